@@ -18,7 +18,7 @@ from .formats.record import LoggedRollout
 from .formats.registry import find_format, log_files, read_rollouts
 from .hypotheses.column_causes import try_columns
 from .hypotheses.log_checks import check_log
-from .log_section import LogSection, Rounding, VersionFigures, is_doubled
+from .log_section import LogSection, Rounding, TrainerColumn, VersionFigures, is_doubled
 from .page.token_texts import SequenceTexts, TokenTexts
 from .report import Measurements, Report
 from .settings import LOGGED, Source, assumed, assumed_words
@@ -160,10 +160,13 @@ def _measured(
     worst = [_with_place(w, columns) for w in worst_tokens(trainer, sampler)]
     figures, log_faults = measure(trainer, sampler), check_log(columns.first, None)
     by_version = _by_version(columns)
+    of_sampler, of_trainer = try_columns(columns.first)
+    distribution = check(columns.drawn(), is_doubled(log_faults))
     log = LogSection(
         logged=logged,
-        distribution=check(columns.drawn(), is_doubled(log_faults)),
-        hypotheses=try_columns(columns.first),
+        distribution=distribution,
+        hypotheses=of_sampler,
+        trainer_column=TrainerColumn(**vars(of_trainer), distribution=distribution),
         log_faults=log_faults,
         rounding=rounding(trainer, sampler, columns.tolerances, min(columns.decimals, default=None)),
         by_version=by_version,

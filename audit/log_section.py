@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING
 from .as_json import OPTIONAL
 from .figures.drawn_from import Distribution
 from .hypotheses.fit import Tried
-from .hypotheses.log_checks import DOUBLED, LogFault
+from .hypotheses.log_checks import DOUBLED
+from .hypotheses.log_fault import LogFault
 
 if TYPE_CHECKING:
     from .sections import ExpertsDifference
@@ -57,6 +58,12 @@ class LogSection:
     by_version: list[VersionFigures] | None = field(default=None, metadata=OPTIONAL)
     # rollouts that do not say how they were drawn, of such a log
     distribution_unsaid: int | None = field(default=None, metadata=OPTIONAL)
+
+    @property
+    def rounds(self) -> bool:
+        """Whether all differences are rounding, and no hypothesis explains them better."""
+        columns = [self.hypotheses, *([self.trainer_column] if self.trainer_column else [])]
+        return all(x.is_rounding or not x.distance for x in columns) and not any(x.found for x in columns)
 
 
 def is_doubled(faults: list[LogFault]) -> bool:

@@ -7,7 +7,7 @@ from ..finding import Finding
 from ..report import Measurements
 from ..sections import CheckpointsDifference, Jump
 from ..settings import distribution_words
-from .log_findings import fitting, none_fits
+from .log_findings import fitting, guilty_trainer, none_fits
 from .notes import LISTED
 
 # The kind of the cause where the two columns of a log are equal.
@@ -187,7 +187,8 @@ def _other_than_it_scores(measured: Measurements) -> Finding | None:
 
 def _other_distribution(measured: Measurements) -> Finding | None:
     """A log whose tokens the trainer cuts."""
-    if measured.trace is not None or measured.figures.outside.share <= 0.001:
+    at_the_edge = measured.log and measured.log.hypotheses.is_rounding
+    if measured.trace is not None or measured.figures.outside.share <= 0.001 or at_the_edge:
         return None
     return Finding(
         "distribution",
@@ -260,6 +261,7 @@ def _unknown(measured: Measurements) -> Finding:
 _FINDERS = (
     _equal,
     _rounded_log,
+    guilty_trainer,
     fitting,
     _not_drawn,
     _stale_cache,

@@ -11,9 +11,12 @@ def concluded(measured: Measurements, tolerances: Tolerances) -> Report:
     """The report: the measurements with outcome, cause and notes."""
     named_faults = faults(measured)
     outcome = outcome_of(measured, tolerances, [fault.kind for fault in named_faults])
+    likely = cause(measured)
+    if named_faults and (outcome.kind is Kind.FAULT or likely.kind in ("unknown", "rounding")):
+        likely = named_faults[0]
     return Report(
         **{name: getattr(measured, name) for name in Measurements.__dataclass_fields__},
         outcome=outcome,
-        cause=named_faults[0] if outcome.kind is Kind.FAULT else cause(measured),
+        cause=likely,
         notes=notes(measured),
     )

@@ -10,35 +10,74 @@ def log_notes(measured: Measurements) -> list[str]:
     """Faults that a log's ids show by themselves, and what its own trainer column is."""
     if measured.log is None:
         return []
+    tried = measured.log.trainer_column
     texts = [f"In the log, {fault.name}: {fault.text} {fault.remedy}" for fault in measured.log.log_faults]
-    return texts + ([_trainer_column(measured.log.trainer_column)] if measured.log.trainer_column else [])
+    return texts + ([_trainer_column(tried, True)] if tried and not measured.columns_alone else [])
 
 
-def _trainer_column(tried: TrainerColumn) -> str:
-    """What the model and the sampler's column say to the log's own trainer column."""
-    distance = f"The log's trainer column differs from the model by {tried.distance:.3g} nats a token"
+def _trainer_column(tried: TrainerColumn, beside_model: bool) -> str:
+    """What the model, or the sampler's column, says to the log's own trainer column."""
+    judge = "the model" if beside_model else "the sampler's"
+    distance = f"The log's trainer column differs from {judge} by {tried.distance:.3g} nats a token"
     beside = tried.distribution.found
     if beside and beside.kind.startswith("trainer"):
         return f"{distance}: {beside.text} {beside.remedy}"
-    if tried.is_rounding:
+    if not tried.distance or tried.is_rounding:
         return "The log's trainer column is the model's, to within rounding."
     if row := tried.found:
         return f"{distance}, and {row.name} fits it: {row.what}. {row.remedy}"
-    return f"{distance}, and no hypothesis fits it."
+    return f"{distance}, and no hypothesis fits it.{_sits(tried)}"
+
+
+def _sits(tried: Tried) -> str:
+    """Where the difference sits, as a sentence after another; empty where it is everywhere."""
+    if not tried.where:
+        return ""
+    at = tried.where
+    elsewhere = f", {at.odd_elsewhere} others" if at.odd_elsewhere else ", and no other token"
+    return f" It sits in {at.words}: {at.odd} of these {at.tokens} tokens{elsewhere}."
 
 
 def trainer_column_fault(measured: Measurements) -> Finding | None:
-    """A named error of the log's own trainer column, where the log was audited with a model."""
+    """A named error of the log's own trainer column."""
     tried = measured.log and measured.log.trainer_column
     if not tried:
         return None
     beside = tried.distribution.found
+    text = _trainer_column(tried, not measured.columns_alone)
     if beside and beside.kind.startswith("trainer"):
-        return Finding(beside.kind, _trainer_column(tried), beside.remedy)
-    if tried.found and not tried.is_rounding:
-        name = f"the log's trainer column, {tried.found.name}"
-        return Finding(name, _trainer_column(tried), tried.found.remedy)
+        return None if measured.columns_alone else Finding(beside.kind, text, beside.remedy)
+    if tried.found and not tried.is_rounding and not _sampler_is_nearer(measured):
+        return Finding(f"the log's trainer column, {tried.found.name}", text, tried.found.remedy)
     return None
+
+
+def _sampler_is_nearer(measured: Measurements) -> bool:
+    """Whether two columns alone are explained as well by a fault of the sampler's."""
+    sampler, trainer = measured.log.hypotheses.found, measured.log.trainer_column.found
+    return measured.columns_alone and sampler is not None and sampler.left <= 1.1 * trainer.left
+
+
+def guilty_trainer(measured: Measurements) -> Finding | None:
+    """The trainer's column where it alone is at fault: the sampler's is the model's, to within rounding.
+
+    Of two columns alone, the trainer's is at fault where its fault explains what the sampler's cannot.
+    """
+    log = measured.log
+    if not log or not log.trainer_column:
+        return None
+    named, tried = trainer_column_fault(measured), log.trainer_column
+    if measured.columns_alone:
+        return named
+    if log.hypotheses.distance and not log.hypotheses.is_rounding:
+        return None if log.hypotheses.found else named
+    if named:
+        return named
+    if not tried.distance or tried.is_rounding:
+        return None
+    nearest = _nearest(tried)
+    what = "The sampler's column is the model's, so the trainer's is at fault."
+    return Finding("unknown", f"{_trainer_column(tried, True)} {what} {nearest.text}", nearest.remedy)
 
 
 def fitting(measured: Measurements) -> Finding | None:
@@ -57,22 +96,18 @@ def fitting(measured: Measurements) -> Finding | None:
     )
 
 
-def _rounding_of(measured: Measurements) -> str:
-    """The dtype whose rounding a difference is compared with: without a model, that of an fp32 forward."""
-    return "an fp32 forward" if measured.columns_alone else measured.dtypes.dtype
-
-
 def none_fits(measured: Measurements) -> Finding | None:
     """A log that no hypothesis explains: rounding, or something that is not in the table."""
     tried = measured.log and measured.log.hypotheses
     if not tried or not tried.tried:
         return None
     if tried.is_rounding:
+        how = "as a log of this size has it" if measured.columns_alone else "as measured on this model"
         return Finding(
             "rounding",
             f"rounding alone. None of {tried.tried} hypotheses fits, and the difference of "
-            f"{tried.distance:.2g} nats a token is of the size that {_rounding_of(measured)} rounds "
-            f"({tried.rounding:.2g}).",
+            f"{tried.distance:.2g} nats a token is what {tried.rounds_like} rounds, {how}: in size, "
+            "in its largest tokens, in its sign, and in each line.",
             "Nothing is broken. Another dtype makes it smaller; importance sampling corrects for it.",
         )
     return _nearest(tried) if tried.rows else None
@@ -87,6 +122,7 @@ def _nearest(tried: Tried) -> Finding:
         text += " of the difference."
     else:
         text += ", and none explains a tenth of the difference."
+    text += _sits(tried)
     if tried.need_a_model:
         remedy = f"Name the model with --model: {tried.need_a_model} further hypotheses need it."
     else:

@@ -9,6 +9,8 @@ report, from the faults that the report names, and from the tolerances that were
     equal columns      "equal" of a log's own two columns, which is no proof: both may      yes
                        come from one source
     rounded columns    "rounded" of a log's own two columns, no proof either                yes
+    sound              not equal; of a log, the whole difference is what rounding makes    yes
+                       (hypotheses/noise.py), and no tolerance was given
     within             not equal, and the tolerances that were given hold                   yes
     fault              the above, and the audit names a fault beside it                     no
     beyond             a tolerance that was given does not hold                             no
@@ -37,6 +39,7 @@ class Kind(StrEnum):
     ROUNDED = "rounded"
     EQUAL_COLUMNS = "equal columns"
     ROUNDED_COLUMNS = "rounded columns"
+    SOUND = "sound"
     WITHIN = "within"
     FAULT = "fault"
     BEYOND = "beyond"
@@ -49,6 +52,7 @@ _SHOWN = {
     Kind.ROUNDED: ("Equal within the log's rounding", "≈", "equal"),
     Kind.EQUAL_COLUMNS: ("Equal columns, no proof", "=", "unproven"),
     Kind.ROUNDED_COLUMNS: ("Columns equal within the log's rounding, no proof", "≈", "unproven"),
+    Kind.SOUND: ("Sound: rounding", "≈", "unproven"),
     Kind.WITHIN: ("Within the tolerance", "≈", "equal"),
     Kind.FAULT: ("Fault", "≠", "unequal"),
     Kind.BEYOND: ("Beyond the tolerance", "≠", "unequal"),
@@ -138,7 +142,7 @@ def outcome_of(measured: "Measurements", tolerances: Tolerances, faults: Sequenc
     if tolerances.given and kind is not Kind.EQUAL and kind is not Kind.EQUAL_COLUMNS:
         if not tolerances.hold(measured.figures, measured.corrections):
             return Outcome(Kind.BEYOND, tuple(faults))
-        kind = Kind.WITHIN if kind is Kind.DIFFERS else kind
+        kind = Kind.WITHIN if kind in (Kind.DIFFERS, Kind.SOUND) else kind
     return Outcome(Kind.FAULT if faults and kind is not Kind.DIFFERS else kind, tuple(faults))
 
 
@@ -150,6 +154,8 @@ def _agreement(measured: "Measurements") -> Kind:
     rounding = measured.log and measured.log.rounding
     if rounding and rounding.tokens_beyond == 0:
         return Kind.ROUNDED_COLUMNS if measured.columns_alone else Kind.ROUNDED
+    if measured.log and measured.log.rounds:
+        return Kind.SOUND
     return Kind.DIFFERS
 
 

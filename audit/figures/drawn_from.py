@@ -40,7 +40,7 @@ _CUT, _UNDECLARED, _NOISE = 0.25, 0.02, 2.0
 _FEWEST_CUT, _EDGE = 50, 0.02
 # Of the tempered check: what may be left of the predicted difference, and tokens that it needs. In a tenth of
 # these the rest of the mass is on few other tokens. Then the difference is little more than predicted.
-_TEMPERED, _FEWEST, _TIGHT = 0.1, 20, 2.0
+_TEMPERED, _FEWEST, _TIGHT = 0.1, 12, 2.0
 # Difference that a temperature must make of a token, in nats: more than two fp32 forwards differ by.
 _GAP = 1e-4
 # Places where completions of one prompt agree so far, that are needed, and the least difference.

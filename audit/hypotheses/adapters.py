@@ -18,14 +18,14 @@ import torch
 
 from ...kernels.merge import merge
 from ...model.adapters import AdapterLayout, adapted_layout
-from ...model.checkpoint import DTYPES, read_weights, stored_dtype
+from ...model.checkpoint import DTYPES, stored_dtype
 from ...model.decoder import Hook
 from ...model.lora import Lora
 from ...model.peft import read_adapter, stored_lora
 from .evidence import Evidence
 from .prediction import Prediction
 from .scorer import decoder_scores
-from .weights import with_weights
+from .weights import line_search, with_weights
 
 # By the name of a weight in its layer: the operation that it computes, and the one that this reads.
 _PLACES = {
@@ -67,7 +67,7 @@ def _read(evidence: Evidence, folder: Path) -> _Adapter:
 
 def _base(evidence: Evidence) -> torch.Tensor:
     """The base's weights, flat as the model's, in fp32 on the host. It is a tensor of its own."""
-    return read_weights(evidence.scorer.adapters.base, evidence.scorer.model().layout)
+    return evidence.scorer.base_weights()
 
 
 def _merge(
@@ -123,7 +123,7 @@ def _scales(lora: Lora) -> dict[str, float]:
 
 
 def another_scale(evidence: Evidence) -> Iterator[Prediction]:
-    """The adapter with the scales of usual mistakes."""
+    """The adapter with the scales of usual mistakes, and with the one that comes nearest to the log."""
     if not evidence.scorer.adapters:
         return
     adapter, dtype = _read(evidence, evidence.scorer.adapters.own), stored_dtype(evidence.scorer.folder)
@@ -131,6 +131,10 @@ def another_scale(evidence: Evidence) -> Iterator[Prediction]:
         flat = _base(evidence)
         _merge(evidence, flat, adapter, scale, dtype)
         yield _predicted(evidence, f"the sampler scales the adapter otherwise: {what}", flat)
+    model = evidence.scorer.model()
+    base = evidence.scorer.base_weights().to(model.device, model.dtype)
+    share, scores = line_search(evidence, base, model.flat.detach())
+    yield Prediction(f"the sampler scales the adapter by {share:.2g} of its own scale", scores)
 
 
 def merged_otherwise(evidence: Evidence) -> Iterator[Prediction]:

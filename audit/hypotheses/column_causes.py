@@ -1,6 +1,7 @@
 """What may have gone wrong with a log of two columns, without a model."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -10,8 +11,8 @@ from .fit import Tried, explain
 from .numbers import PREDICTORS
 
 
-def try_columns(lines: Sequence[LoggedRollout]) -> Tried:
-    """What the hypotheses that need no model say to a log with both columns."""
+def try_columns(lines: Sequence[LoggedRollout]) -> tuple[Tried, Tried]:
+    """What the hypotheses that need no model say to the sampler's column of a log, and to the trainer's."""
     evidence = Evidence(
         [
             Line(
@@ -26,7 +27,9 @@ def try_columns(lines: Sequence[LoggedRollout]) -> Tried:
             for i, line in enumerate(lines)
         ]
     )
-    return explain(evidence, PREDICTORS)
+    swapped = [replace(x, logged=x.scored, scored=x.logged) for x in evidence.lines]
+    of_trainer = replace(evidence, lines=swapped, side="trainer")
+    return explain(evidence, PREDICTORS), explain(of_trainer, PREDICTORS)
 
 
 def is_masked(line: LoggedRollout) -> bool:

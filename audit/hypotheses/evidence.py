@@ -4,7 +4,7 @@ Shapes: C completion tokens.
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -37,10 +37,17 @@ class Line:
 
 @dataclass(frozen=True)
 class Evidence:
-    """The lines on which hypotheses are tried. scorer: None where the log has both columns and no model."""
+    """The lines on which hypotheses are tried. scorer: None where the log has both columns and no model.
+
+    side: whose numbers `logged` are, "sampler" or "trainer". by_dtype: our decoder's scores of all lines in
+    each dtype, where a model is at hand. longest_prompt: of the whole log, in tokens.
+    """
 
     lines: list[Line]
     scorer: "Scorer | None" = None
+    side: str = "sampler"
+    by_dtype: dict[str, Scores] = field(default_factory=dict)
+    longest_prompt: int = 0
 
     def params(self) -> list[SamplingParams]:
         """The sampling parameters of each line."""

@@ -1,19 +1,38 @@
-"""Which hypothesis fits a log: each predicts what the log would hold, and the nearest prediction is named."""
+"""Which hypothesis fits a log: each predicts what the log would hold, and the nearest prediction is named.
 
+A prediction fits exactly if it leaves a tenth of the difference. Under the rounding of other engines no
+prediction does. There it fits if the difference follows it: with e = predicted - scored and r = logged -
+scored, the slope of r on e is 1, it is far from 0 beside its error, and what is left is rounding
+(noise.py). Where no single one fits, a second one is tried on what the best ones leave.
+"""
+
+import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from . import noise as rounding_of
 from .evidence import Evidence, Line, Scores
+from .noise import Noise, is_rounding
+from .places import Where, where
 from .prediction import Prediction, Predictor
-from .registry import HYPOTHESES, Hypothesis
+from .registry import DIMMED, HYPOTHESES, LATE, ROUNDINGS, SECOND, WHOLE_LOG, Hypothesis
+from .slope import slope
 
 # A difference of one token counts so many nats at most: an impossible token alone must not decide.
 _MOST = 20.0
-# A hypothesis fits if this share of the difference is left at most. It also fits if no more is left than
-# rounding makes (_ROUNDING times its size), and less than _LESS of the difference.
-_LEFT, _ROUNDING, _LESS = 0.1, 1.5, 0.4
+# An exact fit leaves this share of the difference at most.
+_LEFT = 0.1
+# A fit under rounding: the slope, its errors away from 0, and the share that it leaves at most. Where the
+# difference alone could be rounding, more errors are asked for.
+_SLOPE, _DIMMED, _ERRORS, _SURE, _LESS = (0.8, 1.25), 0.5, 10.0, 14.0, 0.85
+# A first cause of two takes at least this much away.
+_FIRST, _FIRSTS, _BOTH = 0.85, 3, 0.6
+# Lines on which each hypothesis is tried first, and what it must explain of them: a share that is left, or a
+# slope so many errors from 0.
+_SCREENED, _PROMISE, _PROMISE_ERRORS = 4, 0.9, 4.0
 # Rounding puts a token at the edge of a top-p set out of it now and then. Up to this share of such tokens,
 # and one in any case, is left out.
 _EDGE = 0.03
@@ -21,10 +40,7 @@ _EDGE = 0.03
 _FEWEST = 8
 # Lines that are scored, those farthest apart first.
 _LINES = 32
-# Of a single number in fp32, in nats: what two sound fp32 forwards differ by.
-_FP32 = 1e-5
-# Times the size of rounding up to which a difference may be rounding alone.
-BEYOND = 3.0
+_FP32 = rounding_of.FP32
 
 
 @dataclass(frozen=True)
@@ -41,6 +57,8 @@ class Row:
     tokens: int
     lines: int  # lines that it comes nearer to than the trainer's own scores
     lines_tried: int
+    slope: float  # of the difference on the predicted one
+    errors: float  # by which the slope is away from 0
     fits: bool
 
 
@@ -53,7 +71,9 @@ class Tried:
 
     distance: float
     tokens: int
-    rounding: float = _FP32  # what rounding alone makes of this model
+    rounding: float = _FP32  # what rounding makes of a token, of the dtypes that were tried
+    rounds_like: str = ""  # the dtype whose rounding the whole difference is; empty where it is not
+    where: Where | None = None  # where the difference sits; None where it is everywhere
     tried: int = 0
     need_a_model: int = 0
     found: Row | None = None
@@ -63,7 +83,30 @@ class Tried:
     @property
     def is_rounding(self) -> bool:
         """Whether the difference may be rounding alone."""
-        return self.distance <= BEYOND * self.rounding
+        return bool(self.rounds_like)
+
+
+_Rows = list[tuple[Row, Prediction]]
+
+
+@dataclass(frozen=True)
+class _Judge:
+    """What predictions are judged by."""
+
+    evidence: Evidence
+    base: Scores  # the column nearest to the log: the model's in one dtype
+    noise: Noise | None  # of the dtypes that round most
+    alike: Noise | None  # the least noise that the whole difference is like
+
+    @property
+    def before(self) -> float:
+        """The difference from the base, in nats."""
+        return float(sum(np.nansum(_gaps(x, self.base[i])) for i, x in enumerate(self.evidence.lines)))
+
+    def is_rounding(self, left: Sequence[np.ndarray], scores: Sequence[np.ndarray]) -> bool:
+        """Whether what is left of the difference is rounding."""
+        noises = [self.noise] if self.evidence.scorer and self.noise else rounding_of.band(left, scores)
+        return any(is_rounding(noise, left, scores, signed=False) for noise in noises)
 
 
 def explain(evidence: Evidence, predictors: Mapping[str, Predictor]) -> Tried:
@@ -74,36 +117,187 @@ def explain(evidence: Evidence, predictors: Mapping[str, Predictor]) -> Tried:
     result = Tried(float(gaps.mean()) if len(gaps) else 0.0, len(gaps))
     if result.tokens < _FEWEST or not result.distance:
         return result
-    rounding = max(evidence.scorer.rounding_size(evidence), _FP32) if evidence.scorer else _FP32
-    evidence = _by_nearest_engine(evidence)
-    rows = []
-    for hypothesis in HYPOTHESES:
-        if predict := predictors.get(hypothesis.name):
-            fits = [_fit(hypothesis, p, evidence, rounding) for p in predict(evidence)]
-            rows += [min(known, key=lambda row: row.share_left)] if (known := [x for x in fits if x]) else []
+    judge = _judge(_by_nearest_engine(evidence))
+    rows = _in_stages(judge, predictors)
+    nearest = _nearest([row for row, _ in rows if row.fits])
+    if not nearest and not judge.alike and (both := _second(judge, rows, predictors)):
+        nearest = [both]
     tried = sum(hypothesis.name in predictors for hypothesis in HYPOTHESES)
-    nearest = _nearest([row for row in rows if row.fits])
     return replace(
         result,
-        rounding=rounding,
+        rounding=judge.noise.size if judge.noise else _FP32,
+        rounds_like=judge.alike.dtype if judge.alike else "",
+        where=None if judge.alike else where(judge.evidence, judge.noise),
         tried=tried,
         need_a_model=len(HYPOTHESES) - tried,
         found=nearest[0] if nearest else None,
         also=[row.what for row in nearest[1:]],
-        rows=sorted(rows, key=lambda row: row.share_left),
+        rows=sorted(_best(rows), key=lambda row: row.share_left),
+    )
+
+
+def _in_stages(judge: _Judge, predictors: Mapping[str, Predictor]) -> _Rows:
+    """How well the hypotheses fit: the likely ones first, the others where none of these does."""
+    early = [h.name for h in HYPOTHESES if h.name not in LATE]
+    if judge.alike and judge.alike.dtype == "float32" and judge.evidence.side == "trainer":
+        early = [name for name in early if name in WHOLE_LOG]
+    rows = _tried(judge, predictors, early)
+    if judge.alike or any(row.fits for row, _ in rows):
+        return rows
+    return rows + _tried(judge, predictors, LATE)
+
+
+def _judge(evidence: Evidence) -> _Judge:
+    """How the lines are judged: the noise of their dtypes, and the column that is nearest to them."""
+    columns = [{i: x.scored for i, x in enumerate(evidence.lines)}]
+    if evidence.scorer:
+        evidence = replace(evidence, by_dtype=evidence.scorer.by_dtype(evidence))
+        noises = _measured(evidence)
+        columns += [_without_edge(scores, evidence) for scores in evidence.by_dtype.values()]
+    else:
+        noises = rounding_of.band(_signed(evidence), [x.scored for x in evidence.lines])
+    scored = [x.scored for x in evidence.lines]
+    alike = next((x for x in noises if is_rounding(x, _signed(evidence), scored)), None)
+    noise = noises[-1] if noises else None
+
+    def total(scores: Scores) -> float:
+        return sum(np.nansum(_gaps(x, scores[i])) for i, x in enumerate(evidence.lines))
+
+    return _Judge(evidence, min(columns, key=total), noise, alike)
+
+
+def _measured(evidence: Evidence) -> list[Noise]:
+    """The noise beside the trainer's dtype of a sampler in each dtype, the least first."""
+    exact, names = list(evidence.by_dtype["float32"].values()), evidence.by_dtype
+    of = {name: rounding_of.measured(name, list(x.values()), exact) for name, x in names.items()}
+    # fp32 has 16 bits more than bf16; its engines differ by a few of the last ones.
+    of["float32"] = Noise("float32", max(of["bfloat16"].size * 2.0**-14, _FP32))
+    return rounding_of.pairs(str(evidence.scorer.dtype).removeprefix("torch."), of)
+
+
+def _signed(evidence: Evidence) -> list[np.ndarray]:
+    """logged - scored of each line, NaN where either is unknown."""
+    result = []
+    for x in evidence.lines:
+        with np.errstate(invalid="ignore"):
+            d = x.logged.astype(np.float64) - x.scored
+        d = np.where(np.isinf(x.logged) & (x.logged == x.scored), 0.0, d)
+        result.append(np.clip(d, -_MOST, _MOST))
+    return result
+
+
+def _tried(judge: _Judge, predictors: Mapping[str, Predictor], names: Sequence[str]) -> _Rows:
+    """How well every prediction of the named hypotheses fits, in their order."""
+    rows, small = [], _screen(judge)
+    for hypothesis in HYPOTHESES:
+        predict = predictors.get(hypothesis.name) if hypothesis.name in names else None
+        if predict and (not small or _promises(hypothesis, predict, small)):
+            rows += [(row, p) for p in predict(judge.evidence) if (row := _fit(hypothesis, p, judge))]
+    return rows
+
+
+def _screen(judge: _Judge) -> _Judge | None:
+    """The judge of the few lines that are farthest apart for their length; None where all are few."""
+    lines = judge.evidence.lines
+    if judge.evidence.scorer is None or len(lines) <= 2 * _SCREENED:
+        return None
+    order = np.argsort([-np.nansum(_gaps(x, x.scored)) for x in lines])
+    chosen = sorted(order[:_SCREENED])
+    of = {name: {k: x[i] for k, i in enumerate(chosen)} for name, x in judge.evidence.by_dtype.items()}
+    evidence = replace(judge.evidence, lines=[lines[i] for i in chosen], by_dtype=of)
+    return replace(judge, evidence=evidence, base={k: judge.base[i] for k, i in enumerate(chosen)})
+
+
+def _promises(hypothesis: Hypothesis, predict: Predictor, small: _Judge) -> bool:
+    """Whether a hypothesis explains something of a few lines. Those that need the other lines always do."""
+    if hypothesis.name in WHOLE_LOG:
+        return True
+    for p in predict(small.evidence):
+        row = _fit(hypothesis, p, small)
+        if row and (row.fits or row.share_left <= _PROMISE or (row.errors >= _PROMISE_ERRORS)):
+            return True
+    return False
+
+
+def _best(rows: _Rows) -> list[Row]:
+    """The best row of each hypothesis: one that fits, then the one that leaves least."""
+    best: dict[str, Row] = {}
+    for row, _ in rows:
+        known = best.get(row.name)
+        if known is None or (not row.fits, row.share_left) < (not known.fits, known.share_left):
+            best[row.name] = row
+    return list(best.values())
+
+
+def _second(judge: _Judge, rows: _Rows, predictors: Mapping[str, Predictor]) -> Row | None:
+    """Two causes at once: another one on what each of the best first ones leaves; None where no two fit."""
+    evidence, firsts = judge.evidence, {}
+    for row, p in sorted(rows, key=lambda pair: pair[0].share_left):
+        whole = row.lines_tried == len(evidence.lines) and not p.searched
+        if row.share_left <= _FIRST and whole and row.name not in ROUNDINGS:
+            firsts.setdefault(row.name, (row, p))
+    fitting = []
+    for first, p in list(firsts.values())[:_FIRSTS]:
+        after = _judge_after(judge, p)
+        for second, _ in _tried(after, predictors, [name for name in SECOND if name != first.name]):
+            share = second.left * second.tokens / max(judge.before, 1e-30)
+            if second.fits and share <= _BOTH and second.share_left <= 0.7:
+                fitting.append(_together(first, second, share))
+    return min(fitting, key=lambda row: row.left, default=None)
+
+
+def _judge_after(judge: _Judge, p: Prediction) -> _Judge:
+    """The judge of a second cause, once a first one is so."""
+    evidence, base = judge.evidence, judge.base
+    if p.undone is not None:
+        lines = [replace(x, logged=p.undone(x.logged)) for x in evidence.lines]
+        return replace(judge, evidence=replace(evidence, lines=lines))
+    lines = []
+    for i, x in enumerate(evidence.lines):
+        params = x.params._replace(**p.params) if p.params and x.params else x.params
+        lines.append(replace(x, scored=p.scores[i], params=params))
+    scorer = evidence.scorer.altered(p.decoder) if p.decoder is not None else evidence.scorer
+    shifted = {i: _shifted(x.scored, p.scores[i], base[i]) for i, x in enumerate(evidence.lines)}
+    return replace(judge, evidence=replace(evidence, lines=lines, scorer=scorer, by_dtype={}), base=shifted)
+
+
+def _shifted(scored: np.ndarray, predicted: np.ndarray, base: np.ndarray) -> np.ndarray:
+    """base + (predicted - scored); the prediction itself where that is unknown, or the base is the score."""
+    if base is scored:
+        return predicted
+    with np.errstate(invalid="ignore"):
+        x = base.astype(np.float64) + predicted - scored
+    return np.where(np.isfinite(x), x, predicted)
+
+
+def _together(first: Row, second: Row, share: float) -> Row:
+    """The row of two causes."""
+    return replace(
+        second,
+        name=f"{first.name} and {second.name}",
+        what=f"{first.what}; and {second.what}",
+        remedy=f"{first.remedy} {second.remedy}",
+        distance=first.distance,
+        explained=first.distance - second.left,
+        share_left=share,
     )
 
 
 def _nearest(fitting: Sequence[Row]) -> list[Row]:
     """Those that leave the least. To within rounding they cannot be told apart; the first is the simplest."""
+    exact = [row for row in fitting if row.share_left <= _LEFT]
+    fitting = exact or fitting
     least = min((row.left for row in fitting), default=0.0)
     return [row for row in fitting if row.left <= 1.1 * least + 0.1 * _FP32]
 
 
 def _inside(evidence: Evidence) -> Evidence:
-    """The evidence without tokens at the edge of the trainer's set."""
+    """The evidence without tokens at the edge of the trainer's set, whichever side `logged` is."""
     scored = _without_edge({i: x.scored for i, x in enumerate(evidence.lines)}, evidence)
-    return replace(evidence, lines=[replace(x, scored=scored[i]) for i, x in enumerate(evidence.lines)])
+    lines = [replace(x, scored=scored[i]) for i, x in enumerate(evidence.lines)]
+    other = [replace(x, logged=x.scored, scored=x.logged) for x in lines]
+    logged = _without_edge({i: x.logged for i, x in enumerate(lines)}, replace(evidence, lines=other))
+    return replace(evidence, lines=[replace(x, logged=logged[i]) for i, x in enumerate(lines)])
 
 
 def _by_nearest_engine(evidence: Evidence) -> Evidence:
@@ -147,42 +341,78 @@ def _gaps(line: Line, scores: np.ndarray) -> np.ndarray:
     return np.minimum(np.where(np.isinf(line.logged) & (line.logged == scores), 0.0, d), _MOST)
 
 
-def _fit(
-    hypothesis: Hypothesis,
-    prediction: Prediction,
-    evidence: Evidence,
-    rounding: float,
-) -> Row | None:
+def _fit(hypothesis: Hypothesis, prediction: Prediction, judge: _Judge) -> Row | None:
     """How well a prediction fits the lines that it is about; None where it is about too few tokens.
 
     A line for which it is worse than the trainer's own scores keeps those: a fault need not be in each line.
     """
-    before = after = 0.0
-    tokens = lines = 0
+    evidence, compared = judge.evidence, _Compared()
     for i, scores in _without_edge(prediction.scores, evidence).items():
-        now, d = _gaps(evidence.lines[i], evidence.lines[i].scored), _gaps(evidence.lines[i], scores)
-        both = ~np.isnan(d) & ~np.isnan(now)
-        a, b = float(now[both].sum()), float(d[both].sum())
-        before, after, tokens = before + a, after + min(a, b), tokens + int(both.sum())
-        lines += b < a
-    if tokens < _FEWEST or not before:
+        compared.add(evidence.lines[i], scores, judge.base[i])
+    if compared.tokens < _FEWEST or not compared.before:
         return None
-    share, left = after / before, after / tokens
-    # A difference that is itself of the size of rounding needs no explanation but an exact one.
-    beyond = before / tokens > BEYOND * rounding
-    fits = share <= _LEFT or (beyond and left <= _ROUNDING * rounding and share <= _LESS)
+    exact = compared.after / compared.before
     # It must speak of most of the difference, or of the lines that were chosen as the farthest apart.
-    fits = fits and (prediction.searched or before >= 0.5 * _total(evidence))
+    most = prediction.searched or compared.before >= 0.5 * _total(evidence)
+    angle, errors = slope(compared.effects, compared.differences, compared.scores)
+    share = compared.after_base / compared.before_base if compared.before_base else 1.0
+    least = _DIMMED if hypothesis.name in DIMMED else _SLOPE[0]
+    follows = least <= angle <= _SLOPE[1] and share <= _LESS
+    follows = follows and errors >= (_SURE if judge.alike else _ERRORS)
+    follows = follows and not (judge.alike and hypothesis.name in ROUNDINGS)
+    fits = exact <= _LEFT or (follows and judge.is_rounding(compared.left, compared.scores))
+    left = compared.after if exact <= share else compared.after_base
     return Row(
         name=hypothesis.name,
-        what=prediction.what,
+        what=_of_side(prediction.what, evidence.side),
         remedy=hypothesis.remedy,
-        distance=before / tokens,
-        left=left,
-        explained=(before - after) / tokens,
-        share_left=share,
-        tokens=tokens,
-        lines=lines,
+        distance=compared.before / compared.tokens,
+        left=left / compared.tokens,
+        explained=(compared.before - left) / compared.tokens,
+        share_left=left / compared.before if exact <= share else share,
+        tokens=compared.tokens,
+        lines=compared.nearer,
         lines_tried=len(prediction.scores),
-        fits=bool(fits),
+        slope=angle,
+        errors=errors if math.isfinite(errors) else 1e9,
+        fits=bool(fits and most),
     )
+
+
+class _Compared:
+    """The sums over the lines of a prediction, in nats."""
+
+    def __init__(self) -> None:
+        self.before = self.after = self.before_base = self.after_base = 0.0
+        self.tokens = self.nearer = 0
+        self.effects: list[np.ndarray] = []
+        self.differences: list[np.ndarray] = []
+        self.scores: list[np.ndarray] = []
+        self.left: list[np.ndarray] = []
+
+    def add(self, line: Line, scores: np.ndarray, base: np.ndarray) -> None:
+        """Take a line. scores, base: the prediction, and the column nearest to the log, [C]."""
+        shifted = _shifted(line.scored, scores, base)
+        now, direct = _gaps(line, line.scored), _gaps(line, scores)
+        of_base, follows = _gaps(line, base), _gaps(line, shifted)
+        both = ~(np.isnan(now) | np.isnan(direct) | np.isnan(of_base) | np.isnan(follows))
+        a, b, c, d = (float(x[both].sum()) for x in (now, direct, of_base, follows))
+        self.before, self.after = self.before + a, self.after + min(a, b)
+        self.before_base, self.after_base = self.before_base + c, self.after_base + min(c, d)
+        self.tokens, self.nearer = self.tokens + int(both.sum()), self.nearer + (b < a)
+        with np.errstate(invalid="ignore"):
+            left = line.logged.astype(np.float64) - (shifted if d < c else base)
+            effect, r = shifted.astype(np.float64) - base, line.logged.astype(np.float64) - base
+        self.left.append(np.where(both, np.clip(left, -_MOST, _MOST), np.nan))
+        self.scores.append(line.scored)
+        known = both & np.isfinite(effect) & np.isfinite(r) & (d < c)
+        self.effects.append(np.where(known, effect, np.nan))
+        self.differences.append(np.where(known, r, np.nan))
+
+
+def _of_side(what: str, side: str) -> str:
+    """A prediction's words for the side at fault. Predictions call it the sampler."""
+    if side == "sampler":
+        return what
+    other = {"sampler": "trainer", "trainer": "sampler"}
+    return re.sub("sampler|trainer", lambda word: other[word.group()], what).replace("logged", "trainer's")

@@ -20,9 +20,14 @@ from ..log_section import TrainerColumn
 from .column_causes import is_masked
 from .evidence import Evidence, Line
 from .fit import Tried, explain
-from .log_checks import LogFault, check_log
+from .log_checks import check_log
+from .log_fault import LogFault
 from .predictors import PREDICTORS
 from .scorer import ModelAdapters, Scorer
+from .streams import one_stream
+
+# Lines whose random numbers are compared.
+_STREAMS = 64
 
 
 @dataclass(frozen=True)
@@ -50,13 +55,22 @@ def log_causes(
             for i, ((r, params), scores, line) in enumerate(zip(rollouts, scored, lines, strict=True))
         ],
         scorer,
+        longest_prompt=max(len(r.prompt_ids) for r, _ in rollouts),
     )
     trainer_column = None
     if any(x.trainer_logprobs is not None for x in lines):
         of_trainer = explain(_of_trainer(evidence, lines), PREDICTORS)
         distribution = check(_both_columns(rollouts, lines))
         trainer_column = TrainerColumn(**vars(of_trainer), distribution=distribution)
-    return LogCauses(explain(evidence, PREDICTORS), check_log(lines, scorer.tokenizer), trainer_column)
+    hypotheses, log_faults = explain(evidence, PREDICTORS), check_log(lines, scorer.tokenizer)
+    if hypotheses.is_rounding or not hypotheses.distance:
+        log_faults += [fault] if (fault := one_stream(_first(evidence))) else []
+    return LogCauses(hypotheses, log_faults, trainer_column)
+
+
+def _first(evidence: Evidence) -> Evidence:
+    """The first lines: those of one batch stand together."""
+    return replace(evidence, lines=evidence.lines[:_STREAMS])
 
 
 def _both_columns(
@@ -76,6 +90,7 @@ def _of_trainer(evidence: Evidence, lines: Sequence[LoggedRollout]) -> Evidence:
     """The lines with the log's trainer column in place of the sampler's."""
     return replace(
         evidence,
+        side="trainer",
         lines=[
             replace(line, logged=logged.trainer_logprobs)
             for line, logged in zip(evidence.lines, lines, strict=True)

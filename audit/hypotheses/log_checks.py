@@ -3,13 +3,14 @@
 import math
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from ..formats.record import LoggedRollout
+from .id_checks import ALONE, BESIDE_TOKENIZER, turns
+from .log_fault import LogFault
 
 if TYPE_CHECKING:
     from ...engine.tasks.tokenizer import Tokenizer
@@ -20,15 +21,6 @@ DOUBLED = "lines doubled within a group"
 _FEWEST = 4  # completions from which the lack of an end token is told
 
 
-@dataclass(frozen=True)
-class LogFault:
-    """A fault of a log: its name, what it is, and what to do about it."""
-
-    name: str
-    text: str
-    remedy: str
-
-
 def check_log(lines: Sequence[LoggedRollout], tokenizer: "Tokenizer | None") -> list[LogFault]:
     """What is wrong with the lines of a log.
 
@@ -36,10 +28,11 @@ def check_log(lines: Sequence[LoggedRollout], tokenizer: "Tokenizer | None") -> 
     not checked.
     """
     lines = [x for x in lines if x.completion_ids is not None and x.prompt_ids is not None]
-    faults = [_doubled(lines)]
+    faults = [_doubled(lines), *(find(lines) for find in ALONE)]
     if tokenizer is not None:
         faults += [_end_left_out(lines, tokenizer), _turns_retokenised(lines, tokenizer)]
-    return [fault for fault in faults if fault]
+        faults += [find(lines, tokenizer) for find in BESIDE_TOKENIZER if lines]
+    return list({fault.name: fault for fault in [*faults, *turns(lines, tokenizer)] if fault}.values())
 
 
 def _doubled(lines: Sequence[LoggedRollout]) -> LogFault | None:

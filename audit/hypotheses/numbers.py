@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 
 from .evidence import Evidence, Line, Scores
+from .places import wrong_numbers
 from .prediction import Prediction
 
 # Decimals that a log may keep.
@@ -63,7 +64,8 @@ def another_base(evidence: Evidence) -> Iterator[Prediction]:
     """Logarithms to another base than e."""
     for base, factor in _BASES.items():
         what = f"the logged numbers are logarithms to the base {base}, not natural ones"
-        yield Prediction(what, _mapped(evidence, lambda line, f=factor: line.scored / f))
+        scores = _mapped(evidence, lambda line, f=factor: line.scored / f)
+        yield Prediction(what, scores, undone=lambda x, f=factor: (x * f).astype(np.float32))
 
 
 def sequence_mean(evidence: Evidence) -> Iterator[Prediction]:
@@ -104,8 +106,10 @@ def _moved(x: np.ndarray, by: int) -> np.ndarray:
 
 def zeros(evidence: Evidence) -> Iterator[Prediction]:
     """Tokens that the model did not draw, with the number 0 in place of a log-probability."""
-    if not (_logged(evidence) == 0.0).any():
+    if evidence.side == "trainer" or not (_logged(evidence) == 0.0).any():
         return
+    if not any((line.logged[:-1] == 0.0).any() for line in evidence.lines):
+        return  # the last token of a line was drawn
     what = "tokens that the model did not draw are logged with 0"
     yield Prediction(what, _mapped(evidence, lambda line: np.where(line.logged == 0.0, 0.0, line.scored)))
 
@@ -137,6 +141,7 @@ PREDICTORS = {
     "means in place of tokens": sequence_mean,
     "off by one": shifted,
     "mask off by one": mask_off_by_one,
+    "wrong numbers at some places": wrong_numbers,
     "zeros for tokens not drawn": zeros,
     "another line's numbers": another_lines_numbers,
 }

@@ -27,6 +27,10 @@ def another_rotation(evidence: Evidence) -> Iterator[Prediction]:
     if config.rope_llama3 is not None:
         what = "the sampler leaves out the checkpoint's rope_scaling"
         yield _with_config(evidence, what, replace(config, rope_llama3=None))
+        for theta in _THETAS:
+            if theta != config.rope_theta:
+                words = f"{what}, and its rope_theta is {theta:g}"
+                yield _with_config(evidence, words, replace(config, rope_llama3=None, rope_theta=theta))
 
 
 def another_epsilon(evidence: Evidence) -> Iterator[Prediction]:

@@ -1,18 +1,32 @@
 """One thing that may have happened, and the log-probabilities that the log would then hold."""
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 from .evidence import Evidence, Scores
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from ...model.decoder import Decoder
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """What a log would hold if `what` were so. Lines and tokens that it says nothing about are left out."""
+    """What a log would hold if `what` were so. Lines and tokens that it says nothing about are left out.
+
+    Of the two sides, `what` calls the one at fault the sampler.
+    """
 
     what: str
     scores: Scores
     searched: bool = False  # whether only the lines farthest apart were tried
+    # What a second cause is tried on: other sampling parameters than the log's, and another model.
+    params: Mapping[str, Any] = field(default_factory=dict)
+    decoder: "Decoder | None" = None
+    # Of a change of the numbers themselves: the numbers before it.
+    undone: "Callable[[np.ndarray], np.ndarray] | None" = None
 
 
 Predictor = Callable[[Evidence], Iterator[Prediction]]

@@ -1,6 +1,15 @@
 """What every hypothesis of registry.py predicts, where a model is at hand."""
 
-from . import adapters, distributions, numbers, operations, tokens, weights
+from . import (
+    adapters,
+    attention,
+    distributions,
+    numbers,
+    operations,
+    settings_search,
+    tokens,
+    weights,
+)
 from .prediction import Predictor
 
 # By the name in registry.py.
@@ -9,17 +18,24 @@ PREDICTORS: dict[str, Predictor] = {
     "raw logits": distributions.raw_logits,
     "temperature not applied": distributions.without_temperature,
     "top-p and top-k not renormalised": distributions.not_renormalised,
-    "generation_config.json": distributions.generation_config,
+    "generation_config.json": settings_search.generation_config,
     "temperature applied otherwise": distributions.temperature_otherwise,
-    "another temperature": distributions.another_temperature,
-    "another top-p, top-k or min-p": distributions.another_cut,
+    "another temperature": settings_search.another_temperature,
+    "another top-p, top-k or min-p": settings_search.another_cut,
+    "logit bias": settings_search.logit_bias,
+    "penalties": settings_search.penalties,
+    "padded vocabulary": settings_search.padded_vocabulary,
+    "soft-capped logits": settings_search.capped_logits,
     "another checkpoint": weights.another_checkpoint,
     "stale prefix cache": weights.stale_prefix,
+    "between two checkpoints": weights.between_checkpoints,
     "incomplete sync": weights.incomplete_sync,
     "update applied again": weights.repeated_update,
     "weights rounded": weights.rounded_weights,
     "weights quantised": weights.quantised_weights,
     "another dtype": weights.another_dtype,
+    "keys and values rounded": attention.rounded_cache,
+    "attention otherwise": attention.another_attention,
     "another rotary embedding": operations.another_rotation,
     "another epsilon": operations.another_epsilon,
     "16-bit intermediates": operations.narrow_intermediates,

@@ -43,10 +43,28 @@ HYPOTHESES = (
     Hypothesis("temperature applied otherwise", "Divide the logits by it once."),
     Hypothesis("another temperature", _SAME_SETTINGS),
     Hypothesis("another top-p, top-k or min-p", _SAME_SETTINGS),
+    Hypothesis(
+        "logit bias",
+        "Add it on both sides, and write logit_bias into the log; or take it away.",
+    ),
+    Hypothesis(
+        "penalties",
+        "Switch repetition, presence and frequency penalties off in the sampler: a trainer that scores all "
+        "tokens at once does not have them.",
+    ),
+    Hypothesis(
+        "padded vocabulary",
+        "Cut the logits to the tokenizer's vocabulary before the log-sum-exp.",
+    ),
+    Hypothesis("soft-capped logits", "Cap the logits on both sides, or on none (final_logit_softcapping)."),
     Hypothesis("logarithms to another base", "Log natural logarithms."),
     Hypothesis("means in place of tokens", "Log one number for each token."),
     Hypothesis("off by one", _ALIGN),
     Hypothesis("mask off by one", _ALIGN),
+    Hypothesis(
+        "wrong numbers at some places",
+        "Score these tokens as all others: look for an index off by one, a chunk's edge, or a cut there.",
+    ),
     Hypothesis("zeros for tokens not drawn", "Mask these tokens out of the loss, and log null for them."),
     Hypothesis(
         "another checkpoint",
@@ -55,6 +73,11 @@ HYPOTHESES = (
     Hypothesis(
         "stale prefix cache",
         "Reset the prefix cache whenever the weights change.",
+    ),
+    Hypothesis(
+        "between two checkpoints",
+        "A part of the update is missing in the sampler, or it averages weights: compare the scale of the "
+        "update, or of the adapter, on both sides.",
     ),
     Hypothesis(
         "incomplete sync",
@@ -98,6 +121,14 @@ HYPOTHESES = (
         "Give both the same dtype, or correct for the difference (importance sampling).",
     ),
     Hypothesis(
+        "keys and values rounded",
+        "Give the cache the compute dtype, or score with rounded keys and values too (kv_cache_dtype).",
+    ),
+    Hypothesis(
+        "attention otherwise",
+        "Give both sides one attention: its window (sliding_window), its soft cap, its sinks.",
+    ),
+    Hypothesis(
         "another rotary embedding",
         "Compare rope_theta and rope_scaling of both configurations.",
     ),
@@ -121,4 +152,48 @@ HYPOTHESES = (
         "retokenised text",
         "Hand token ids from the sampler to the trainer; never decode and encode again.",
     ),
+)
+
+# Kinds that are rounding themselves: they are no fault where the difference is no larger than rounding.
+ROUNDINGS = ("another dtype", "weights rounded", "16-bit intermediates")
+# Kinds whose prediction is itself of roundings that another engine decides otherwise now and then: the
+# slope of the difference on it is below 1.
+DIMMED = ("weights quantised", "keys and values rounded")
+# Kinds that are tried once more on what a first cause leaves.
+SECOND = (
+    "rounded log-probabilities",
+    "another temperature",
+    "another top-p, top-k or min-p",
+    "logit bias",
+    "penalties",
+    "wrong numbers at some places",
+    "another checkpoint",
+    "weights quantised",
+    "keys and values rounded",
+)
+# Kinds that look for what they need among all lines, or need no model.
+WHOLE_LOG = (
+    "rounded log-probabilities",
+    "logarithms to another base",
+    "means in place of tokens",
+    "off by one",
+    "mask off by one",
+    "wrong numbers at some places",
+    "zeros for tokens not drawn",
+    "another line's numbers",
+    "another line's prompt",
+    "another line's completion",
+)
+# Kinds whose difference is far above rounding, and that take many forwards: they are tried where no other one
+# fits, and not at all where the whole difference is like rounding.
+LATE = (
+    "attention otherwise",
+    "another rotary embedding",
+    "another line's prompt",
+    "another line's completion",
+    "a special token",
+    "padding is read",
+    "positions shifted by padding",
+    "other positions",
+    "retokenised text",
 )

@@ -4,7 +4,7 @@ Shapes: C completion tokens, T tokens of one sequence, D width of the model.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +14,7 @@ from ...engine.tasks.tokenizer import Tokenizer
 from ...kernels.logprob import linear_logprob
 from ...kernels.sampling_params import SamplingParams
 from ...kernels.tile_tables import TileTable
-from ...model.checkpoint import load_decoder
+from ...model.checkpoint import DTYPES, load_decoder, read_weights
 from ...model.decoder import Decoder, Hook, Numerics, PackedContext, no_hook
 from ...model.scoring import pack
 from ..engines.engine import TOGETHER, Engine, Pair, ZeroklEngine
@@ -44,6 +44,7 @@ class Scorer:
     checkpoints: tuple[Path, ...] = ()  # other weights that may have drawn the log
     adapters: ModelAdapters | None = None
     _loaded: list[Decoder] = field(default_factory=list)
+    _bases: dict[Path, torch.Tensor] = field(default_factory=dict)
 
     def decoder(self, folder: Path | None = None, dtype: torch.dtype | None = None) -> Decoder:
         """Our decoder of a checkpoint. The trainer's own is used where it is ours."""
@@ -76,16 +77,23 @@ class Scorer:
         """The logprobs of all lines by our decoder of the trainer's checkpoint."""
         return decoder_scores(self.model(), evidence)
 
-    def rounding_size(self, evidence: Evidence) -> float:
-        """Mean |d| in nats between the trainer's dtype and fp32: what rounding alone makes of this model."""
-        if self.dtype == torch.float32:
-            return 0.0
-        exact = decoder_scores(self.decoder(dtype=torch.float32), evidence)
-        with np.errstate(invalid="ignore"):
-            gaps = [np.abs(line.scored - exact[i]) for i, line in enumerate(evidence.lines)]
-        known = np.concatenate([np.empty(0), *gaps])
-        known = known[np.isfinite(known)]
-        return float(known.mean()) if len(known) else 0.0
+    def base_weights(self) -> torch.Tensor:
+        """The weights of the adapters' base [numel] fp32 on the host, read once; a copy."""
+        base = self.adapters.base
+        if base not in self._bases:
+            self._bases[base] = read_weights(base, self.model().layout)
+        return self._bases[base].clone()
+
+    def by_dtype(self, evidence: Evidence) -> dict[str, Scores]:
+        """The logprobs of all lines by our decoder of the trainer's checkpoint, in each dtype."""
+        return {
+            name: decoder_scores(self.model() if dtype == self.dtype else self.decoder(dtype=dtype), evidence)
+            for name, dtype in DTYPES.items()
+        }
+
+    def altered(self, decoder: Decoder) -> "Scorer":
+        """The same with another model behind the trainer's column."""
+        return replace(self, _loaded=[decoder])
 
 
 @torch.no_grad()

@@ -1,6 +1,6 @@
 """Hypotheses about the tokens: the sampler read other ids, or other positions, than the log says."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
@@ -12,7 +12,10 @@ from .scorer import decoder_scores
 
 # Lines for which other prompts and completions are tried, those farthest apart first; and how many of each.
 _SEARCHED, _CANDIDATES = 6, 32
-# Multiples to which trainers pad.
+# Nats of a token from which they are tried: an answer to another prompt is farther from this one.
+_LEAST = 0.1
+# Gaps before the completion's positions; and multiples to which trainers pad.
+_GAPS = range(2, 17)
 _MULTIPLES = (8, 16, 32, 64, 128)
 
 
@@ -44,6 +47,8 @@ def _searched(
     """The best of other pairs for the lines farthest apart. Neighbours in the log are tried first."""
     lines, scorer = evidence.lines, evidence.scorer
     scores = {}
+    if _mean_gap(evidence.lines) < _LEAST:
+        return
     for i in _farthest(evidence):
         line = lines[i]
         near = sorted((j for j in range(len(lines)) if j != i), key=lambda j: abs(j - i))
@@ -56,8 +61,13 @@ def _searched(
         yield Prediction(what, scores, searched=True)
 
 
+def _mean_gap(lines: Sequence[Line]) -> float:
+    """The largest mean difference of a line, in nats a token."""
+    return max(float(np.nanmean(np.minimum(np.abs(x.logged - x.scored), 20.0))) for x in lines)
+
+
 def _farthest(evidence: Evidence) -> list[int]:
-    distances = [np.nanmean(np.minimum(np.abs(x.logged - x.scored), 20.0)) for x in evidence.lines]
+    distances = [_mean_gap([x]) for x in evidence.lines]
     return np.argsort(distances)[::-1][:_SEARCHED].tolist()
 
 
@@ -140,6 +150,7 @@ def restarted_positions(evidence: Evidence) -> Iterator[Prediction]:
         ("the positions of the completion begin again at 0", lambda line: -len(line.prompt_ids)),
         ("the positions of the completion are one too high", lambda line: 1),
         ("the positions of the completion are one too low", lambda line: -1),
+        *((f"the positions of the completion are {n} too high", lambda line, n=n: n) for n in _GAPS),
     ):
         positions = [_positions(line, gap(line)) for line in evidence.lines]
         if max(p.max() for p in positions) < scorer.model().config.max_positions:
@@ -154,7 +165,7 @@ def _positions(line: Line, gap: int) -> np.ndarray:
 
 def _padded_lengths(evidence: Evidence) -> Iterator[tuple[str, Callable[[int], int]]]:
     """To what length a prompt may be padded, in words and as a function of its own."""
-    longest = max(len(line.prompt_ids) for line in evidence.lines)
+    longest = max(evidence.longest_prompt, *(len(line.prompt_ids) for line in evidence.lines))
     yield f"the longest ({longest} tokens)", lambda n: max(n, longest)
     for multiple in _MULTIPLES:
         yield f"a multiple of {multiple}", lambda n, m=multiple: -(-n // m) * m

@@ -2,23 +2,26 @@
 
 from collections.abc import Iterator
 
+import numpy as np
 import torch
 
 from ...kernels.attention_plan import KEY_TILE
 from ...model.cache import BlockCache, CachedContext
 from ...model.checkpoint import DTYPES
 from ...model.decoder import Decoder
-from .evidence import Evidence
+from .evidence import Evidence, Scores
 from .prediction import Prediction
 from .scorer import decoder_scores, read_rows
+from .slope import slope
 
 
 def another_checkpoint(evidence: Evidence) -> Iterator[Prediction]:
     """The other checkpoints that were named, one by one."""
     scorer = evidence.scorer
     for folder in scorer.checkpoints:
-        scores = decoder_scores(scorer.decoder(folder), evidence)
-        yield Prediction(f"the sampler computed with the weights of {folder}", scores)
+        decoder = scorer.decoder(folder)
+        scores = decoder_scores(decoder, evidence)
+        yield Prediction(f"the sampler computed with the weights of {folder}", scores, decoder=decoder)
 
 
 # Kinds of tensors that a sync may leave out, by a part of their names.
@@ -108,18 +111,76 @@ def rounded_weights(evidence: Evidence) -> Iterator[Prediction]:
             )
 
 
+# Sizes of the blocks with one scale each.
+_BLOCKS = (128, 64, 32)
+
+
 def quantised_weights(evidence: Evidence) -> Iterator[Prediction]:
-    """The matrices of all layers in fp8 e4m3, with one scale for each."""
+    """The matrices of all layers in fp8 e4m3 or int8, with a scale for each matrix, row or block.
+
+    They are rounded from the model's weights, or from these in bf16.
+    """
+    model = evidence.scorer.model()
+    for kind in ("fp8 e4m3", "int8"):
+        for words, size in {"matrix": 0, "row": 1, **{f"block of {n} x {n}": n for n in _BLOCKS}}.items():
+            for source in (torch.float32, torch.bfloat16):
+                if kind == "int8" and size > 1:
+                    continue
+                flat = model.flat.detach().clone()
+                for name, w in model.layout.checkpoint_views(flat).items():
+                    if w.ndim == 2 and ".layers." in name:
+                        w.copy_(quantised(w.to(source).float(), kind, size))
+                of = "" if source == torch.float32 else ", from bf16"
+                what = f"the sampler's weights are quantised to {kind}, one scale for each {words}{of}"
+                decoder = with_weights(evidence, flat)
+                yield Prediction(what, decoder_scores(decoder, evidence), decoder=decoder)
+
+
+def quantised(w: torch.Tensor, kind: str, size: int) -> torch.Tensor:
+    """w [N, K] fp32 through fp8 e4m3 or int8 and back. size: of a block; 0 is the matrix, 1 a row."""
+    most = 448.0 if kind.startswith("fp8") else 127.0
+    if size > 1:
+        N, K = (n + -n % size for n in w.shape)
+        wide = torch.nn.functional.pad(w, (0, K - w.shape[1], 0, N - w.shape[0]))
+        scale = wide.view(N // size, size, K // size, size).abs().amax((1, 3)) / most
+        scale = scale.repeat_interleave(size, 0).repeat_interleave(size, 1)[: w.shape[0], : w.shape[1]]
+    else:
+        scale = (w.abs().amax(1, keepdim=True) if size else w.abs().max()) / most
+    scale = scale.clamp(min=1e-12)
+    small = w / scale
+    return (small.to(torch.float8_e4m3fn).float() if kind.startswith("fp8") else small.round()) * scale
+
+
+def between_checkpoints(evidence: Evidence) -> Iterator[Prediction]:
+    """Weights between another checkpoint and the model's, or beyond it: older + s (model - older).
+
+    The difference follows that of the whole step with the slope 1 - s, so that s need not be searched.
+    """
     scorer = evidence.scorer
-    flat = scorer.model().flat.detach().clone()
-    for name, w in scorer.model().layout.checkpoint_views(flat).items():
-        if w.ndim == 2 and ".layers." in name:
-            scale = w.abs().max().float().clamp(min=1e-12) / 448.0
-            w.copy_((w.float() / scale).to(torch.float8_e4m3fn).float() * scale)
-    yield Prediction(
-        "the sampler's weights are quantised to fp8 e4m3, one scale for each matrix",
-        decoder_scores(with_weights(evidence, flat), evidence),
-    )
+    exact = scorer.model().flat.detach()
+    for folder in scorer.checkpoints:
+        older = scorer.decoder(folder).flat.detach()
+        if not torch.equal(older, exact):
+            scale, scores = line_search(evidence, older, exact)
+            yield Prediction(
+                f"the sampler's weights hold {scale:.2g} of the step from {folder} to the model", scores
+            )
+
+
+def line_search(evidence: Evidence, older: torch.Tensor, exact: torch.Tensor) -> tuple[float, Scores]:
+    """The share of a step that comes nearest to the log, from two slopes, and what the log would hold."""
+    scale = 0.0
+    for _ in range(2):
+        flat = (older.double() + scale * (exact.double() - older.double())).to(exact.dtype)
+        scores = decoder_scores(with_weights(evidence, flat), evidence)
+        effects, differences = [], []
+        for i, line in enumerate(evidence.lines):
+            effects.append(scores[i].astype(np.float64) - line.scored)
+            differences.append(line.logged.astype(np.float64) - line.scored)
+        angle, _ = slope(effects, differences, [x.scored for x in evidence.lines])
+        scale = 1.0 - angle * (1.0 - scale)
+    flat = (older.double() + scale * (exact.double() - older.double())).to(exact.dtype)
+    return scale, decoder_scores(with_weights(evidence, flat), evidence)
 
 
 def with_weights(evidence: Evidence, flat: torch.Tensor) -> Decoder:
@@ -131,9 +192,8 @@ def with_weights(evidence: Evidence, flat: torch.Tensor) -> Decoder:
 def another_dtype(evidence: Evidence) -> Iterator[Prediction]:
     """The whole forward, or the logits alone, in another dtype."""
     scorer = evidence.scorer
-    for name, dtype in DTYPES.items():
-        if dtype != scorer.dtype:
-            scores = decoder_scores(scorer.decoder(dtype=dtype), evidence)
+    for name, scores in evidence.by_dtype.items():
+        if DTYPES[name] != scorer.dtype:
             yield Prediction(f"the sampler computed in {name}", scores)
     if scorer.head != torch.float32:
         model = scorer.model()

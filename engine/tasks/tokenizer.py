@@ -117,14 +117,24 @@ class Tokenizer:
         """
         return self._rendered(messages, tools, "")
 
-    def _rendered(self, messages: Sequence[dict[str, Any]], tools: Sequence[Any] | None, where: str) -> str:
+    def conversation(self, messages: Sequence[dict[str, Any]], opening: bool) -> str:
+        """As render; opening: whether the beginning of the model's turn follows. Raises as render does."""
+        return self._rendered(messages, None, "", opening)
+
+    def _rendered(
+        self,
+        messages: Sequence[dict[str, Any]],
+        tools: Sequence[Any] | None,
+        where: str,
+        opening: bool = True,
+    ) -> str:
         """See render. where: what the error adds to "fails"."""
         source = f"the chat template of {self._folder}"
         if isinstance(self._hf.chat_template, str):
             check_template(self._hf.chat_template, source)
         try:
             return self._hf.apply_chat_template(
-                list(messages), tools=tools, add_generation_prompt=True, tokenize=False
+                list(messages), tools=tools, add_generation_prompt=opening, tokenize=False
             )
         except Exception as error:  # a template can raise anything
             raise ValueError(f"model: {source} fails{where} ({_first_line(error)})") from None

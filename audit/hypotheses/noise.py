@@ -1,0 +1,98 @@
+"""What rounding makes of a log-probability, and whether a difference is rounding and nothing else.
+
+    |d| ~ size w,   w = 1 - p + 0.02        d = logged - scored in nats, of a token of probability p
+
+A rounding moves the logits. log_softmax hands 1 - p of that to a token, so likely tokens move little.
+`size` is measured on the model for each dtype, beside fp32. Two sides that round independently have the
+root of the sum of squares. Without a model it is the log's own, and the dtype is the narrowest whose band
+holds it.
+
+A difference is rounding if it is no larger than `size` says, on average and in its tail, has no sign, and
+is no larger in one line than in another. Each of these bounds alone lets a fault pass: a temperature has a
+sign, a wrong number has a tail, another checkpoint in one group has lines.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+# What a likely token moves by, as a share.
+_LEAST = 0.02
+# Times its measured size up to which a difference is rounding: engines round more or less often than we do.
+_TIMES = 2.2
+# The largest of a normal distribution's thousands is 4.5 times its mean |x|; rounding has a longer tail.
+_TAIL, _TAIL_TIMES = 6.0, 2.5
+# The mean as a share of the mean |d|, beyond chance; and of a line of so many tokens its mean |d|.
+_BIAS, _ERRORS, _LINE, _LINE_TOKENS = 0.25, 4.0, 3.0, 8
+# Without a model: the largest size of each dtype.
+BANDS = {"float32": 2e-4, "float16": 8e-3, "bfloat16": 0.06}
+# What two sound fp32 forwards differ by, in nats.
+FP32 = 1e-5
+
+
+class Noise(NamedTuple):
+    """The rounding of a pair of dtypes."""
+
+    dtype: str  # of the side that rounds more
+    size: float  # nats of a token, over w
+    tail: float = _TAIL  # the largest over the mean
+
+
+def weight(logp: np.ndarray) -> np.ndarray:
+    """w of log-probabilities."""
+    return 1.0 - np.exp(np.minimum(logp.astype(np.float64), 0.0)) + _LEAST
+
+
+def measured(dtype: str, rounded: Sequence[np.ndarray], exact: Sequence[np.ndarray]) -> Noise:
+    """The noise of a dtype from the same tokens in it and in fp32, [C] for each line."""
+    r, e = np.concatenate(rounded), np.concatenate(exact)
+    known = np.isfinite(r) & np.isfinite(e)
+    if not known.any():
+        return Noise(dtype, FP32)
+    z = np.abs(r[known].astype(np.float64) - e[known]) / weight(e[known])
+    size = max(float(z.mean()), FP32)
+    return Noise(dtype, size, max(_TAIL, float(z.max()) / size))
+
+
+def pairs(trainer: str, by_dtype: Mapping[str, Noise]) -> list[Noise]:
+    """The noise beside a trainer of a dtype, of a sampler of each dtype, the least first."""
+    own = by_dtype[trainer].size
+    both = [
+        noise._replace(size=math.hypot(noise.size, own), tail=max(noise.tail, by_dtype[trainer].tail))
+        for noise in by_dtype.values()
+    ]
+    return sorted(both, key=lambda noise: noise.size)
+
+
+def band(d: Sequence[np.ndarray], logp: Sequence[np.ndarray]) -> list[Noise]:
+    """The noise of a log's own size, where a dtype's band holds it. d, logp: [C] of each line."""
+    z = np.concatenate([np.abs(x) / weight(y) for x, y in zip(d, logp, strict=True)])
+    known = z[np.isfinite(z)]
+    size = float(known.mean()) if len(known) else 0.0
+    dtype = next((name for name, most in BANDS.items() if size <= most), None)
+    return [Noise(dtype, max(size, FP32))] if dtype else []
+
+
+def is_rounding(
+    noise: Noise, d: Sequence[np.ndarray], logp: Sequence[np.ndarray], signed: bool = True
+) -> bool:
+    """Whether a difference is rounding of this size. d, logp: [C] of each line; NaN is passed over.
+
+    signed: whether a mean beyond chance speaks against it.
+    """
+    lines = [x / (weight(y) * noise.size) for x, y in zip(d, logp, strict=True)]
+    lines = [z[~np.isnan(z)] for z in lines]
+    lines = [z for z in lines if len(z)]
+    z = np.concatenate(lines)
+    mean = float(np.abs(z).mean())
+    means = np.array([np.abs(x).mean() for x in lines if len(x) >= _LINE_TOKENS])
+    error = float(z.std()) / math.sqrt(len(z))
+    has_sign = abs(float(z.mean())) > _BIAS * mean + _ERRORS * error
+    return bool(
+        mean <= _TIMES
+        and np.abs(z).max() <= _TAIL_TIMES * max(noise.tail, _TAIL)
+        and not (signed and has_sign)
+        and (means <= _LINE * max(mean, 1.0)).all()
+    )

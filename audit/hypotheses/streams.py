@@ -1,0 +1,107 @@
+"""Lines that share one stream of random numbers, seen in where each drawn token lies in its distribution.
+
+A sampler that inverts the distribution draws the token v with F(v - 1) <= u < F(v), where F sums the
+probabilities in the order of the ids, or of falling probability. So each token tells an interval of u. Of
+two lines with one stream the intervals meet at every place; of two others they meet by chance, and how
+often is measured between different places of the log. Samplers that draw by noise on the logits do not show
+this.
+
+Shapes: C completion tokens, V vocabulary.
+"""
+
+import math
+from collections.abc import Callable
+from itertools import combinations
+
+import numpy as np
+import torch
+
+from ...kernels.sampling_params import SamplingParams
+from ...kernels.truncation import scaled_logits
+from .evidence import Evidence
+from .log_fault import LogFault
+from .settings_search import rows_of
+
+# Places of a line that are compared, and the fewest; the share of them that must meet; the rounding of F.
+_PLACES, _FEWEST, _MEET, _SLACK = 40, 12, 0.9, 0.01
+# Nats of evidence (one in a million) for a pair of lines, and the fewest pairs.
+_EVIDENCE, _PAIRS = 14.0, 3
+
+Intervals = list[np.ndarray]  # of each line, [C, 2]
+
+
+def one_stream(evidence: Evidence) -> LogFault | None:
+    """Whether lines share a stream; their tokens were drawn from the model's distribution, or nearly so."""
+    lines = [x for x in evidence.lines if (x.params or SamplingParams()).temperature > 0.0]
+    if len(lines) < _FEWEST // 2:
+        return None
+    rows = rows_of(evidence)
+    for order in (_by_id, _by_probability):
+        intervals = [_intervals(evidence, i, z, order) for i, z in rows.logits.items()]
+        pairs = _pairs(intervals, [evidence.lines[i].completion_ids for i in rows.logits])
+        if len(pairs) >= _PAIRS:
+            shared = len({i for pair in pairs for i in pair})
+            return LogFault(
+                name="one random stream",
+                text=f"{shared} of {len(intervals)} lines share their random numbers with another one: the "
+                f"tokens of {len(pairs)} pairs of completions lie at the same place of their distributions, "
+                "token for token. Ranks or requests were given one seed.",
+                remedy="Give every request a seed of its own, from the rank, the prompt and the sample.",
+            )
+    return None
+
+
+def _by_id(p: torch.Tensor) -> torch.Tensor:
+    return torch.arange(p.shape[1]).expand_as(p)
+
+
+def _by_probability(p: torch.Tensor) -> torch.Tensor:
+    return torch.sort(p, dim=1, descending=True, stable=True).indices
+
+
+def _intervals(
+    evidence: Evidence, i: int, z: torch.Tensor, order: Callable[[torch.Tensor], torch.Tensor]
+) -> np.ndarray:
+    """The interval of u of each of the first tokens of a line, [C, 2]."""
+    line = evidence.lines[i]
+    z = scaled_logits(z[:_PLACES], line.params or SamplingParams())
+    p = torch.log_softmax(z.double(), 1).exp()
+    sequence = order(p)
+    ends = p.gather(1, sequence).cumsum(1)
+    ids = torch.tensor(line.completion_ids[: len(p)]).unsqueeze(1)
+    at = (sequence == ids).double().argmax(1, keepdim=True)
+    high = ends.gather(1, at)
+    return torch.cat([high - p.gather(1, ids), high], 1).numpy()
+
+
+def _pairs(intervals: Intervals, ids: list[tuple[int, ...]]) -> list[tuple[int, int]]:
+    """The pairs of lines whose intervals meet at all places, where chance makes that all but impossible."""
+    chance = _chance(intervals)
+    found = []
+    for a, b in combinations(range(len(intervals)), 2):
+        n = min(len(intervals[a]), len(intervals[b]))
+        if n < _FEWEST or ids[a][:n] == ids[b][:n]:
+            continue
+        meet = _meet(intervals[a][:n], intervals[b][:n])
+        if meet.mean() >= _MEET and -meet.sum() * math.log(chance) >= _EVIDENCE + math.log(
+            len(intervals) ** 2
+        ):
+            found.append((a, b))
+    return found
+
+
+def _meet(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    return (a[:, 0] <= b[:, 1] + _SLACK) & (b[:, 0] <= a[:, 1] + _SLACK)
+
+
+def _chance(intervals: Intervals) -> float:
+    """How often the intervals of different places of different lines meet."""
+    met = total = 0
+    for shift in (1, 2, 3):
+        for k, a in enumerate(intervals):
+            b = intervals[(k + shift) % len(intervals)]
+            n = min(len(a), len(b)) - shift
+            if n > 0 and len(intervals) > shift:
+                meet = _meet(a[:n], b[shift : shift + n])
+                met, total = met + int(meet.sum()), total + n
+    return min(max((met + 1) / (total + 2), 1e-3), 1.0 - 1e-9)

@@ -1,0 +1,122 @@
+"""Plants faults that the audit was not written on, and sound logs, and shows what the audit says of each.
+
+python benchmarks/audit_cases/run.py build --root R --seed 1      draw the logs
+python benchmarks/audit_cases/run.py audit --root R --seed 1      audit them: the table
+
+named    the headline is the fault         missed   the headline is that nothing, or rounding, differs
+seen     not sound, cause not told         wrong    the headline is another fault
+clear    a sound log, and it says so       alarm    a fault named in a sound log
+"""
+
+import argparse
+import json
+import time
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import torch
+
+FAMILIES = ("llama", "qwen3")
+# Kinds of a cause that say that nothing is at fault, and that something is and no hypothesis fits.
+SOUND_KINDS = ("equal", "equal columns", "rounded log", "rounding")
+UNKNOWN_KINDS = ("unknown", "place")
+
+
+def build(root: Path, seed: int, only: str) -> None:
+    """Draw every case, the families in turn, and write its log and its options."""
+    import ids  # noqa: F401  registers its plants
+    from plants import PLANTS
+    from sampling import row
+    from sound import SOUND
+    from world import World
+
+    worlds = [World(family, seed, root / "models") for family in FAMILIES]
+    # The families take turns; another seed gives each case to the other family.
+    cases = [(worlds[(i + seed) % 2], case) for i, case in enumerate([*PLANTS, *SOUND])]
+    for world, case in cases:
+        folder = root / f"seed-{seed}" / f"{case.group}-{case.name}-{world.family}"
+        if (folder / "case.json").exists() or only not in folder.name:
+            continue
+        # Sizes depend on the case alone, not on which cases came before.
+        world.rng = np.random.default_rng((seed, *map(ord, case.name)))
+        start, log = time.perf_counter(), case.make(world)
+        folder.mkdir(parents=True, exist_ok=True)
+        lines = [json.dumps(_finite(row(x, log.declared))) for x in log.lines]
+        (folder / "log.jsonl").write_text("\n".join(lines) + "\n")
+        model = {"model": str(world.folder)} if log.with_model else {}
+        said = {"group": case.group, "name": case.name, "named": case.named, "family": world.family}
+        settings = {"settings": {"dtype": "float32"} | log.options | model}
+        (folder / "case.json").write_text(json.dumps(said | settings))
+        print(f"{folder.name}: {time.perf_counter() - start:.1f} s", flush=True)
+
+
+def _finite(row: dict) -> dict:
+    """A line of turns has no ids of its own; a probability of 0 is written as zerokl's logs do."""
+    if "turns" in row:
+        for name in ("prompt_ids", "completion_ids", "logprobs"):
+            row.pop(name)
+    for name in ("logprobs", "trainer_logprobs"):
+        if name in row:
+            row[name] = [x if x is None or np.isfinite(x) else "-Infinity" for x in row[name]]
+    return row
+
+
+def judged(case: dict, report: dict) -> str:
+    """The word of the table for a report."""
+    kind, text = report["cause"]["kind"], report["cause"]["text"]
+    alarms = [name for name in report["outcome"]["faults"] if name not in SOUND_KINDS]
+    sound = kind in SOUND_KINDS and not alarms
+    if case["group"] == "sound":
+        return "clear" if sound else "unsure" if kind in UNKNOWN_KINDS and not alarms else "alarm"
+    if sound:
+        return "missed"
+    if kind in UNKNOWN_KINDS:
+        return "seen"
+    words = f"{kind}: {text.split(' As near')[0]}".lower()
+    return "named" if any(name.lower() in words for name in case["named"]) else "wrong"
+
+
+def audit(root: Path, seed: int, only: str) -> None:
+    """Audit every case that was built, and print the table."""
+    from zerokl.audit.as_json import as_json
+    from zerokl.audit.command import run_audit
+    from zerokl.audit.config import AuditSettings
+
+    counts: Counter[tuple[str, str]] = Counter()
+    for folder in sorted((root / f"seed-{seed}").glob("*")):
+        if only not in folder.name:
+            continue
+        case, start = json.loads((folder / "case.json").read_text()), time.perf_counter()
+        report = as_json(run_audit(str(folder / "log.jsonl"), "", None, AuditSettings(**case["settings"])))
+        word = judged(case, report)
+        counts[case["group"], word] += 1
+        text = " ".join(report["cause"]["text"].split())
+        seconds = time.perf_counter() - start
+        print(
+            f"{case['group']:10} {case['name']:38} {case['family']:6} {word:7} {seconds:5.1f} s  {text[:230]}"
+        )
+        if outcome := report["outcome"]["faults"]:
+            print(f"{'':71}  outcome {report['outcome']['kind']}: {outcome}", flush=True)
+    for group in dict.fromkeys(group for group, _ in counts):
+        words = {word: n for (name, word), n in sorted(counts.items()) if name == group}
+        print(f"{group}: {words}")
+    plants = Counter()
+    for (group, word), n in counts.items():
+        plants["sound logs" if group == "sound" else "plants", word] += n
+    print({f"{a} {b}": n for (a, b), n in sorted(plants.items())})
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("what", choices=["build", "audit"])
+    parser.add_argument("--root", type=Path, default=Path("runs/audit-cases"))
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--only", default="", help="a part of a case's name")
+    words = parser.parse_args()
+    torch.set_num_threads(1)
+    {"build": build, "audit": audit}[words.what](words.root, words.seed, words.only)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,116 @@
+"""Rounding is told from faults without a model: sound columns give no alarm, wrong numbers are found.
+
+The columns are drawn here, with the tails and the line lengths of real ones; no decoder computes.
+"""
+
+import numpy as np
+import pytest
+from zerokl.audit.formats.record import LoggedRollout
+from zerokl.audit.hypotheses.column_causes import try_columns
+from zerokl.audit.hypotheses.id_checks import doubled_start, never_drawn
+from zerokl.audit.hypotheses.noise import Noise, is_rounding
+from zerokl.audit.hypotheses.slope import slope
+
+SIZES = {"float32": 2e-5, "float16": 1.5e-3, "bfloat16": 1.2e-2}
+END = 1
+
+
+def columns(seed: int, size: float, lines: int = 12) -> list[LoggedRollout]:
+    """Lines whose two columns differ by rounding: heavy-tailed, smaller for likely tokens, as logits move."""
+    rng, rollouts = np.random.default_rng(seed), []
+    for i in range(lines):
+        n = int(rng.integers(12, 90))
+        s = -rng.gamma(1.2, 2.0, n)
+        d = size * rng.standard_t(7, n) * (1.02 - np.exp(s))
+        ids = (*rng.integers(3, 400, n - 1).tolist(), END)
+        columns = np.float32(s), np.float32(np.minimum(s + d, 0.0))
+        rollouts.append(LoggedRollout((0, 5 + i % 4, 9), ids, *columns))
+    return rollouts
+
+
+def wrong(rollouts: list[LoggedRollout], places, values) -> list[LoggedRollout]:
+    """The lines with other numbers of the trainer: values(i, column) at places(ids)."""
+    result = []
+    for i, x in enumerate(rollouts):
+        column, at = x.trainer_logprobs.copy(), places(np.array(x.completion_ids))
+        column[at] = values(i, x.trainer_logprobs)[at]
+        result.append(LoggedRollout(x.prompt_ids, x.completion_ids, x.logprobs, column))
+    return result
+
+
+def test_two_hundred_sound_logs_give_no_alarm():
+    for seed in range(200):
+        dtype = list(SIZES)[seed % 3]
+        rollouts = columns(
+            seed, SIZES[dtype] * np.exp(np.random.default_rng(seed).normal(0, 0.3)), 3 + seed % 12
+        )
+        for tried in try_columns(rollouts):
+            assert tried.found is None, (seed, tried.found)
+            assert tried.is_rounding, (seed, tried)
+            assert tried.where is None
+
+
+CASES = {
+    "0 at the end": (
+        lambda ids: ids == END,
+        lambda i, c: np.zeros_like(c),
+        "in the end token (id 1) the trainer's",
+    ),
+    "0 in chunks": (
+        lambda ids: np.arange(len(ids)) % 7 == 3,
+        lambda i, c: np.zeros_like(c),
+        "in every 7th token, from place 3 on the trainer's number is 0",
+    ),
+    "an earlier token": (
+        lambda ids: np.arange(len(ids)) >= 45,
+        lambda i, c: np.concatenate([np.zeros(3, np.float32), c[:-3]]),
+        "that of an earlier token (3 before)",
+    ),
+    "base 2 in some lines": (lambda ids: ids >= 0, lambda i, c: c / (np.log(2) if i % 3 else 1), "base 2"),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("dtype", SIZES)
+def test_wrong_numbers_are_named_where_they_are(name, dtype):
+    places, values, words = CASES[name]
+    rollouts = wrong(columns(7, SIZES[dtype]), places, values)
+    sampler, trainer = try_columns(rollouts)
+    assert not sampler.is_rounding
+    assert words in trainer.found.what
+    assert sampler.found is None or trainer.found.left < sampler.found.left
+
+
+def test_each_bound_of_rounding_sees_what_the_others_do_not():
+    """A sign, a tail, one line: each below the others' bounds."""
+    rng, noise = np.random.default_rng(0), Noise("bfloat16", 0.01)
+    p = [np.full(80, -2.0)] * 10
+    d = [0.009 * rng.standard_normal(80) for _ in range(10)]
+    assert is_rounding(noise, d, p)
+    signed = [x + 0.006 for x in d]
+    tail = [*d[:9], np.where(np.arange(80) == 5, 0.4, d[9])]
+    line = [*d[:9], 6.0 * d[9]]
+    assert not any(is_rounding(noise, x, p) for x in (signed, tail, line, [3.0 * x for x in d]))
+    assert is_rounding(noise, signed, p, signed=False)
+
+
+def test_a_difference_that_follows_a_prediction_has_the_slope_1():
+    rng = np.random.default_rng(1)
+    effect, logp = [rng.standard_normal(200) * 0.01 for _ in range(5)], [np.full(200, -2.0)] * 5
+    noise = [rng.standard_normal(200) * 0.02 for _ in range(5)]
+    angle, errors = slope(effect, [e + n for e, n in zip(effect, noise, strict=True)], logp)
+    assert 0.8 < angle < 1.2
+    assert errors > 10
+    assert slope(effect, noise, logp)[1] < 4
+
+
+def test_a_doubled_and_a_never_drawn_token_are_seen_in_the_ids_alone():
+    rollouts = columns(3, 0.01)
+    assert doubled_start(rollouts) is never_drawn(rollouts) is None
+    doubled = [LoggedRollout((0, *x.prompt_ids), x.completion_ids, x.logprobs, x.logprobs) for x in rollouts]
+    assert "begin with token 0 twice" in doubled_start(doubled).text
+    template = [
+        LoggedRollout(x.prompt_ids, (7, *x.completion_ids[1:]), x.logprobs, np.float32(x.logprobs - 4.0))
+        for x in rollouts
+    ]
+    assert "begin with token 7" in never_drawn(template).text
