@@ -114,3 +114,21 @@ def assert_at_most_twice_the_error(
     assert error.norm() <= 2 * allowed.norm(), (
         f"{what}: norm of the error {error.norm():.3e}, plain torch's {allowed.norm():.3e}"
     )
+
+
+def assert_gradient_at_most_twice_the_error(
+    ours: Mapping[str, torch.Tensor], plain: Mapping[str, torch.Tensor], exact: Mapping[str, torch.Tensor]
+) -> None:
+    """As above, over the gradients of all weights of a model, each divided by its own norm.
+
+    One weight alone has too few elements for a bound that holds on every CPU, as plain torch rounds otherwise
+    on each. A wrong gradient of any weight is larger by orders of magnitude.
+    """
+    norms = {name: w.norm() for name, w in exact.items()}
+    for name, norm in norms.items():
+        assert norm > 0, name
+
+    def joined(gradients: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        return torch.cat([gradients[name].double().flatten() / norm for name, norm in norms.items()])
+
+    assert_at_most_twice_the_error(joined(ours), joined(plain), joined(exact), "all weights")

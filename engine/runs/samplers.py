@@ -340,7 +340,7 @@ class ExternalSampler:
     ) -> list[Completion]:
         """The completions of requests of one kind."""
         key = requests[0].rng_key
-        counter = [(key.prompt, key.step, int(key.stream), requests[0].drawn)]
+        counter = [(key.prompt, key.step, key.sample, requests[0].drawn)]
         seed = int(philox(counter, (key.seed, int(key.stream)))[0, 0])
         params = GenerationParams(
             draw_params.sampling_params, 1, max_tokens, draw_params.stop_ids, draw_params.experts

@@ -34,6 +34,7 @@ def _environment() -> dict[str, str]:
     return os.environ | {
         "OMP_NUM_THREADS": "1",
         "HF_HUB_OFFLINE": "1",
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",  # docs/nodes.md says why
         "PYTHONPATH": os.pathsep.join(sys.path),
     }
 
@@ -109,7 +110,8 @@ def _held_reward(folder: Path) -> Path:
 
 
 @pytest.mark.slow
-def test_nodes_that_are_killed_in_turn_change_nothing(config, tmp_path, endpoint):
+@pytest.mark.parametrize("killed", [1, pytest.param(2, marks=pytest.mark.proof)])
+def test_nodes_that_are_killed_in_turn_change_nothing(config, tmp_path, endpoint, killed):
     hold, run = _held_reward(tmp_path), tmp_path / "run"
     task = {"task__reward": "held:letters", "task__directory": str(tmp_path)}
     cfg = config(steps=60, checkpoint__every=1, checkpoint__keep=2, dtype="bfloat16", **task)
@@ -119,7 +121,7 @@ def test_nodes_that_are_killed_in_turn_change_nothing(config, tmp_path, endpoint
     with _nodes(endpoint, tmp_path) as nodes:
         for node in nodes:
             node.start()
-        for turn, node in enumerate(nodes):
+        for turn, node in enumerate(nodes[:killed]):
             _wait_for(lambda: _steps(run) and _starts(run)[-1] == 2, f"two nodes, turn {turn}")
             node.kill()
             _wait_for(lambda: _starts(run)[-1] == 1, f"the other node goes on, turn {turn}")

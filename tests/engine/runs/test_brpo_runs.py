@@ -26,7 +26,7 @@ from zerokl.engine.train.monitor import MismatchError
 from zerokl.engine.train.shard import ShardWork
 from zerokl.engine.train.step import prepare
 
-from tests.helpers import assert_at_most_twice_the_error
+from tests.helpers import assert_gradient_at_most_twice_the_error
 
 PREFIX, BUDGETS, WEIGHTS, ANSWERS = ">=", [1, 3, 6], [0.5, 0.0, 1.5], 2
 G, M = 3, len(BUDGETS)
@@ -216,8 +216,7 @@ def test_the_gradient_is_that_of_transformers_in_fp64(brpo):
         return {name: w.grad for name, w in policy.named_parameters() if w.grad is not None}
 
     exact, plain = of_transformers(torch.float64), of_transformers(torch.float32)
-    for name, w in exact.items():
-        assert_at_most_twice_the_error(views[name], plain[name], w, name)
+    assert_gradient_at_most_twice_the_error(views, plain, exact)
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from zerokl.engine.train.monitor import MismatchError
 from zerokl.engine.train.shard import ShardWork
 from zerokl.engine.train.step import prepare
 
-from tests.helpers import assert_at_most_twice_the_error
+from tests.helpers import assert_gradient_at_most_twice_the_error
 from tests.random_model import TWO_LAYERS, random_model
 
 BETA = 0.5
@@ -135,8 +135,7 @@ def test_the_gradient_is_that_of_transformers_in_fp64(dpo, tmp_path):
 
     exact, plain = of_transformers(torch.float64), of_transformers(torch.float32)
     assert len({abs(a) for a in A.reshape(-1).tolist()}) == 3, "margins differ, so their advantages do"
-    for name, w in exact.items():
-        assert_at_most_twice_the_error(views[name], plain[name], w, name)
+    assert_gradient_at_most_twice_the_error(views, plain, exact)
     state.close()
 
 

@@ -21,7 +21,7 @@ from zerokl.engine.train.monitor import MismatchError
 from zerokl.engine.train.shard import ShardWork
 from zerokl.engine.train.step import prepare
 
-from tests.helpers import assert_at_most_twice_the_error
+from tests.helpers import assert_gradient_at_most_twice_the_error
 
 PREFIX = ">="
 
@@ -133,8 +133,7 @@ def test_the_gradient_is_that_of_transformers_in_fp64(verifree):
         return {name: w.grad for name, w in policy.named_parameters() if w.grad is not None}
 
     exact, plain = of_transformers(torch.float64), of_transformers(torch.float32)
-    for name, w in exact.items():
-        assert_at_most_twice_the_error(views[name], plain[name], w, name)
+    assert_gradient_at_most_twice_the_error(views, plain, exact)
     state.close()
 
 
