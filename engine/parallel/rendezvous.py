@@ -7,6 +7,7 @@ killed and come back. The agents are given --rdzv-endpoint HOST:29400 --rdzv-con
 
 import argparse
 import signal
+import sys
 from datetime import timedelta
 
 from torch.distributed import TCPStore
@@ -25,7 +26,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("port", type=int, nargs="?", default=29400)
     store = serve(parser.parse_args().port)
-    print(f"rendezvous on port {store.port}", flush=True)
+    sys.stdout.write(f"rendezvous on port {store.port}\n")
+    sys.stdout.flush()
     signal.pause()
 
 

@@ -57,8 +57,11 @@ class TreeReduceScatter(ReduceScatter):
     """
 
     def __init__(self) -> None:
-        self.present: list[bool] = []
-        self.is_zero = False
+        self.begin([], is_zero=False)
+
+    def begin(self, present: list[bool], is_zero: bool) -> None:
+        """Say of the round that comes what the class's text says."""
+        self.present, self.is_zero = present, is_zero
 
     def allocate(
         self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
@@ -157,7 +160,7 @@ class ShardedModel:
         # FSDP's ranks gather and add together, so a rank without a shard computes another's, for nothing.
         shard = own if own is not None else next(filter(None, shards))
         backward = any(shard is not None and work.has_gradient(shard) for shard in shards)
-        self._comm.present, self._comm.is_zero = present, not work.has_gradient(shard)
+        self._comm.begin(present, is_zero=not work.has_gradient(shard))
         result = work.one_pass(self.model, shard, backward)
         results = self.ranks.gather(lambda: None if own is None else result)
         if not backward:

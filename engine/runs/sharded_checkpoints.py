@@ -55,7 +55,7 @@ def load_sharded(optimizer: ShardedOptimizer, folder: Path, updates: int, ranks:
 
     Returns whether they do. updates: that the weights have had. All ranks call this together.
     """
-    optimizer.updates = updates
+    optimizer.begin_after(updates)
     _load(folder, optimizer.master_tensors(), ranks)
     has_moments = (folder / MOMENTS).is_dir()
     if has_moments:

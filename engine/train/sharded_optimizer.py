@@ -57,6 +57,10 @@ class ShardedOptimizer(Optimizer):
         self.updates = updates
         self._model.fill({p.name: weights[p.start : p.stop].view(-1) for p in self._pieces.parts})
 
+    def begin_after(self, updates: int) -> None:
+        """Say how many updates the weights have had, which are read into this rank's own rows."""
+        self.updates = updates
+
     @torch.no_grad()
     def load_moments(self, moments: Sequence[torch.Tensor]) -> None:
         """See Optimizer."""

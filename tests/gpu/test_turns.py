@@ -56,7 +56,7 @@ def test_the_host_does_nothing_in_a_captured_turn(sampling_params, dtype, numeri
 
 
 LOOK, UPLOAD = "engine/rollout/decode.py: Look.__init__", "kernels/upload.py: upload"
-READ = "engine/rollout/decode.py: Look.read"
+READ = "engine/rollout/decode.py: Look.arrays"
 
 
 def around(noise: float = 0.0) -> Device:
@@ -146,7 +146,7 @@ def test_control_a_fault_around_the_turns_is_named_with_file_and_line(name, monk
     with gpu():
         place = plant(monkeypatch, module, line, fault)
     events = around(0.1 if "noise" in name else 0.0).cuda.events
-    found = {str(e) for e in events if e.kind in ("copy", "wait") and e.function != "Look.read"}
+    found = {str(e) for e in events if e.kind in ("copy", "wait") and e.function != "Look.arrays"}
     assert found
     assert all(x.startswith(f"{place} (") and f": {kind} by " in x for x in found), found
 

@@ -110,6 +110,7 @@ def collected(config, model):
             player=CompletionPlayer(tokenizer, Reward(_Uneven(differ)), chat=False),
             problems=problems,
             equivalence=None,
+            ahead=None,
         )
         return collect(state)
 
@@ -130,6 +131,7 @@ def test_only_completions_that_are_trained_on_have_a_class(config):
         generation_params=None,
         player=SimpleNamespace(players=1, play=lambda *_: episodes),
         equivalence=Equivalence(),
+        ahead=None,
         stopwatch=Stopwatch(torch.device("cpu")),
     )
     assert collect(state).classes == [[0, 0, 2], [0, 0, 2]]
