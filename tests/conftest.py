@@ -5,7 +5,7 @@
 - the marker `full`, on a test or on one of its parameters;
 - of every other test, few cases: one diagonal of a matrix, and a fifth of the examples of a property.
 
-`make test-rest` is pytest --rest: all that was left out, and every property with three fifths of its
+`make test-rest` is pytest --rest: all that was left out, and every property with two fifths of its
 examples. `make test-full` has all of them.
 """
 
@@ -23,7 +23,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 # of examples as a share of a test's own, in percent.
 settings.register_profile("zerokl", deadline=None, derandomize=True, max_examples=100)
 settings.register_profile("quick", settings.get_profile("zerokl"), max_examples=20)
-settings.register_profile("rest", settings.get_profile("zerokl"), max_examples=60)
+settings.register_profile("rest", settings.get_profile("zerokl"), max_examples=40)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -1,6 +1,7 @@
 """Actors of a pool as threads of this process, which die, hang and lie as a test plans."""
 
 import random
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
@@ -87,6 +88,15 @@ class ThreadCluster:
 
 
 def at_random(seed: int) -> Callable[[int], str]:
-    """A third of the batches are lost, some of them after they were drawn."""
-    draw = random.Random(seed)
-    return lambda n: draw.choice(["", "", "", "", "death", "late death"])
+    """Up to a third of the batches are lost, some of them after they were drawn.
+
+    Of eight that follow each other at most three are: a run ends where one batch is lost four times.
+    """
+    draw, before = random.Random(seed), deque([""] * 7, maxlen=7)
+
+    def befalls(n: int) -> str:
+        fate = draw.choice(["", "", "", "", "death", "late death"])
+        before.append(fate if sum(map(bool, before)) < 3 else "")
+        return before[-1]
+
+    return befalls

@@ -158,7 +158,7 @@ class ShardedModel:
             return list(shards), None
         own = shards[self.ranks.rank]
         # FSDP's ranks gather and add together, so a rank without a shard computes another's, for nothing.
-        shard = own if own is not None else next(filter(None, shards))
+        shard = own if own is not None else next(x for x in shards if x is not None)
         backward = any(shard is not None and work.has_gradient(shard) for shard in shards)
         self._comm.begin(present, is_zero=not work.has_gradient(shard))
         result = work.one_pass(self.model, shard, backward)

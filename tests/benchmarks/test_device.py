@@ -42,7 +42,7 @@ def run_device(*words: str, path: Path | None = None) -> subprocess.CompletedPro
         pytest.param("kernels", ["toy linear, 64 rows", "toy attention backward"], marks=pytest.mark.full),
         pytest.param("step", ["whole step of 2 x 4 x 8 tokens"], marks=pytest.mark.full),
         pytest.param("decode", ["decoding 16 x 8 tokens after 8, zerokl"], marks=pytest.mark.full),
-        ("vllm", ["vLLM's kernels: not compared"]),
+        pytest.param("vllm", ["vLLM's kernels: not compared"], marks=pytest.mark.full),
     ],
 )
 def test_every_part_runs_in_a_python_with_few_packages(tmp_path, part, rows):

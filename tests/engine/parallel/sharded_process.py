@@ -146,6 +146,8 @@ def overflow(optimizer: Optimizer) -> str:
 
 def plain_sum(self, output_tensor, input_tensor, group, op, async_op=False) -> None:
     """The sum of the ranks in their order: what a library might do."""
+    if self.is_zero:
+        input_tensor.zero_()
     received = torch.empty_like(input_tensor)
     dist.all_to_all_single(received, input_tensor, group=group)
     total = output_tensor.zero_()

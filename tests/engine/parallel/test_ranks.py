@@ -30,7 +30,7 @@ from tests.helpers import torchrun, total_unequal
 from tests.random_model import EXPERTS, random_model
 
 
-@pytest.fixture(scope="module", params=["float32", "bfloat16"])
+@pytest.fixture(scope="module", params=[pytest.param("float32", marks=pytest.mark.proof), "bfloat16"])
 def plain(request, config) -> Config:
     return config(dtype=request.param, steps=4, checkpoint__every=2, virtual_shards=8, evaluation__every=2)
 
@@ -188,6 +188,7 @@ def test_ranks_with_other_numbers_of_threads_give_one_ledger(plain, alone, tmp_p
     _same(tmp_path / "run", alone)
 
 
+@pytest.mark.full
 def test_sharded_weights_are_those_of_one_process(config, tmp_path):
     """fp16 with a scaled loss, clipping, several updates, four rounds; and both engines read a checkpoint."""
     settings = {"dtype": "float16", "optimizer__max_grad_norm": 0.05, "updates_per_rollout": 2}
@@ -204,7 +205,6 @@ def test_sharded_weights_are_those_of_one_process(config, tmp_path):
     _same(tmp_path / "run", tmp_path / "alone")
 
 
-@pytest.mark.full
 @pytest.mark.slow
 @pytest.mark.parametrize("first", ["fsdp", "replicated"])
 def test_a_run_goes_on_with_sharded_weights_over_other_ranks(plain, alone, tmp_path, first):
@@ -253,7 +253,6 @@ def test_adapters_are_those_of_one_process(plain, tmp_path, ranks):
     _same(tmp_path / "run", tmp_path / "alone")
 
 
-@pytest.mark.full
 @pytest.mark.full
 def test_the_experts_of_all_tokens_travel_with_them(config, tmp_path):
     """The sampler's experts are compared in every rank, and replayed."""

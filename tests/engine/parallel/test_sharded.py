@@ -46,6 +46,8 @@ def test_updates_are_those_of_one_process(folder, ranks, dtype):
     reports = json.loads(process.stdout.splitlines()[-1])
     assert len(reports) == ranks
     for report in reports:
+        # FSDP pads a Parameter whose rows the ranks do not divide.
+        assert 0 <= report["equal"].pop("persistent bytes") <= (1 << 13 if ranks == 8 else 0)
         assert not any(report["equal"].values()), report["equal"]
     for control in ("plain sum", "accumulated") if ranks > 1 else ("accumulated",):
         # Two rounds or two ranks have one sum, in whatever order it is taken.

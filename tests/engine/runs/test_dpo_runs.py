@@ -49,7 +49,14 @@ def losses(path: Path, read_jsonl) -> list[float]:
     return [line["dpo/loss"] for line in read_jsonl(path / "metrics.jsonl")]
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        pytest.param("float32", marks=pytest.mark.proof),
+        "bfloat16",
+        pytest.param("float16", marks=pytest.mark.full),
+    ],
+)
 def test_a_run_is_exact_learns_and_is_done_again_to_the_bit(dpo, read_jsonl, tmp_path, dtype, capsys):
     path = tmp_path / "run"
     run = train(dpo(dtype=dtype, checkpoint__every=2), path)

@@ -43,7 +43,7 @@ def moe(tmp_path_factory) -> Path:
     return random_model(tmp_path_factory.mktemp("moe"), EXPERTS)
 
 
-@pytest.fixture(scope="module", params=DTYPES)
+@pytest.fixture(scope="module", params=[pytest.param(DTYPES[0], marks=pytest.mark.proof), *DTYPES[1:]])
 def plain(request, config, moe) -> Config:
     return config(dtype=request.param, model=moe, checkpoint__every=2)
 

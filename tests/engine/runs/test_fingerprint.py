@@ -26,7 +26,9 @@ def _name(overrides: dict) -> str:
     return " ".join(f"{k}={v}" for k, v in overrides.items())
 
 
-@pytest.fixture(scope="module", params=["float32", "bfloat16", "float16"])
+@pytest.fixture(
+    scope="module", params=["float32", pytest.param("bfloat16", marks=pytest.mark.proof), "float16"]
+)
 def dtype(request: pytest.FixtureRequest) -> str:
     return request.param
 

@@ -45,7 +45,7 @@ def base(model, tmp_path_factory) -> Path:
     return shutil.copytree(model, tmp_path_factory.mktemp("base") / "model")
 
 
-@pytest.fixture(scope="module", params=["float32", "bfloat16"])
+@pytest.fixture(scope="module", params=[pytest.param("float32", marks=pytest.mark.proof), "bfloat16"])
 def plain(request, config, base) -> Config:
     """The run in which every weight is trained."""
     return config(dtype=request.param, model=base, checkpoint__every=2)

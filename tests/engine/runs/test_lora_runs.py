@@ -30,7 +30,9 @@ def base(model, tmp_path_factory) -> Path:
     return shutil.copytree(model, tmp_path_factory.mktemp("base") / "model")
 
 
-@pytest.fixture(scope="module", params=["float32", "bfloat16", "float16"])
+@pytest.fixture(
+    scope="module", params=[pytest.param("float32", marks=pytest.mark.proof), "bfloat16", "float16"]
+)
 def lora(request, config, base) -> Config:
     made = config(dtype=request.param, model=base, checkpoint__every=2, steps=3)
     return made.model_copy(update={"lora": LORA})

@@ -42,7 +42,9 @@ def _interrupted(config: Config, path: Path, step: int, start=train) -> None:
             start(config, path)
 
 
-@pytest.fixture(scope="module", params=["float32", "bfloat16", "float16"])
+@pytest.fixture(
+    scope="module", params=["float32", pytest.param("bfloat16", marks=pytest.mark.proof), "float16"]
+)
 def six_steps(request, config):
     return config(
         dtype=request.param, steps=6, checkpoint__every=2, optimizer__schedule="linear", updates_per_rollout=2

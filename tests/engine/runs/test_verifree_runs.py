@@ -37,7 +37,14 @@ def verifree(config):
     return make
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        pytest.param("float32", marks=pytest.mark.proof),
+        "bfloat16",
+        pytest.param("float16", marks=pytest.mark.full),
+    ],
+)
 def test_a_run_is_exact_learns_and_is_done_again_to_the_bit(verifree, read_jsonl, tmp_path, dtype, capsys):
     path = tmp_path / "run"
     run = train(verifree(dtype=dtype, checkpoint__every=2, evaluation__every=4), path)
