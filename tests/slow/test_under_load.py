@@ -121,6 +121,7 @@ def check_outcome(folder: Path, run: Path, process: subprocess.CompletedProcess)
     assert bits(run) == bits(folder / "plain")
 
 
+@pytest.mark.proof
 def test_two_runs_and_a_verify_at_once_on_two_cores(place, tmp_path):
     before = os.sched_getaffinity(0)
     os.sched_setaffinity(0, set(sorted(before)[:2]))  # the processes inherit it
@@ -211,7 +212,9 @@ def test_a_clock_that_jumps(place, tmp_path):
     assert process.returncode == 0, process.stdout + process.stderr
 
 
-@pytest.mark.parametrize("clock", ["@2001-09-09 01:46:39 x1000", "-10y i3600"])
+@pytest.mark.parametrize(
+    "clock", ["@2001-09-09 01:46:39 x1000", pytest.param("-10y i3600", marks=pytest.mark.proof)]
+)
 def test_the_clock_of_another_time(place, tmp_path, clock):
     if not _FAKETIME.exists():
         pytest.skip("needs libfaketime: apt-get install libfaketime")

@@ -91,7 +91,11 @@ def _same_metrics(path: Path, alone: Path) -> None:
 
 @pytest.mark.parametrize(
     ("ranks", "workers", "micro_batch"),
-    [(2, 1, 1), pytest.param(2, 2, 3, marks=pytest.mark.slow), pytest.param(4, 1, 5, marks=pytest.mark.slow)],
+    [
+        (2, 1, 1),
+        pytest.param(2, 2, 3, marks=pytest.mark.slow),
+        pytest.param(4, 1, 5, marks=pytest.mark.proof),
+    ],
 )
 def test_any_number_of_ranks_gives_one_ledger(plain, alone, tmp_path, ranks, workers, micro_batch):
     settings = ["--micro_batch", str(micro_batch), "--workers", str(workers)]
@@ -206,7 +210,7 @@ def test_sharded_weights_are_those_of_one_process(config, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("first", ["fsdp", "replicated"])
+@pytest.mark.parametrize("first", ["fsdp", pytest.param("replicated", marks=pytest.mark.proof)])
 def test_a_run_goes_on_with_sharded_weights_over_other_ranks(plain, alone, tmp_path, first):
     two_steps = plain.model_copy(update={"parallel": ParallelConfig(engine=first), "steps": 2})
     _run(4 if first == "fsdp" else 1, two_steps, tmp_path / "run")

@@ -32,7 +32,7 @@ def folder(tmp_path_factory) -> Path:
         (4, "float16"),
         pytest.param(2, "bfloat16", marks=pytest.mark.full),
         pytest.param(1, "float32", marks=pytest.mark.full),
-        pytest.param(8, "float32", marks=[pytest.mark.full, pytest.mark.slow]),
+        pytest.param(8, "float32", marks=pytest.mark.proof),
     ],
 )
 def test_updates_are_those_of_one_process(folder, ranks, dtype):
