@@ -40,6 +40,14 @@ PRODUCTS = {
         "precision__sampler_dtype": "bfloat16",
     },
     "lora": LAGGED | {"lora__rank": 2, "lora__targets": ("q_proj", "v_proj"), "recompute": "layer"},
+    "brpo": LAGGED
+    | {
+        "loss__preset": "brpo",
+        "loss__budgets": (2, 6),
+        "loss__answers": 2,
+        "task__answer_prefix": ">",
+        "sampling__max_tokens": 6,
+    },
     "turns": LAGGED
     | {
         "task__name": "acts:echo",
