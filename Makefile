@@ -80,8 +80,9 @@ TRITONS := $(TRITON_OF_CUDA)/.installed $(FLOAT_TRITONS:=/.installed)
 empty :=
 ENVIRONMENT_OF_TRITON := OTHER_TRITONS=$(TRITON_OF_CUDA) FLOAT_TRITONS=$(subst $(empty) $(empty),:,$(FLOAT_TRITONS)) TRITON_INTERPRET=1
 
-test-proofs: $(STAMP) $(TRITONS)
-	$(BIN)/python -m pytest -m "proof and not vllm"
+test-proofs: $(STAMP) $(TRITONS) .venv-ray/.installed
+	$(BIN)/python -m pytest -m "proof and not (vllm or ray)"
+	.venv-ray/bin/python -m pytest -m "proof and ray" tests/ray
 	.venv-vllm/bin/python -m pytest -m "proof and vllm" tests/vllm
 	ALL_TARGETS=1 $(ENVIRONMENT_OF_TRITON) .venv-vllm/bin/python -m pytest tests/triton/test_binaries.py
 	$(ENVIRONMENT_OF_TRITON) .venv-vllm/bin/python -m pytest -m proof tests/triton
@@ -154,7 +155,7 @@ test-worlds: .venv-worlds/.installed
 	touch $@
 
 test-ray: .venv-ray/.installed
-	OMP_NUM_THREADS=1 .venv-ray/bin/python -m pytest -m ray tests/ray
+	OMP_NUM_THREADS=1 .venv-ray/bin/python -m pytest -m "ray and not proof" tests/ray
 
 .venv-ray/.installed: pyproject.toml setup.py
 	test -x .venv-ray/bin/python || $(PYTHON) -m venv .venv-ray
