@@ -12,7 +12,6 @@ random numbers, and whoever serves it, in whichever call, draws the same tokens.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -21,9 +20,8 @@ from ..stopwatch import Stopwatch
 from ..tasks.base import Problem
 from ..tasks.rewards import Reward
 from ..tasks.tokenizer import Tokenizer
-from .episodes import Episodes
+from .episodes import CompletionPlayer, Episodes
 from .types import (
-    Completion,
     DrawParams,
     GenerationParams,
     Request,
@@ -32,6 +30,7 @@ from .types import (
     Sampler,
     check_room,
     complete,
+    draw,
 )
 
 
@@ -46,14 +45,12 @@ class DrawnAnswers(NamedTuple):
     cuts: Callable[[int], Cuts]
 
 
-class BudgetPlayer:
+class BudgetPlayer(CompletionPlayer):
     """Draws reasonings and answers, and rewards the answers. Episodes.cuts says which is which.
 
     chat: see Tokenizer.encode. stopwatch: measures the rewards; None where nobody asks. answer_tokens: the
     most that the prefix and an answer have together. Raises ValueError for a prefix without tokens.
     """
-
-    players = 1
 
     def __init__(
         self,
@@ -63,15 +60,10 @@ class BudgetPlayer:
         answers: DrawnAnswers,
         stopwatch: Stopwatch | None = None,
     ):
-        self.reward, self._tokenizer, self._chat, self._answers = reward, tokenizer, chat, answers
-        self._station = stopwatch.station if stopwatch else nullcontext
+        super().__init__(tokenizer, reward, chat, stopwatch)
+        self._answers = answers
         self._prefix = tokenizer.encode_completion(answers.prefix)
         self.answer_tokens = len(self._prefix) + answers.max_tokens
-
-    @property
-    def binary(self) -> bool:
-        """Whether the reward of every answer is 0 or 1."""
-        return self.reward.binary
 
     @property
     def reasoning_ends(self) -> frozenset[int]:
@@ -105,17 +97,18 @@ class BudgetPlayer:
             cuts = cuts._replace(answers=1)
         check_room(len(problems) * cuts.rollouts, max(generation_params.max_tokens, self._answers.max_tokens))
         ends = generation_params.stop_ids | self.reasoning_ends
-        prompts = [self._prompt(problem) for problem in problems]
+        with self._one_at_a_time:
+            prompts = [self._prompt(problem) for problem in problems]
         reasonings = complete(sampler, prompts, replace(generation_params, stop_ids=ends), rng_key)
         requests = [
             request for r in reasonings for request in self._requests(r, cuts, generation_params, rng_key)
         ]
-        pairs = zip(requests, sampler.generate(requests), strict=True)
-        answers = [_answer(request, completion) for request, completion in pairs]
+        answers = draw(sampler, requests)
         groups = [*zip(_cut(reasonings, len(problems)), _cut(answers, len(problems)), strict=True)]
-        texts = [[self._texts(part) for part in group] for group in groups]
-        with self._station("time/reward_s"):
-            of_answers = self.reward.values(problems, [of_answers for _, of_answers in texts])
+        with self._one_at_a_time:
+            texts = [[self._texts(part) for part in group] for group in groups]
+            with self._station("time/reward_s"):
+                of_answers = self.reward.values(problems, [of_answers for _, of_answers in texts])
         return Episodes(
             list(problems),
             [rollout for group in groups for part in group for rollout in part],
@@ -139,9 +132,6 @@ class BudgetPlayer:
                 key = replace(rng_key, prompt=reasoning.prompt, sample=sample)
                 yield Request(ids, key, draw_params, self._answers.max_tokens)
 
-    def _prompt(self, problem: Problem) -> list[int]:
-        return self._tokenizer.encode(problem.prompt, self._chat, problem.system)
-
     def _texts(self, rollouts: Sequence[Rollout]) -> list[str]:
         return [self._tokenizer.decode(r.completion_ids) for r in rollouts]
 
@@ -150,16 +140,3 @@ def _cut(rollouts: list[Rollout], prompts: int) -> list[list[Rollout]]:
     """Those of each prompt; all prompts have as many."""
     n = len(rollouts) // prompts
     return [rollouts[p * n : (p + 1) * n] for p in range(prompts)]
-
-
-def _answer(request: Request, completion: Completion) -> Rollout:
-    return Rollout.of_one_turn(
-        request.rng_key.prompt,
-        request.rng_key.sample,
-        request.ids,
-        completion.ids,
-        completion.logprobs,
-        completion.finish,
-        completion.weight_version,
-        completion.experts,
-    )

@@ -385,7 +385,11 @@ def complete(
 
     rng_key: see GenerationParams.requests. Raises ValueError for prompts that no sampler can continue.
     """
-    requests = generation_params.requests(prompts, rng_key)
+    return draw(sampler, generation_params.requests(prompts, rng_key))
+
+
+def draw(sampler: Sampler, requests: Sequence[Request]) -> list[Rollout]:
+    """The trajectory of one turn that each request becomes."""
     return [
         Rollout.of_one_turn(
             request.rng_key.prompt,
