@@ -1,7 +1,7 @@
 """Actors of a pool as threads of this process, which die, hang and lie as a test plans."""
 
 import random
-from collections import deque
+from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
@@ -44,16 +44,21 @@ class _Handle:
 
 
 class ThreadCluster:
-    """See Cluster. befalls(n): what befalls the n-th batch: "", "death", "late death" or "hang"."""
+    """See Cluster.
+
+    befalls(n, lost): what befalls the n-th batch, which was lost so often before: "", "death", "late death"
+    or "hang".
+    """
 
     def __init__(
         self,
         blueprint: object,
         actor_class: type[SamplerActor] = SamplerActor,
-        befalls: Callable[[int], str] = lambda n: "",
+        befalls: Callable[[int, int], str] = lambda n, lost: "",
     ):
         self._make, self._befalls = lambda: actor_class(blueprint), befalls
         self.calls, self.started = 0, 0
+        self._lost: Counter[str] = Counter()
 
     def publish(self, weights: Any) -> object:
         return weights.copy()  # as it was when it was sent
@@ -66,7 +71,10 @@ class ThreadCluster:
         return actor.call(lambda sampler: sampler.greet())
 
     def generate(self, actor: _Handle, *batch: Any) -> Future:
-        fate, self.calls = self._befalls(self.calls), self.calls + 1
+        _, _, requests = batch
+        same = repr([(request.rng_key, request.ids) for request in requests])
+        fate, self.calls = self._befalls(self.calls, self._lost[same]), self.calls + 1
+        self._lost[same] += fate != ""
         if fate == "hang":
             return actor.call(lambda _: None) and Future()
 
@@ -87,16 +95,15 @@ class ThreadCluster:
         """Nothing runs outside this process."""
 
 
-def at_random(seed: int) -> Callable[[int], str]:
-    """Up to a third of the batches are lost, some of them after they were drawn.
+def at_random(seed: int) -> Callable[[int, int], str]:
+    """A third of the batches are lost, some of them after they were drawn.
 
-    Of eight that follow each other at most three are: a run ends where one batch is lost four times.
+    No batch is lost four times, with which a run ends.
     """
-    draw, before = random.Random(seed), deque([""] * 7, maxlen=7)
+    draw = random.Random(seed)
 
-    def befalls(n: int) -> str:
+    def befalls(n: int, lost: int) -> str:
         fate = draw.choice(["", "", "", "", "death", "late death"])
-        before.append(fate if sum(map(bool, before)) < 3 else "")
-        return before[-1]
+        return fate if lost < 3 else ""
 
     return befalls

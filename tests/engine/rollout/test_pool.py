@@ -156,7 +156,7 @@ class _Older(SamplerActor):
 def test_what_no_actor_can_draw_ends_the_run_in_one_line(config, actors, tmp_path):
     cfg = config(steps=1, pool__timeout_s=60.0, **POOL)
     plans = [
-        ({"befalls": lambda n: "death"}, PoolError, "4 actors ended with the same batch: planned"),
+        ({"befalls": lambda n, lost: "death"}, PoolError, "4 actors ended with the same batch: planned"),
         ({"actor_class": _Other}, ValueError, "has cpu capability 'SSE9', and the trainer '.*alike"),
         ({"actor_class": _NoModel}, PoolError, "actors ended before they drew: no room"),
         ({"actor_class": _Older}, PoolError, "completions for . requests"),
@@ -170,7 +170,7 @@ def test_what_no_actor_can_draw_ends_the_run_in_one_line(config, actors, tmp_pat
 @pytest.mark.full
 def test_an_actor_that_hangs_is_replaced(config, actors, tmp_path, read_jsonl):
     expected = train(config(steps=2), tmp_path / "alone")
-    actors(befalls=lambda n: "hang" if n == 1 else "")
+    actors(befalls=lambda n, lost: "hang" if n == 1 else "")
     pooled = train(config(steps=2, pool__timeout_s=3.0, **POOL), tmp_path / "pooled")
     assert pooled.fingerprint == expected.fingerprint
     assert read_jsonl(tmp_path / "pooled" / "metrics.jsonl")[-1]["pool/replaced"] >= 1
