@@ -42,7 +42,6 @@ from .cache import DecodeContext
 from .config import ModelConfig
 from .experts import run_experts
 from .numerics import COMPUTE, Numerics, RoundThrough
-from .numerics import named_numerics as named_numerics
 from .routing import FREE, Routing
 from .weights import VALUE_HEAD, FlatWeights, LayerWeights, Layout, WeightSource
 

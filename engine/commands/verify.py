@@ -18,7 +18,8 @@ from ...kernels.backend import find_device
 from ...kernels.philox import Stream, permutation, uniform_range
 from ...kernels.sampling_params import SamplingParams, bias_by_id
 from ...model.checkpoint import DTYPES, load_decoder, resolve_model
-from ...model.decoder import Decoder, named_numerics
+from ...model.decoder import Decoder
+from ...model.numerics import named_numerics
 from ...model.scoring import cached_scores, logprobs, pack
 from ...verify.invariance import Check
 from ..loss.advantage import of_tokens

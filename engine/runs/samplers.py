@@ -25,7 +25,8 @@ import torch
 from ...kernels.philox import philox
 from ...model.checkpoint import DTYPES
 from ...model.config import ModelConfig
-from ...model.decoder import Decoder, Numerics, named_numerics
+from ...model.decoder import Decoder
+from ...model.numerics import Numerics, named_numerics
 from ..config import Config
 from ..display.terminal import console
 from ..parallel.scorer import Scorer, WorkersSampler

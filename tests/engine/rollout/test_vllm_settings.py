@@ -27,7 +27,7 @@ from zerokl.engine.tasks.rewards import Reward
 from zerokl.kernels.sampling_params import SamplingParams
 from zerokl.kernels.tile_tables import TABLES, tile_table
 from zerokl.kernels.tiles import block_k
-from zerokl.model.decoder import named_numerics
+from zerokl.model.numerics import named_numerics
 
 
 @pytest.fixture
