@@ -26,7 +26,7 @@ PADDED_ROWS = 8
 # call for each expert, and the time of the padding. So the padded rows are at most _ROWS for each row, and
 # _ROWS_OF_CALL for each call that is saved. An expert then has at most _MOST_EQUAL rows, and above
 # 8 PADDED_ROWS a multiple of 4 PADDED_ROWS, so that few numbers are probed (grouped_linear._bmm_agrees).
-_ROWS, _ROWS_OF_CALL, _MOST_EQUAL = 1.4, 24, 512
+_ROWS, _ROWS_OF_CALL, _MOST_EQUAL = 1.4, 8, 512
 
 
 class ExpertRows:

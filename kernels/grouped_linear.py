@@ -7,27 +7,32 @@ Shapes: x [T, K]; w [E N, K] holds the matrices [N, K] of the experts one after 
 R rows (expert_rows.py), E experts.
 Roundings: y is rounded once. dy_r w_e is rounded once, then the slots are added in fp32, slot after slot, and
 the sum is rounded once. dw is not rounded where the pass has fp32 buffers (grad.py).
-Order: a row has the bits of `linear` with the matrix of its expert: no row knows another. dw_e is summed over
-the sequences of the pass, in their order. The rows of e in a sequence are cut into token blocks of their own:
-a block of 128 tokens has few of them (8, if a token has 8 of 128 experts), and a GPU multiplies tiles of 32
-rows. Blocks that span sequences would depend on the micro-batch. The experts of other tokens change nothing.
+Order: no row knows another. On a GPU a row has the bits of `linear` with the matrix of its expert, and on a
+CPU those of torch.mm (grouped_matmul_ref): the product of matmul.py takes two to four times as long for few
+rows. dw_e is summed over the sequences of the pass, in their order. The rows of e in a sequence are cut into
+token blocks of their own: a block of 128 tokens has few of them (8, if a token has 8 of 128 experts), and a
+GPU multiplies tiles of 32 rows. Blocks that span sequences would depend on the micro-batch. The experts of
+other tokens change nothing.
 The gradients of LoRA adapters of the experts' matrices (low_rank.py) have the same order.
 """
 
+from collections.abc import Callable
 from functools import cache
+from math import prod
 
 import torch
+import torch.nn.functional as F
 
 from ..files.bitwise import equal
 from .backend import on_triton
-from .expert_rows import ExpertRows, Rows
+from .expert_rows import PADDED_ROWS, ExpertRows, Rows
 from .grad import GradBuffer, accumulate_dtype, check_dtype
 from .low_rank import LowRankBuffers, low_rank_rows
-from .matmul import THROUGH_FP32, add_outer_ref, matmul_ref
-from .order import ALIGN, TokenBlocks
+from .matmul import LONG_TILES, THROUGH_FP32, add_outer_ref, narrow, pad_width
+from .order import ALIGN, ROW_TILE, TokenBlocks
 from .passes import ONE_SEQUENCE, Pass
 
-# Batched products of more multiplications than this are not probed, and not taken.
+# Products of more multiplications than this are not probed, and not taken.
 _PROBE_LIMIT = 1 << 31
 
 
@@ -39,39 +44,99 @@ def experts_of(w: torch.Tensor, rows: Rows) -> torch.Tensor:
 def grouped_matmul_ref(x_RK: torch.Tensor, w_ENK: torch.Tensor, rows: ExpertRows) -> torch.Tensor:
     """Each row times the matrix of its expert, transposed. -> [R, N]. w may have any strides.
 
-    One call of the library multiplies all experts where a probe finds that it gives every row the same bits.
+    The bits of a row are those of torch.mm of ROW_TILE rows by one thread. One call of the library multiplies
+    all experts, or as many rows of one as there are, where a probe finds that every row has the same bits.
     """
     if x_RK.dtype in THROUGH_FP32:  # as matmul_ref does, but once for all experts
         return grouped_matmul_ref(x_RK.float(), w_ENK.float(), rows).to(x_RK.dtype)
-    if rows.equal and _is_aligned(x_RK, w_ENK):
-        x = x_RK.view(rows.experts, -1, x_RK.shape[1])
-        if _bmm_agrees(x.dtype, x.shape[1], *w_ENK.shape, w_ENK.stride(), torch.get_num_threads()):
-            return torch.bmm(x, w_ENK.transpose(1, 2)).view(len(x_RK), -1)
-    y = x_RK.new_zeros(x_RK.shape[0], w_ENK.shape[1])
+    N, (x, w_EKN) = w_ENK.shape[1], _aligned(x_RK, w_ENK)
+    shape = (x.dtype, *w_EKN.shape[1:], w_EKN.stride()[1:], torch.get_num_threads())
+    if rows.equal and _bmm_agrees(len(x) // rows.experts, w_EKN.stride(0), rows.experts, *shape):
+        return narrow(torch.bmm(x.view(rows.experts, -1, x.shape[1]), w_EKN).flatten(0, 1), N)
+    y = x.new_zeros(len(x), w_EKN.shape[2])
     for expert, start, end in rows.segments:
-        y[start:end] = matmul_ref(x_RK[start:end], w_ENK[expert])
-    return y
+        w_KN, tiles = w_EKN[expert], _tiles(end - start, *shape)
+        if tiles is None:
+            y[start:end] = _by_definition(x[start:end], w_KN)
+            continue
+        for a, b in tiles:
+            torch.mm(x[start + a : start + b], w_KN, out=y[start + a : start + b])
+    return narrow(y, N)
 
 
-def _is_aligned(x_RK: torch.Tensor, w_ENK: torch.Tensor) -> bool:
-    """Whether matmul_ref would compute from these tensors themselves, without padding or a copy."""
-    at_64_bytes = x_RK.data_ptr() % 64 == 0 and w_ENK.data_ptr() % 64 == 0
-    return at_64_bytes and x_RK.is_contiguous() and not (w_ENK.shape[1] % ALIGN or w_ENK.shape[2] % ALIGN)
+def _aligned(x_RK: torch.Tensor, w_ENK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """x and the transposed w as the library is given them: widths and addresses as in matmul.py."""
+    w_EKN, (_, N, K) = w_ENK.transpose(1, 2), w_ENK.shape
+    if N % ALIGN or K % ALIGN:
+        w_EKN = F.pad(w_EKN, (0, -N % ALIGN, 0, -K % ALIGN))
+    elif w_EKN.data_ptr() % 64 or w_EKN.stride(0) * w_EKN.itemsize % 64:
+        w_EKN = w_EKN.clone()
+    return pad_width(x_RK), w_EKN
+
+
+def _by_definition(x_RK: torch.Tensor, w_KN: torch.Tensor) -> torch.Tensor:
+    """x w, tile by tile of ROW_TILE rows. -> [R, N]"""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        tiles = F.pad(x_RK, (0, 0, 0, -len(x_RK) % ROW_TILE)).split(ROW_TILE)
+        return torch.cat([torch.mm(tile, w_KN) for tile in tiles])[: len(x_RK)]
+    finally:
+        torch.set_num_threads(threads)
+
+
+@cache
+def _tiles(
+    rows: int, dtype: torch.dtype, K: int, N: int, strides: tuple[int, int], threads: int
+) -> list[tuple[int, int]] | None:
+    """The rows [start, end) of each call for `rows` rows of an expert. None where no tiles agree."""
+    tiles, start = [], 0
+    for size in (*LONG_TILES, *range(2 * ROW_TILE - PADDED_ROWS, 0, -PADDED_ROWS)):
+        while rows - start >= size and _mm_agrees(size, dtype, K, N, strides, threads):
+            tiles.append((start, start + size))
+            start += size
+    return tiles if start == rows else None
+
+
+@cache
+def _mm_agrees(rows: int, dtype: torch.dtype, K: int, N: int, strides: tuple[int, int], threads: int) -> bool:
+    """Whether a product of `rows` rows gives each row the bits of the definition. See matmul._agrees."""
+    return _agrees(torch.mm, (rows,), (), dtype, K, N, strides)
 
 
 @cache
 def _bmm_agrees(
-    dtype: torch.dtype, rows: int, E: int, N: int, K: int, strides: tuple[int, ...], threads: int
+    rows: int,
+    stride: int,
+    E: int,
+    dtype: torch.dtype,
+    K: int,
+    N: int,
+    strides: tuple[int, int],
+    threads: int,
 ) -> bool:
-    """Whether a batched product gives each row the bits of matmul_ref. See matmul._agrees."""
-    if E * rows * K * N > _PROBE_LIMIT:
+    """Whether a batched product of `rows` rows of each expert does. stride: from one expert to the next."""
+    return _agrees(torch.bmm, (E, rows), (stride,), dtype, K, N, strides)
+
+
+def _agrees(
+    product: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+    rows: tuple[int, ...],
+    stride: tuple[int, ...],
+    dtype: torch.dtype,
+    K: int,
+    N: int,
+    strides: tuple[int, int],
+) -> bool:
+    """Whether a call of the library gives every row of random numbers the bits of the definition."""
+    if prod(rows) * K * N > _PROBE_LIMIT:
         return False
     g = torch.Generator().manual_seed(0)
-    x = torch.randn(E, rows, K, generator=g).to(dtype)
-    w = torch.empty_strided((E, N, K), strides, dtype=dtype)
-    w.copy_(torch.randn(E, N, K, generator=g))
-    expected = torch.stack([matmul_ref(x_e, w_e) for x_e, w_e in zip(x, w, strict=True)])
-    return equal(torch.bmm(x, w.transpose(1, 2)), expected)
+    x = torch.randn(*rows, K, generator=g).to(dtype)
+    w = torch.empty_strided((*rows[:-1], K, N), (*stride, *strides), dtype=dtype)
+    w.copy_(torch.randn(w.shape, generator=g))
+    experts = zip(x, w, strict=True) if len(rows) > 1 else [(x, w)]
+    return equal(product(x, w).flatten(0, -2), torch.cat([_by_definition(x_e, w_e) for x_e, w_e in experts]))
 
 
 def add_grouped_outer_ref(

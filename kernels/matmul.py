@@ -38,7 +38,7 @@ from .tile_tables import DEFAULT_TABLE, TileTable
 
 # Rows of the tiles that replace several tiles of ROW_TILE rows, longest first. They take 0.4 to 0.9 of the
 # time.
-_LONG_TILES = (1024, 512, 256, 128, 64)
+LONG_TILES = (1024, 512, 256, 128, 64)
 # Rows of the tile that holds the last rows, where they are fewer than the shortest of these. It takes 0.5 to
 # 0.9 of the time.
 _TAIL_TILES = (8, 16, 24, 40, 48, 56)
@@ -65,10 +65,10 @@ def matmul_ref(x_TK: torch.Tensor, w_NK: torch.Tensor, pack: torch.Tensor | None
     if dtype in THROUGH_FP32:
         return matmul_ref(x_TK.float(), w_NK.float()).to(dtype)
     T, N = x_TK.shape[0], w_NK.shape[0]
-    x, w = _pad_width(x_TK), _pad_both(w_NK.t())
+    x, w = pad_width(x_TK), _pad_both(w_NK.t())
     tiles = _tiles(x, w)
     if tiles == [T]:
-        return _narrow(_product(x, w, pack), N)
+        return narrow(_product(x, w, pack), N)
     y = x.new_empty(T, w.shape[1])
     for start, end in pairwise(accumulate(tiles, initial=0)):
         if end <= T:
@@ -77,14 +77,14 @@ def matmul_ref(x_TK: torch.Tensor, w_NK: torch.Tensor, pack: torch.Tensor | None
             tail = x.new_zeros(end - start, x.shape[1])
             tail[: T - start] = x[start:]
             y[start:] = _product(tail, w, pack)[: T - start]
-    return _narrow(y, N)
+    return narrow(y, N)
 
 
 def add_outer_ref(
     acc_NK: torch.Tensor, dy_TN: torch.Tensor, x_TK: torch.Tensor, blocks: Sequence[tuple[int, int]]
 ) -> None:
     """acc += dy^T x of one shard on a CPU, block by block."""
-    dy, x = _pad_width(dy_TN.to(acc_NK.dtype)), _pad_width(x_TK.to(acc_NK.dtype))
+    dy, x = pad_width(dy_TN.to(acc_NK.dtype)), pad_width(x_TK.to(acc_NK.dtype))
     aligned = acc_NK.is_contiguous() and acc_NK.shape == (dy.shape[1], x.shape[1])
     padding = (0, x.shape[1] - acc_NK.shape[1], 0, dy.shape[1] - acc_NK.shape[0])
     acc = acc_NK if aligned else F.pad(acc_NK, padding)
@@ -169,7 +169,7 @@ def _pack_agrees(dtype: torch.dtype, N: int, K: int, threads: int) -> bool:
     g = torch.Generator().manual_seed(0)
     x, w = (torch.randn(n, K, generator=g).to(dtype) for n in (_PACKED_ROWS, N))
     pack, expected = _pack(w), torch.cat([_product(tile, w.t()) for tile in x.split(ROW_TILE)])
-    tiles = [rows for rows in (*_LONG_TILES, ROW_TILE, *_TAIL_TILES) if rows <= _PACKED_ROWS]
+    tiles = [rows for rows in (*LONG_TILES, ROW_TILE, *_TAIL_TILES) if rows <= _PACKED_ROWS]
     return all(equal(torch.cat([_linear(tile, pack) for tile in x.split(rows)]), expected) for rows in tiles)
 
 
@@ -177,7 +177,7 @@ def _tiles(x: torch.Tensor, w_KN: torch.Tensor) -> list[int]:
     """The rows of each tile of x. The last tile may have more rows than are left."""
     shape = (x.dtype, *w_KN.shape, w_KN.stride(), torch.get_num_threads())
     tiles, left = [], len(x)
-    for rows in _LONG_TILES:
+    for rows in LONG_TILES:
         if left >= rows and _agrees(rows, *shape):
             tiles += [rows] * (left // rows)
             left %= rows
@@ -204,12 +204,12 @@ def _agrees(rows: int, dtype: torch.dtype, K: int, N: int, strides: tuple[int, i
     return equal(_product(x, w), torch.cat([_product(tile, w) for tile in padded.split(ROW_TILE)])[:rows])
 
 
-def _narrow(y: torch.Tensor, N: int) -> torch.Tensor:
+def narrow(y: torch.Tensor, N: int) -> torch.Tensor:
     """The first N columns of y, contiguous."""
     return y if y.shape[1] == N else y[:, :N].contiguous()
 
 
-def _pad_width(x: torch.Tensor) -> torch.Tensor:
+def pad_width(x: torch.Tensor) -> torch.Tensor:
     """x, contiguous and 64-byte aligned, with the last axis padded to a multiple of ALIGN."""
     pad = -x.shape[-1] % ALIGN
     if pad:

@@ -12,6 +12,7 @@ from zerokl.kernels.grad import GradBuffer
 from zerokl.kernels.grouped_linear import grouped_linear
 from zerokl.kernels.linear import linear
 from zerokl.kernels.low_rank import AdapterBuffers, LowRankBuffers
+from zerokl.kernels.matmul import THROUGH_FP32
 from zerokl.kernels.order import token_blocks
 from zerokl.kernels.passes import Pass
 from zerokl.kernels.silu_mul import silu_mul
@@ -34,6 +35,21 @@ def chosen(p: np.ndarray, ties: str) -> list[int]:
     return sorted(range(len(p)), key=lambda e: (-p[e], sign * e))[:CHOSEN]
 
 
+def lane_sum(terms_TE: torch.Tensor, load: int) -> torch.Tensor:
+    return torch.from_numpy(_lane_sum(terms_TE.numpy(), load))
+
+
+def product(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    """x [1, K] by w [N, K], as the first of 32 rows that the library multiplies in one thread."""
+    if x.dtype in THROUGH_FP32:
+        return product(x.float(), w.float()).to(x.dtype)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    y = torch.mm(torch.cat([x, torch.zeros(31, x.shape[1], dtype=x.dtype)]), w.clone().t())[:1]
+    torch.set_num_threads(threads)
+    return y
+
+
 def one_token(
     x: torch.Tensor,
     logits: torch.Tensor,
@@ -45,19 +61,19 @@ def one_token(
 ) -> torch.Tensor:
     """The output of one token, [1, D]. x [1, D], logits [E]. slots: the order in which they are added."""
     terms = torch.exp(logits.float() - logits.float().max())
-    p = (terms * (1.0 / _lane_sum(terms.unsqueeze(0), 16 // logits.element_size()))).numpy()
+    p = (terms * (1.0 / lane_sum(terms.unsqueeze(0), 16 // logits.element_size()))).numpy()
     ids = chosen(p, ties)
     scale = np.float32(1.0) / ((p[ids[0]] + p[ids[1]]) + p[ids[2]])
     y = torch.zeros(1, x.shape[1])
     for e in slots(ids):
         gate_up_e, down_e = gate_up.chunk(EXPERTS)[e], down.chunk(EXPERTS)[e]
-        h, q = silu_mul(linear(x, gate_up_e)), float(p[e] * scale)
+        h, q = silu_mul(product(x, gate_up_e)), float(p[e] * scale)
         if weigh == "before rounding":
-            y += (linear(h.float(), down_e.float()) * q).to(x.dtype).float()
+            y += (product(h.float(), down_e.float()) * q).to(x.dtype).float()
         elif weigh == "after rounding":
-            y += (linear(h, down_e).float() * q).to(x.dtype).float()
+            y += (product(h, down_e).float() * q).to(x.dtype).float()
         else:
-            y += linear((h.float() * q).to(x.dtype), down_e).float()
+            y += product((h.float() * q).to(x.dtype), down_e).float()
     return y.to(x.dtype)
 
 
@@ -130,7 +146,7 @@ def butterfly(terms: np.ndarray, load: int) -> np.float32:
 @pytest.mark.parametrize("E", [1, 2, 6, 8, 64, 128, 256, 512])
 def test_lanes_are_added_as_a_butterfly(E, load):
     terms = randn(E, 1, E).exp()
-    assert _lane_sum(terms, load).item() == butterfly(terms[0].numpy(), load)
+    assert lane_sum(terms, load).item() == butterfly(terms[0].numpy(), load)
 
 
 @pytest.mark.parametrize(("dtype", "load"), [(torch.float32, 4), (torch.bfloat16, 8), (torch.float16, 8)])
@@ -145,8 +161,8 @@ def test_the_dtype_of_the_logits_decides_the_lanes(dtype, load):
 
 def test_control_the_order_of_the_lanes_decides_bits():
     terms = randn(0, 100, 128).exp()
-    assert total_unequal([_lane_sum(terms, 8)], [_lane_sum(terms, 4)]) > 0
-    assert total_unequal([_lane_sum(terms, 8)], [terms.flip(1).cumsum(1)[:, -1]]) > 0
+    assert total_unequal([lane_sum(terms, 8)], [lane_sum(terms, 4)]) > 0
+    assert total_unequal([lane_sum(terms, 8)], [terms.flip(1).cumsum(1)[:, -1]]) > 0
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
