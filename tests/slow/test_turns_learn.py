@@ -28,7 +28,27 @@ GUESSES = {
     "evaluation.every": "20",
 }
 
-LEAST = {"calculator": ({}, 0.9), "nim": (NIM, 0.8), "guesses": (GUESSES, 0.7)}
+# The base model finds 0.375 of the words within its guesses.
+WORDLE = {
+    "task.name": "wordle",
+    "environment.max_turns": "4",
+    "sampling.max_tokens": "5",
+    "prompts": "24",
+    "optimizer.schedule": "constant",
+    "optimizer.lr": "3e-4",
+    "steps": "80",
+    "evaluation.problems": "24",
+    "evaluation.num_generations": "8",
+    "evaluation.temperature": "1.0",
+    "evaluation.every": "20",
+}
+
+LEAST = {
+    "calculator": ({}, 0.9),
+    "nim": (NIM, 0.8),
+    "guesses": (GUESSES, 0.7),
+    "wordle": (WORDLE, 0.55),
+}
 
 
 @pytest.mark.proof

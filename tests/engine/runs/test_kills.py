@@ -86,8 +86,11 @@ def kill_often(config_toml: str, path: Path, kills: int, seed: int, ranks: int =
         return output
 
 
-def check_kills(config, tmp_path: Path, kills: int, seed: int, ranks: int = 1, **overrides) -> None:
-    common = dict(
+def check_kills(
+    config, tmp_path: Path, kills: int, seed: int, ranks: int = 1, loss: dict | None = None, **overrides
+) -> None:
+    """Both runs have the settings of `loss`; the killed one has `overrides`, which must change no bit."""
+    common = (loss or {}) | dict(
         steps=40,
         checkpoint__every=3,
         checkpoint__keep=3,
@@ -120,3 +123,11 @@ def test_three_kills(config, tmp_path):
 def test_kills_at_random_moments(config, tmp_path, kills, workers, ranks):
     """With tests/vllm/test_kills.py, two hundred."""
     check_kills(config, tmp_path, kills, workers + ranks, ranks, workers=workers)
+
+
+@pytest.mark.proof
+def test_kills_between_reasonings_and_answers(config, tmp_path):
+    """BRPO draws answers from reasonings that were cut, a second round of sampling in each step."""
+    brpo = dict(loss__preset="brpo", task__answer_prefix=">=", loss__budgets=[1, 3], loss__answers=2)
+    lengths = dict(sampling__max_tokens=3, sampling__answer_max_tokens=4)
+    check_kills(config, tmp_path, 30, 0, loss=brpo | lengths, workers=2)
