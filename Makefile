@@ -53,6 +53,8 @@ demo-turns: $(STAMP)
 
 # One process a core, each with one OpenMP thread: threads of torch's wait for each other where cores are shared.
 JOBS   ?= $(shell nproc)
+# CASES=--quick: one diagonal of each matrix and a fifth of a property's examples, as in `make test`. For the targets that follow it.
+CASES  ?=
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest \
   -m "not (slow or vllm or proof or trl or peft or browser or trackers or worlds or ray or nodes or real)"
 
@@ -66,7 +68,7 @@ test-rest: $(STAMP)
 	$(PYTEST) -n $(JOBS) --rest --durations=15
 
 test-slow: $(STAMP)
-	$(BIN)/python -m pytest -m "slow and not proof"
+	$(BIN)/python -m pytest $(CASES) --durations=10 -m "slow and not proof"
 
 # The Triton that torch 2.13 for CUDA comes with, and so vLLM 0.32 on a GPU; the CPU environment has 3.9.0. Kernels are compiled by both.
 TRITON_OF_CUDA := .venv-vllm/triton-3.7.1
@@ -78,7 +80,7 @@ $(TRITON_OF_CUDA)/.installed $(FLOAT_TRITONS:=/.installed): .venv-vllm/.installe
 TRITONS := $(TRITON_OF_CUDA)/.installed $(FLOAT_TRITONS:=/.installed)
 # Triton's interpreter is chosen when Triton is imported, so interpreted kernels have a process of their own.
 empty :=
-ENVIRONMENT_OF_TRITON := OTHER_TRITONS=$(TRITON_OF_CUDA) FLOAT_TRITONS=$(subst $(empty) $(empty),:,$(FLOAT_TRITONS)) TRITON_INTERPRET=1
+ENVIRONMENT_OF_TRITON := ONE_BINARY_IN=$(if $(CASES),5,1) OTHER_TRITONS=$(TRITON_OF_CUDA) FLOAT_TRITONS=$(subst $(empty) $(empty),:,$(FLOAT_TRITONS)) TRITON_INTERPRET=1
 
 test-proofs: $(STAMP) $(TRITONS) .venv-ray/.installed
 	$(BIN)/python -m pytest -m "proof and not (vllm or ray)"
@@ -98,10 +100,10 @@ vllm: .venv-vllm/.installed
 	touch $@
 
 test-vllm: .venv-vllm/.installed
-	.venv-vllm/bin/python -m pytest -m "vllm and not proof" tests/vllm
+	.venv-vllm/bin/python -m pytest $(CASES) --durations=10 -m "vllm and not proof" tests/vllm
 
 test-triton: $(TRITONS)
-	$(ENVIRONMENT_OF_TRITON) .venv-vllm/bin/python -m pytest -m "not proof" tests/triton
+	$(ENVIRONMENT_OF_TRITON) .venv-vllm/bin/python -m pytest $(CASES) --durations=10 -m "not proof" tests/triton
 
 # vLLM 0.33 has no build for CPUs: its Python files over the compiled operations of 0.32 (tests/vllm/overlay.py). Not in CI.
 .venv-vllm/vllm-0.33/.made: .venv-vllm/.installed tests/vllm/overlay.py
@@ -115,7 +117,7 @@ test-vllm-0.33: .venv-vllm/vllm-0.33/.made
 	  --ignore tests/triton/test_binaries.py --ignore tests/triton/test_float_programs.py
 
 test-trl: .venv-trl/.installed
-	.venv-trl/bin/python -m pytest -m trl tests/trl
+	.venv-trl/bin/python -m pytest $(CASES) --durations=10 -m trl tests/trl
 
 # Earlier releases of TRL in the same environment: their files come first on the path. Not in CI.
 .venv-trl/trl-%/.made: .venv-trl/.installed
@@ -127,7 +129,7 @@ test-trl-releases: .venv-trl/trl-1.14.2/.made .venv-trl/trl-1.15.0/.made
 	PYTHONPATH=$(CURDIR)/.venv-trl/trl-1.15.0 .venv-trl/bin/python -m pytest -m trl tests/trl/test_exact.py
 
 test-peft: .venv-peft/.installed
-	.venv-peft/bin/python -m pytest -m peft tests/peft
+	.venv-peft/bin/python -m pytest $(CASES) --durations=10 -m peft tests/peft
 
 test-browser: $(VENV)/.browser
 	$(BIN)/python -m pytest -m browser tests/browser
@@ -137,7 +139,7 @@ $(VENV)/.browser: $(STAMP)
 	touch $@
 
 test-trackers: .venv-trackers/.installed
-	.venv-trackers/bin/python -m pytest -m trackers tests/trackers
+	.venv-trackers/bin/python -m pytest $(CASES) --durations=10 -m trackers tests/trackers
 
 .venv-trackers/.installed: pyproject.toml setup.py
 	test -x .venv-trackers/bin/python || $(PYTHON) -m venv .venv-trackers
@@ -146,7 +148,7 @@ test-trackers: .venv-trackers/.installed
 	touch $@
 
 test-worlds: .venv-worlds/.installed
-	.venv-worlds/bin/python -m pytest -m worlds tests/worlds
+	.venv-worlds/bin/python -m pytest $(CASES) --durations=10 -m worlds tests/worlds
 
 .venv-worlds/.installed: pyproject.toml setup.py
 	test -x .venv-worlds/bin/python || $(PYTHON) -m venv .venv-worlds
@@ -155,7 +157,7 @@ test-worlds: .venv-worlds/.installed
 	touch $@
 
 test-ray: .venv-ray/.installed
-	OMP_NUM_THREADS=1 .venv-ray/bin/python -m pytest -m "ray and not proof" tests/ray
+	OMP_NUM_THREADS=1 .venv-ray/bin/python -m pytest $(CASES) --durations=10 -m "ray and not proof" tests/ray
 
 .venv-ray/.installed: pyproject.toml setup.py
 	test -x .venv-ray/bin/python || $(PYTHON) -m venv .venv-ray

@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 MATRICES = """
 import pytest
 from hypothesis import given, strategies as st
@@ -89,11 +91,13 @@ def test_quick_keeps_as_few_cases_as_hold_every_value(tmp_path):
     assert "test_partly[short]" in kept
 
 
+@pytest.mark.full
 def test_quick_takes_a_fifth_of_the_examples(tmp_path):
     assert "ran 10" in _pytest(tmp_path, EXAMPLES, "--quick", "-s")
     assert "ran 50" in _pytest(tmp_path, EXAMPLES, "--color=no", "-s")
 
 
+@pytest.mark.full
 def test_rest_is_what_quick_leaves_out_and_every_property(tmp_path):
     everything, quick, rest = (_collected(tmp_path, option) for option in ("--color=no", "--quick", "--rest"))
     assert len(everything) == 3 * 2 + 3 * 2 + 4 + 2 + 2

@@ -21,6 +21,7 @@ def run(config, tmp_path_factory):
     return folder
 
 
+@pytest.mark.full
 def test_the_native_sampler_is_equal_at_every_checkpoint(run, tmp_path, capsys):
     out = tmp_path / "audit"
     assert main(["audit", str(run), "--every", "2", *OPTIONS, "--out", str(out)]) == 0
@@ -84,6 +85,7 @@ def test_growth_is_said_in_words():
     ]
 
 
+@pytest.mark.full
 def test_the_model_it_began_with_is_always_there(run, tmp_path):
     out = tmp_path / "audit"
     assert main(["audit", str(run), "--every", "3000", *OPTIONS, "--out", str(out)]) == 0

@@ -77,6 +77,7 @@ def test_the_split_of_a_step_is_there():
     assert ours["forward_backward_s"] < ours["train_s"] < ours["step_s"]
 
 
+@pytest.mark.full
 def test_what_is_not_a_part_is_refused():
     process = run_device("everything", *SMALL)
     assert process.returncode == 2
@@ -125,6 +126,7 @@ def planted(monkeypatch, tmp_path) -> None:
     monkeypatch.setattr(sys, "argv", ["device", "exact", *SMALL])
 
 
+@pytest.mark.full
 def test_a_section_that_differs_turns_the_part_red_and_one_that_fails_is_named(planted, capsys):
     environment = dict(os.environ)
     assert device.main() == 1

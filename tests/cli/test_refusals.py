@@ -250,6 +250,7 @@ def _zerokl(words: list[str], cwd: Path, before: str = "") -> subprocess.Complet
     return subprocess.run(command, cwd=cwd, capture_output=True, text=True, env=environment)
 
 
+@pytest.mark.full
 def test_a_full_disk_while_a_checkpoint_is_written_leaves_no_part_of_it(folder, training):
     """Files may grow to 20 kB only, so the checkpoint's 60 kB fail as on a full disk.
 

@@ -17,14 +17,14 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 # Folders at the root that are no part of the package.
 OUTSIDE = {".ci", "benchmarks", "docs", "tests"}
-# What a user does first. An exit code other than 0 fails.
+# What a user does first, in short: `make demo` has all steps. An exit code other than 0 fails.
 WHEEL_COMMANDS = """
 zerokl --version
-zerokl train --preset demo --run-dir demo
+zerokl train --preset demo --run-dir demo --steps 20
 zerokl verify run demo
 zerokl report demo
 zerokl sample demo/base --prompt 3+14= --n 2
-zerokl eval demo/checkpoints/step-000220 --task add --problems 8
+zerokl eval demo/checkpoints/step-000020 --task add --problems 8
 zerokl audit demo/base --sampler native --n 4 --max_tokens 5 --out audit
 """
 SDIST_COMMANDS = """

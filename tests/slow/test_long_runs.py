@@ -20,8 +20,8 @@ def base(tmp_path_factory) -> Path:
 
 
 SETTINGS = {"T=1": {}, "T=0.7": {"sampling.temperature": "0.7"}, "top_p=0.9": {"sampling.top_p": "0.9"}}
-# Each setting and each dtype is in CI; all pairs are a proof.
-IN_CI = {("T=1", "bfloat16"), ("T=0.7", "float32"), ("top_p=0.9", "float32")}
+# The others are proofs; `make demo` has T=1 in float32.
+IN_CI = {("top_p=0.9", "bfloat16")}
 
 
 @pytest.mark.parametrize(

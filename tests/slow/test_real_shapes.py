@@ -87,10 +87,10 @@ def model(request, tmp_path_factory) -> Path:
     return folder
 
 
-_IN_CI = (("qwen3-0.6b", "float32"), ("qwen2.5-0.5b", "bfloat16"))
+_IN_CI = (("qwen2.5-0.5b", "bfloat16"),)
 
 
-# Each shape and each dtype is in CI; all pairs are a proof.
+# The others are proofs.
 @pytest.mark.parametrize(
     ("model", "dtype"),
     [

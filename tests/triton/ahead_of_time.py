@@ -13,12 +13,14 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
+from zerokl.engine.commands import verify_binaries
 from zerokl.engine.commands.verify_binaries import build, check, read_tables
 from zerokl.kernels.compiled_cases import configurations
 from zerokl.kernels.launch import Launch
 from zerokl.verify.binaries import TARGETS, Binary, compile_launch, faults, float_program, inspect
 
 from tests.gpu.descriptors import broken_maps, descriptors
+from tests.triton.compiling import some_configurations
 from tests.triton.ptx_values import form, values, without_load
 from tests.triton.vllm_kernels import batch_invariant_module
 
@@ -203,6 +205,7 @@ def tensor_maps() -> tuple[int, list[str]]:
 
 
 def main() -> None:
+    verify_binaries.configurations = some_configurations
     binaries = build(tuple(sys.argv[1:]))
     faults_found, compared = check(binaries, read_tables(TABLE))
     x = torch.empty(1024, device="meta")

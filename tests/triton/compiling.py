@@ -6,6 +6,7 @@ on a GPU. The float comparison runs with those of FLOAT_TRITONS too: that of tor
 2.14, which vLLM 0.33 has. All processes run at once, because a compiler keeps one core busy. To save time,
 each compiles for one target: the installed Triton for sm_80, and the others for Hopper. With ALL_TARGETS
 (`make test-proofs`) the last of OTHER_TRITONS compiles for all targets, as `zerokl verify binaries` does.
+With ONE_BINARY_IN=n (`make test-triton CASES=--quick`) each builds one binary in n.
 """
 
 import json
@@ -16,9 +17,19 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from zerokl.kernels.compiled_cases import configurations
+from zerokl.kernels.launch import Launch
+
 INSTALLED = "installed"
 TRITONS = [INSTALLED, *filter(None, os.environ.get("OTHER_TRITONS", "").split(os.pathsep))]
 FLOAT_TRITONS = [*TRITONS, *filter(None, os.environ.get("FLOAT_TRITONS", "").split(os.pathsep))]
+
+ONE_IN = int(os.environ.get("ONE_BINARY_IN", "1"))
+
+
+def some_configurations(target: str) -> list[tuple[str, Launch]]:
+    """One of the kernels' configurations in ONE_IN."""
+    return list(configurations(target))[::ONE_IN]
 
 
 def targets(triton: str, all_targets: Iterable[str]) -> list[str]:

@@ -12,7 +12,7 @@ from zerokl.kernels.compiled_cases import configurations
 from zerokl.verify.binaries import TARGETS
 
 from tests.triton.ahead_of_time import TABLE
-from tests.triton.compiling import TRITONS, reports, targets
+from tests.triton.compiling import TRITONS, reports, some_configurations, targets
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +31,8 @@ def report(triton, all_reports) -> dict[str, Any]:
 
 
 def test_every_binary_is_free_of_atomics_and_spills_and_as_recorded(triton, report):
-    assert report["binaries"] == len(list(configurations())) * len(targets(triton, TARGETS))
+    built = targets(triton, TARGETS)
+    assert report["binaries"] == sum(len(some_configurations(target)) for target in built) > 100
     assert report["faults"] == []
     assert "not compared" not in report["compared"], "the table must have each Triton that is tested"
 

@@ -50,6 +50,7 @@ def test_uniform_numbers_of_the_device_are_the_hosts(rows, seed, stream):
     assert total_unequal([uniforms(counter, seed, stream)], [uniforms_ref(counter, seed ^ 1, stream)]) > 0
 
 
+@pytest.mark.full
 @property_settings(2)
 @given(prompts=PROMPTS, concurrency=st.integers(1, 6), look_every=st.integers(1, 8))
 def test_rows_buckets_and_looks_change_no_bit(decoder, prompts, concurrency, look_every):
@@ -89,9 +90,10 @@ def test_control_a_look_that_does_not_copy_shows_later_tokens(decoder, monkeypat
 @pytest.mark.parametrize(
     "sampling_params",
     [
-        SamplingParams(),
-        SamplingParams(0.7),
-        SamplingParams(1.0, 5, 0.9),
+        *(
+            pytest.param(x, marks=pytest.mark.full)
+            for x in (SamplingParams(), SamplingParams(0.7), SamplingParams(1.0, 5, 0.9))
+        ),
         SamplingParams.of(0.9, 20, 0.95, 0.02, {3: 2.0, 40: -1.0}, range(0, 61, 2)),
     ],
 )

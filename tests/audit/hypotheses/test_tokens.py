@@ -49,6 +49,7 @@ def test_lines_that_were_mixed_up_are_told_apart(case, tmp_path):
         assert found["name"] == name
 
 
+@pytest.mark.full
 def test_one_line_with_another_prompt_is_enough(case, tmp_path):
     rollouts = [altered(case.rollouts[0], prompt_ids=case.rollouts[4].prompt_ids), *case.rollouts[1:]]
     found = report_of(case, write(tmp_path / "log.jsonl", rollouts))["hypotheses"]["found"]

@@ -36,7 +36,7 @@ def test_the_version_of_the_weights_is_named(case, tmp_path):
     assert str(steps[1]) in found["what"]
 
 
-@pytest.mark.parametrize("times", [2, 3])
+@pytest.mark.parametrize("times", [pytest.param(2, marks=pytest.mark.full), 3])
 def test_an_adapter_merged_into_merged_weights_is_named(case, tmp_path, times):
     """verl#7904: the second update merges an adapter into weights that hold the first merge."""
     base = case.decoder.flat.detach().clone()
@@ -123,6 +123,7 @@ def test_a_merge_in_bf16_is_named(case, tmp_path):
     assert "Merge adapters" in found["remedy"]
 
 
+@pytest.mark.full
 def test_old_weights_in_some_lines_are_counted(case, tmp_path):
     """An update in the middle of a batch: the first half of the lines is of the old weights."""
     folder = changed_weights(case, tmp_path / "old", perturbed)

@@ -125,6 +125,7 @@ def test_the_first_token_and_layer_with_other_experts_is_found(moe):
     assert (difference.first_layer, difference.first_token) == (1, 9)
 
 
+@pytest.mark.full
 def test_an_audit_names_another_norm_topk_prob_of_two_checkpoints(moe, tmp_path, capsys):
     other = shutil.copytree(moe, tmp_path / "other")
     raw = json.loads((other / "config.json").read_text())

@@ -78,6 +78,7 @@ def test_tokens_outside_the_trainers_set_are_counted_and_said(model, tmp_path, c
     assert report["cause"]["kind"] == "raw logits"
 
 
+@pytest.mark.full
 def test_no_tolerance_holds_with_an_infinite_kl(model, tmp_path):
     _write_log(model, tmp_path / "log.jsonl", SamplingParams(), top_k=10)
     log = str(tmp_path / "log.jsonl")
@@ -105,6 +106,7 @@ def test_any_logprobs_give_json_and_no_warning(sequences):
 # --- estimates that cannot be ---
 
 
+@pytest.mark.full
 def test_a_negative_kl_is_explained(model, tmp_path, capsys):
     """Drawn at temperature 0.2, but reported as if at 1: the logprobs are of another distribution."""
     _write_log(model, tmp_path / "log.jsonl", SamplingParams(0.2), n=24)

@@ -325,6 +325,7 @@ def test_a_scale_that_is_forged_in_checkpoint_and_ledger_is_found_by_the_replay(
     )
 
 
+@pytest.mark.full
 def test_held_out_rewards_of_a_run_that_was_evaluated_in_several_ways_are_checked(cut, tmp_path):
     path = tmp_path / "run"
     shutil.copytree(cut, path)

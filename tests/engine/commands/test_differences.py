@@ -405,6 +405,7 @@ def test_verify_run_holds_and_names_what_does_not(good, tmp_path, monkeypatch, c
     assert "not the ledger's last chain value" in capsys.readouterr().out
 
 
+@pytest.mark.full
 def test_verify_run_reaches_its_steps_in_one_pass(plain, tmp_path, monkeypatch, capsys):
     """A checkpoint after 3 steps stands between some of them. No step is done twice for the sake of two."""
     checkpoint = plain.checkpoint.model_copy(update={"every": 3})

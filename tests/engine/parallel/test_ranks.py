@@ -232,6 +232,7 @@ def _forget_the_end(run: Path) -> None:
     shutil.rmtree(run / "checkpoints" / "step-000004")
 
 
+@pytest.mark.full
 def test_frozen_weights_are_those_of_one_process(plain, tmp_path):
     """The slices of the ranks are of what is trained, and a checkpoint holds what is frozen as well."""
     frozen_layer = plain.model_copy(update={"frozen": ("model.layers.0.*",)})
@@ -269,6 +270,7 @@ def test_the_experts_of_all_tokens_travel_with_them(config, tmp_path):
     _same_metrics(tmp_path / "run", tmp_path / "alone")
 
 
+@pytest.mark.full
 def test_older_weights_and_a_reference_are_scored_over_the_ranks(config, tmp_path):
     older = config(steps=4, virtual_shards=8, max_staleness=1, loss__kl_coef=0.1)
     train(older, tmp_path / "alone")
@@ -402,6 +404,7 @@ BAD = [
 ]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("ranks", "words", "message"), BAD)
 def test_bad_input_is_said_by_rank(brief, tmp_path, ranks, words, message):
     (tmp_path / "config.toml").write_text(to_toml(brief))

@@ -172,6 +172,7 @@ def test_their_number_is_a_power_of_two_that_divides_the_shards(model, asked, sh
         assert workers.n == n
 
 
+@pytest.mark.full
 def test_a_worker_that_starts_late_touches_no_other_file(model, tmp_path):
     """A worker may start after its owner has gone, and must not open its memory by the descriptor's number.
 
@@ -193,6 +194,7 @@ def test_a_worker_that_starts_late_touches_no_other_file(model, tmp_path):
             file.close()
 
 
+@pytest.mark.full
 def test_memory_that_became_another_file_is_refused(tmp_path):
     shared = SharedTensor(8, torch.float32)
     shared.tensor.fill_(3.0)

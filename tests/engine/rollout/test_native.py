@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from zerokl.engine.rollout.cache_size import cache_limit
 from zerokl.engine.rollout.generation import Generation, make_prefixes
@@ -16,6 +16,8 @@ from zerokl.model.cache import BlockCache
 from zerokl.model.checkpoint import load_decoder
 from zerokl.model.decoder import Decoder, Numerics, PackedContext
 from zerokl.model.scoring import logprobs, pack
+
+from tests.helpers import property_settings
 
 VOCAB, CONTEXT = 64, 512
 # 6 of 64 about equally likely tokens, so that completions have very different lengths.
@@ -52,7 +54,7 @@ def tokens(rollouts: list[Rollout]) -> list[tuple[int, ...]]:
     return [r.completion_ids for r in rollouts]
 
 
-@settings(deadline=None, max_examples=15)
+@property_settings(15)
 @given(
     prompts=st.lists(PROMPT, min_size=1, max_size=4),
     sampling_params=st.sampled_from(SAMPLING),
@@ -69,7 +71,7 @@ def test_concurrency_and_chunks_do_not_change_a_bit(
     )
 
 
-@settings(deadline=None, max_examples=15)
+@property_settings(15)
 @given(
     prompt=PROMPT,
     place=st.integers(0, 2),
@@ -90,7 +92,7 @@ def test_prompts_and_samples_beside_it_do_not_change_a_bit(sampler, prompt, plac
     assert bits([crowd[place * num_generations]]) == bits([alone])
 
 
-@settings(deadline=None, max_examples=15)
+@property_settings(15)
 @given(prompts=st.lists(PROMPT, min_size=1, max_size=3), sampling_params=st.sampled_from(SAMPLING))
 def test_the_trainers_logprobs_are_the_samplers(decoder, sampler, prompts, sampling_params):
     rollouts = complete(sampler, prompts, generation_params(sampling_params), RngKey(0, 0))
@@ -265,7 +267,7 @@ def test_a_narrower_cache_holds_twice_as_many_samples_and_draws_the_same(model):
     assert (small_plain.samples_at_once, small_narrow.samples_at_once) == (1, 2)
 
 
-@settings(deadline=None, max_examples=15)
+@property_settings(15)
 @given(
     prompts=st.lists(PROMPT, min_size=1, max_size=4),
     num_generations=st.integers(1, 5),

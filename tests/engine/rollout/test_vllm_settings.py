@@ -183,6 +183,7 @@ def test_a_version_without_tiles_is_refused():
         tile_table("0.34.0")
 
 
+@pytest.mark.full
 def test_every_part_of_a_run_has_the_runs_tiles(config, model, tmp_path):
     """Trainer, workers' sampler, separate sampler and reference. The tiles are the same on a CPU, too."""
     cfg = config(

@@ -238,6 +238,7 @@ def test_a_dense_model_has_no_settings_of_experts(config, tmp_path, settings):
 # The load-balancing loss
 
 
+@pytest.mark.full
 def test_load_is_balanced_by_the_same_bits_however_the_work_is_cut(config, moe, tmp_path):
     settings = {"model": moe, "dtype": "bfloat16", "steps": 6, "optimizer__lr": 3e-3}
     spread = {}
@@ -254,7 +255,7 @@ def test_load_is_balanced_by_the_same_bits_however_the_work_is_cut(config, moe, 
 # Routers in fp32
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("dtype", [pytest.param("bfloat16", marks=pytest.mark.full), "float16"])
 def test_routers_in_fp32_are_exact_and_trained_and_decide_bits(config, moe, tmp_path, dtype):
     settings = config(model=moe, dtype=dtype, precision__router_dtype="float32", checkpoint__every=3)
     summary = train(settings, tmp_path / "run")

@@ -31,7 +31,12 @@ def base(model, tmp_path_factory) -> Path:
 
 
 @pytest.fixture(
-    scope="module", params=[pytest.param("float32", marks=pytest.mark.proof), "bfloat16", "float16"]
+    scope="module",
+    params=[
+        pytest.param("float32", marks=pytest.mark.proof),
+        pytest.param("bfloat16", marks=pytest.mark.full),
+        "float16",
+    ],
 )
 def lora(request, config, base) -> Config:
     made = config(dtype=request.param, model=base, checkpoint__every=2, steps=3)

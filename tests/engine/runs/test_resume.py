@@ -131,7 +131,11 @@ def test_settings_that_decide_bits_are_refused_by_name(config, tmp_path, key):
     assert _contents(path) == before
 
 
-@pytest.mark.parametrize("older", [{"max_staleness": 2}, {"perturb__delay": 2, "exact": False}], ids=str)
+@pytest.mark.parametrize(
+    "older",
+    [pytest.param({"max_staleness": 2}, marks=pytest.mark.full), {"perturb__delay": 2, "exact": False}],
+    ids=str,
+)
 def test_a_run_with_older_weights_is_done_again_from_its_first_step(
     config, tmp_path, monkeypatch, capsys, older
 ):

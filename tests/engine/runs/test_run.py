@@ -216,6 +216,7 @@ def test_mismatch_is_zero_under_any_distribution(config, tmp_path, dtype, genera
     assert summary.tokens > 3 * 9
 
 
+@pytest.mark.full
 def test_training_raises_the_reward(config, tmp_path):
     summary = train(config(steps=25, prompts=8, num_generations=8, optimizer__lr="1e-3"), tmp_path / "run")
     assert summary.reward_last5 > summary.reward_first + 0.1

@@ -42,8 +42,7 @@ def plain_weights(config, tmp_path_factory: pytest.TempPathFactory) -> Callable[
     [
         pytest.param({}, marks=pytest.mark.full),
         {"head_dtype": "float32"},
-        {"cache_dtype": "bfloat16"},
-        pytest.param({"cache_dtype": HALF}, marks=pytest.mark.full),
+        *(pytest.param({"cache_dtype": d}, marks=pytest.mark.full) for d in ("bfloat16", HALF)),
     ],
 )
 def test_every_precision_has_mismatch_zero_and_one_fingerprint(
@@ -221,6 +220,7 @@ def test_the_optimizer_divides_by_the_scale_exactly(model, loss_scale):
     assert total_unequal(_state(plain), _state(scaled)) == 0
 
 
+@pytest.mark.full
 def test_a_huge_scale_falls_until_nothing_overflows(config, tmp_path, read_jsonl, capsys):
     precision = dict(scaling="dynamic", scale=2.0**30, maximum=2.0**30, backoff=0.25)
     keys = {f"precision__{k}": v for k, v in precision.items()}

@@ -405,6 +405,7 @@ def test_a_damaged_list_of_cells_is_named(tmp_path, text):
         write_report([tmp_path])
 
 
+@pytest.mark.full
 def test_watch_does_not_disturb_a_run(config, tmp_path):
     """The same fingerprint with a reader that asks without rest as without one."""
     settings = config(steps=3)
