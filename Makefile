@@ -64,8 +64,9 @@ test: $(STAMP)
 test-full: $(STAMP)
 	$(PYTEST) -n $(JOBS) --durations=15
 
+# REST="tests/kernels tests/model": those of these folders.
 test-rest: $(STAMP)
-	$(PYTEST) -n $(JOBS) --rest --durations=15
+	$(PYTEST) -n $(JOBS) --rest --durations=15 $(REST)
 
 test-slow: $(STAMP)
 	$(BIN)/python -m pytest $(CASES) --durations=10 -m "slow and not proof"
