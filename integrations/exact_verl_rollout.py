@@ -24,7 +24,7 @@ from verl.workers.rollout.replica import RolloutReplica, RolloutReplicaRegistry,
 from verl.workers.rollout.utils import ensure_async_iterator
 
 from ..engine.rollout.native import NativeSampler
-from ..engine.rollout.types import Completion, DrawParams, Request, RngKey
+from ..engine.rollout.types import Completion, DrawParams, Request, RngKey, check_requests
 from ..engine.tasks.tokenizer import Tokenizer
 from ..kernels.philox import Stream
 from ..kernels.sampling_params import PENALTIES, SamplingParams, refuse_penalties
@@ -149,9 +149,11 @@ class ExactServer:
         if unknown:
             raise ValueError(f"exact_verl: {min(unknown)} is refused: the native sampler does not know it")
         drawn_from = DrawParams(SamplingParams.of(**params), frozenset(stop_ids))
-        return Request(
-            tuple(ids), request_key(config.seed, self._step, request_id, len(ids)), drawn_from, most
-        )
+        key = request_key(config.seed, self._step, request_id, len(ids))
+        request = Request(tuple(ids), key, drawn_from, most)
+        # Here, so that a request which cannot be drawn fails alone.
+        check_requests([request], self._decoder.config.max_positions, self._decoder.config.vocab_size)
+        return request
 
 
 def request_key(seed: int, step: int, request_id: str, tokens: int) -> RngKey:
