@@ -137,7 +137,7 @@ test-verl: .venv-verl/.installed
 .venv-verl/.installed: pyproject.toml setup.py
 	test -x .venv-verl/bin/python || $(PYTHON) -m venv .venv-verl
 	.venv-verl/bin/python -c "import torch" 2>/dev/null || .venv-verl/bin/pip install -q $(TORCH)
-	.venv-verl/bin/pip install -q verl==0.9.1
+	.venv-verl/bin/pip install -q verl==0.9.1 fastapi uvicorn cachetools
 	rm -rf .venv-verl/lib/python*/site-packages/tests  # verl's wheel brings its own, which would hide ours
 	.venv-verl/bin/pip install -q -e ".[test]"
 	touch $@

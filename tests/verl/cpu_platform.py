@@ -19,6 +19,7 @@ MODULE = SimpleNamespace(
     memory_allocated=lambda: 0,
     memory_reserved=lambda: 0,
     current_device=lambda: "cpu",
+    get_device_name=lambda *_: "CPU",
     set_device=lambda *_: None,
     mem_get_info=lambda: (0, 0),
 )

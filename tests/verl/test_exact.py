@@ -35,6 +35,20 @@ def check_exact(step: dict) -> None:
     assert step["tokens"] > 10
 
 
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+def test_in_one_process_verls_metric_is_zero_and_stale_weights_turn_it_nonzero(model, tmp_path, dtype):
+    command = torchrun(1, "-m", "tests.verl.in_process", str(model), str(tmp_path / "out"), dtype)
+    process = subprocess.run(command, cwd=PACKAGE_ROOT, capture_output=True, text=True, check=False)
+    assert process.returncode == 0, process.stdout[-2000:] + process.stderr[-4000:]
+    steps = json.loads((tmp_path / "out.json").read_text())
+    assert [step["unequal"] == 0 for step in steps] == [True, True, False, True]
+    for step in steps:
+        exact = step["unequal"] == 0
+        assert (step["training/rollout_probs_diff_max"] == 0.0) == exact
+        assert (step["kl"] == 0.0) == exact
+        assert step["tokens"] > 10
+
+
 @pytest.mark.parametrize("dtype", ["bf16", "fp32", "fp16"])
 def test_verls_own_metrics_are_zero_before_and_after_updates(model, tmp_path, dtype):
     (steps,) = run(model, tmp_path / "one", 1, dtype)
