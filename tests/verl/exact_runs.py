@@ -75,10 +75,12 @@ def average_with_gloo() -> None:
     """verl averages its loss over the ranks, for its metrics. gloo adds only."""
     all_reduce = dist.all_reduce
 
-    def averaging(tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None) -> None:
-        all_reduce(tensor, dist.ReduceOp.SUM if op == dist.ReduceOp.AVG else op, group)
-        if op == dist.ReduceOp.AVG:
-            tensor /= dist.get_world_size(group)
+    def averaging(tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None, **others: Any) -> Any:
+        if op != dist.ReduceOp.AVG:
+            return all_reduce(tensor, op, group, **others)
+        all_reduce(tensor, dist.ReduceOp.SUM, group)
+        tensor /= dist.get_world_size(group)
+        return None
 
     dist.all_reduce = averaging
 
