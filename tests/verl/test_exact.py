@@ -35,7 +35,7 @@ def check_exact(step: dict) -> None:
     assert step["tokens"] > 10
 
 
-@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+@pytest.mark.parametrize("dtype", ["bf16", "fp32", "fp16"])
 def test_in_one_process_verls_metric_is_zero_and_stale_weights_turn_it_nonzero(model, tmp_path, dtype):
     command = torchrun(1, "-m", "tests.verl.in_process", str(model), str(tmp_path / "out"), dtype)
     process = subprocess.run(command, cwd=PACKAGE_ROOT, capture_output=True, text=True, check=False)
