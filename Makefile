@@ -6,7 +6,7 @@ STAMP  := $(VENV)/.installed
 RUN    ?= runs/demo
 
 # TORCH: what pip is given for torch, e.g. TORCH='torch==2.13.0 --index-url ...' for another build.
-.PHONY: help demo demo-turns test test-rest test-full test-slow test-proofs vllm test-vllm test-vllm-0.33 test-triton test-trl test-trl-releases test-peft test-browser \
+.PHONY: help demo demo-turns test test-rest test-full test-slow test-proofs vllm test-vllm test-vllm-0.33 test-triton test-trl test-trl-releases test-peft test-verl test-titan test-browser \
   test-trackers test-worlds test-ray test-nodes real test-real lint docs package pictures bench bench-vllm clean
 .DEFAULT_GOAL := help
 
@@ -24,6 +24,7 @@ help:
 	@echo "make test-trl       exact runs inside TRL; losses and gradients beside TRL's own; the recorder beside a run without it"
 	@echo "make test-trl-releases  the exact runs inside two earlier releases of TRL"
 	@echo "make test-peft      adapters of runs in PEFT, and PEFT's in runs"
+	@echo "make test-verl      verl's own worker over zerokl's kernels and sampler; make test-titan: torchtitan's trainer. Not in CI"
 	@echo "make test-browser   the pages of audit, report and watch in Chromium (apt-get install chromium chromium-driver)"
 	@echo "make test-trackers  runs tracked by Weights & Biases, Trackio and MLflow, offline"
 	@echo "make test-worlds    environments of verifiers, TextArena, GEM and Gymnasium, played and trained in"
@@ -56,7 +57,7 @@ JOBS   ?= $(shell nproc)
 # CASES=--quick: one diagonal of each matrix and a fifth of a property's examples, as in `make test`. For the targets that follow it.
 CASES  ?=
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest \
-  -m "not (slow or vllm or proof or trl or peft or browser or trackers or worlds or ray or nodes or real)"
+  -m "not (slow or vllm or proof or trl or peft or browser or trackers or worlds or ray or nodes or real or verl or titan)"
 
 test: $(STAMP)
 	$(PYTEST) -n $(JOBS) --quick
@@ -131,6 +132,28 @@ test-trl-releases: .venv-trl/trl-1.14.2/.made .venv-trl/trl-1.15.0/.made
 
 test-peft: .venv-peft/.installed
 	.venv-peft/bin/python -m pytest $(CASES) --durations=10 -m peft tests/peft
+
+# verl asks for about two hundred packages and torchtitan for fewer; CI has no time for either.
+test-verl: .venv-verl/.installed
+	.venv-verl/bin/python -m pytest -m verl tests/verl
+
+.venv-verl/.installed: pyproject.toml setup.py
+	test -x .venv-verl/bin/python || $(PYTHON) -m venv .venv-verl
+	.venv-verl/bin/python -c "import torch" 2>/dev/null || .venv-verl/bin/pip install -q $(TORCH)
+	.venv-verl/bin/pip install -q verl==0.9.1 fastapi uvicorn cachetools
+	rm -rf .venv-verl/lib/python*/site-packages/tests  # verl's wheel brings its own, which would hide ours
+	.venv-verl/bin/pip install -q -e ".[test]"
+	touch $@
+
+test-titan: .venv-titan/.installed
+	.venv-titan/bin/python -m pytest -m titan tests/titan
+
+.venv-titan/.installed: pyproject.toml setup.py
+	test -x .venv-titan/bin/python || $(PYTHON) -m venv .venv-titan
+	.venv-titan/bin/python -c "import torch" 2>/dev/null || .venv-titan/bin/pip install -q $(TORCH)
+	.venv-titan/bin/pip install -q torchtitan==0.3.0
+	.venv-titan/bin/pip install -q -e ".[test]"
+	touch $@
 
 test-browser: $(VENV)/.browser
 	$(BIN)/python -m pytest -m browser tests/browser

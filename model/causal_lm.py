@@ -211,7 +211,7 @@ class CausalLM(nn.Module):
         Raises OSError; FileExistsError where `folder` exists.
         """
         tensors = {name: p.detach() for name, p in self.named_parameters()}
-        write_tensors(Path(folder), self.config, tensors, self.companions)
+        write_tensors(Path(folder), self._layout.config, tensors, self.companions)
 
     def forward(
         self,
@@ -319,7 +319,7 @@ class CausalLM(nn.Module):
 
     def _tie(self) -> None:
         """Let tied embeddings be one Parameter: torch makes two of it where it replaces Parameters."""
-        if self.config.tied:
+        if self._layout.config.tied:
             self.lm_head.register_parameter("weight", self.model.embed_tokens.weight)
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+import pytest
 import torch
 from hypothesis import settings
 from zerokl.files.bitwise import count_unequal
@@ -25,6 +26,11 @@ def torchrun(ranks: int, *words: str) -> list[str]:
         str(ranks),
         *words,
     ]
+
+
+def needs_gpus(n: int) -> pytest.MarkDecorator:
+    """The mark of a test whose ranks send by nccl, each on a GPU of its own."""
+    return pytest.mark.skipif(torch.cuda.device_count() < n, reason=f"needs {n} GPUs")
 
 
 def fingerprint(run: Path) -> str:

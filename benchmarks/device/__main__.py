@@ -5,6 +5,7 @@
     step      forward and backward; the whole exact step and its split, beside TRL with vLLM
     decode    tokens a second: the samplers native, vllm-zerokl and vllm-exact, and vLLM as it comes
     vllm      vLLM's kernels and compiled operations, and runs in which vLLM samples, beside zerokl's
+    ranks     runs by torchrun with one rank, and with two where there are two GPUs, beside one process
 
 The sections of a part run in order of importance, each in a process of its own. A section that would begin
 after LAST_START_S is left out, and so is what is left at machine.END_S. Both are named. What needs vLLM, TRL
@@ -27,6 +28,7 @@ PARTS = {
     "step": "zerokl.benchmarks.device.step",
     "decode": "zerokl.benchmarks.device.decode",
     "vllm": "zerokl.benchmarks.device.beside_vllm",
+    "ranks": "zerokl.benchmarks.device.ranks",
 }
 LAST_START_S = 200
 # Seconds in which a section that is out of time ends its own processes and prints what they have shown.

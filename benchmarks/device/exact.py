@@ -23,7 +23,7 @@ from zerokl.benchmarks.machine import Machine, Row, name_of
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 # What a run's folder needs beside the packages of device.sh.
-_FOLDER_PACKAGES = ("tensorboard", "tomli_w")
+FOLDER_PACKAGES = ("tensorboard", "tomli_w")
 # Seconds for a process to come to its third step, with its kernels to compile.
 _START_S = 90
 
@@ -61,14 +61,14 @@ def _staleness_rows(dtype: str, run: Run) -> Iterator[Row]:
 
 def kill_and_resume(m: Machine, dtype: torch.dtype = torch.bfloat16) -> Iterator[Row]:
     """Two runs by the command line at the same time; one is killed after two steps, and resumed."""
-    missing = [name for name in _FOLDER_PACKAGES if importlib.util.find_spec(name) is None]
+    missing = [name for name in FOLDER_PACKAGES if importlib.util.find_spec(name) is None]
     if missing:
         yield {"what": f"kill and resume: not compared ({', '.join(missing)} is missing)"}
         return
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         model = write_model(m, folder, 2, 128 if m.small else 4096)
-        words = [*_words(settings(m, model, dtype, 6)), "--checkpoint.every", "1"]
+        words = [*words_of(settings(m, model, dtype, 6)), "--checkpoint.every", "1"]
         whole, killed = (_start([*words, "--run_dir", str(folder / run)]) for run in ("whole", "killed"))
         processes = [whole, killed]
         try:
@@ -78,17 +78,17 @@ def kill_and_resume(m: Machine, dtype: torch.dtype = torch.bfloat16) -> Iterator
         finally:
             for process in processes:
                 process.kill()
-        summaries = [_summary(folder / run, outputs[i]) for i, run in enumerate(("whole", "killed"))]
+        summaries = [summary_of(folder / run, outputs[i]) for i, run in enumerate(("whole", "killed"))]
     unequal = sum(summaries[0][key] != summaries[1][key] for key in ("fingerprint", "weights"))
     yield {"what": f"kill -9 after {steps} of 6 steps and resume {name_of(dtype)}", "unequal": unequal}
 
 
-def _words(values: dict[str, object], prefix: str = "") -> list[str]:
+def words_of(values: dict[str, object], prefix: str = "") -> list[str]:
     """The settings as words of a command line."""
     words: list[str] = []
     for key, value in values.items():
         if isinstance(value, dict):
-            words += _words(value, f"{prefix}{key}.")
+            words += words_of(value, f"{prefix}{key}.")
         else:
             words += [f"--{prefix}{key}", str(value)]
     return words
@@ -113,7 +113,7 @@ def _kill_after(process: subprocess.Popen, metrics: Path, steps: int) -> int:
     return metrics.read_text().count("\n")
 
 
-def _summary(folder: Path, output: str) -> dict[str, object]:
+def summary_of(folder: Path, output: str) -> dict[str, object]:
     path = folder / "summary.json"
     if not path.exists():
         raise RuntimeError(f"{folder.name} did not end: {output[-400:]}")

@@ -17,7 +17,14 @@ from typing import Any, Protocol, TypeVar
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import (
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
 
 # FSDPModule.set_custom_reduce_scatter takes an object of this class, and no public module has it.
 from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
@@ -29,7 +36,7 @@ from ...model.decoder import Decoder, Numerics
 from ...model.weights import Layout
 from ..rollout.types import Completion, Request, Rollout
 from .gradient import GradientTree, add_roots
-from .pieces import Pieces
+from .pieces import Part, Pieces
 from .process_group import Ranks
 from .scorer import WorkersSampler
 
@@ -90,6 +97,43 @@ class TreeReduceScatter(ReduceScatter):
         )
 
 
+def apply_fsdp(
+    model: CausalLM,
+    mesh: DeviceMesh,
+    dtype: torch.dtype,
+    offload_policy: OffloadPolicy | None = None,
+) -> list[FSDPModule]:
+    """Let FSDP shard every layer, and the rest together: tied embeddings are one Parameter of it.
+
+    dtype: of the computation; gradients are fp32. Returns the modules that FSDP has made its own.
+    """
+    policy = MixedPrecisionPolicy(dtype, torch.float32, cast_forward_inputs=False)
+    modules = (*model.model.layers, model)
+    for module in modules:
+        # The last of them too: a forward without a backward would leave it whole, and stale.
+        fully_shard(
+            module,
+            mesh=mesh,
+            mp_policy=policy,
+            offload_policy=offload_policy or OffloadPolicy(),
+            reshard_after_forward=True,
+        )
+    return list(modules)
+
+
+@torch.no_grad()
+def read_pieces(model: CausalLM, folder: Path, layout: Layout, parts: Sequence[Part]) -> None:
+    """Set a rank's pieces, which FSDP has sharded, from a model's folder. Raises ValueError.
+
+    parts: of this rank (parts_of).
+    """
+    named = dict(model.named_parameters())
+    rows = read_rows(folder, layout, {part.name: part.rows for part in parts})
+    for part in parts:
+        local = named[part.name].detach().to_local()
+        local.copy_(rows[part.name].view(local.shape))
+
+
 class ShardedModel:
     """A CausalLM whose Parameters FSDP has sharded, in fp32; and the rounds of its gradient.
 
@@ -111,26 +155,16 @@ class ShardedModel:
         self.layout, self.ranks, self.dtype = layout, ranks, dtype
         self.model = CausalLM(layout.config, device="meta", numerics=numerics, recompute=recompute)
         self._comm = TreeReduceScatter()
-        self._shard()
+        for module in apply_fsdp(self.model, self.ranks.mesh, self.dtype):
+            module.set_custom_reduce_scatter(self._comm)
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+        register_fsdp_forward_method(self.model, "score_inputs")
         self.model.to_empty(device=device)
         named = dict(self.model.named_parameters())
         self.pieces = Pieces(layout, ranks)
         self.parameters = [named[part.name] for part in self.pieces.parts]
-        rows = {part.name: part.rows for part in self.pieces.parts}
-        self.fill(read_rows(folder, layout, rows))
-
-    def _shard(self) -> None:
-        """Let FSDP shard every layer, and the rest together: tied embeddings are one Parameter of it."""
-        policy = MixedPrecisionPolicy(self.dtype, torch.float32, cast_forward_inputs=False)
-        for module in (*self.model.model.layers, self.model):
-            # The last of them too: a forward without a backward would leave it whole, and stale.
-            fully_shard(module, mesh=self.ranks.mesh, mp_policy=policy, reshard_after_forward=True)
-        register_fsdp_forward_method(self.model, "score_inputs")
-        for module in self.model.modules():
-            if isinstance(module, FSDPModule):
-                module.set_custom_reduce_scatter(self._comm)
-                module.set_gradient_divide_factor(1.0)
-                module.set_force_sum_reduction_for_comms(True)
+        read_pieces(self.model, folder, layout, self.pieces.parts)
 
     @torch.no_grad()
     def fill(self, rows: dict[str, torch.Tensor]) -> None:

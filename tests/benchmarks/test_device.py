@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 from zerokl.benchmarks.device import __main__ as device
-from zerokl.benchmarks.device import exact, report, step
+from zerokl.benchmarks.device import exact, ranks, report, step
 from zerokl.benchmarks.device.processes import rows_of
 from zerokl.benchmarks.device.runs import Run
 from zerokl.benchmarks.letters import Letters, characters
@@ -43,6 +43,7 @@ def run_device(*words: str, path: Path | None = None) -> subprocess.CompletedPro
         pytest.param("step", ["whole step of 2 x 4 x 8 tokens"], marks=pytest.mark.full),
         pytest.param("decode", ["decoding 16 x 8 tokens after 8, zerokl"], marks=pytest.mark.full),
         pytest.param("vllm", ["vLLM's kernels: not compared"], marks=pytest.mark.full),
+        pytest.param("ranks", ["ranks: not compared"], marks=pytest.mark.full),
     ],
 )
 def test_every_part_runs_in_a_python_with_few_packages(tmp_path, part, rows):
@@ -65,6 +66,35 @@ def test_a_run_is_killed_and_resumed():
     (row,) = exact.kill_and_resume(Machine("cpu", small=True), torch.float32)
     assert re.fullmatch(r"kill -9 after [2-6] of 6 steps and resume fp32", row["what"])
     assert row["unequal"] == 0
+
+
+@pytest.mark.proof
+def test_two_ranks_and_one_are_compared_with_one_process():
+    rows = list(ranks.bf16(Machine("cpu", small=True)))
+    assert [row["what"] for row in rows] == [
+        f"{engine} bf16, ranks of gloo: {n}, beside one process"
+        for n in (2, 1)
+        for engine in ("replicated", "fsdp")
+    ]
+    assert [row["unequal"] for row in rows] == [0] * 4
+
+
+def test_two_ranks_need_two_gpus_and_another_ledger_is_found(monkeypatch):
+    """The runs are not started here."""
+    runs = {0: "one", 1: "one", 2: "other"}
+    monkeypatch.setattr(
+        ranks, "_run", lambda m, words, folder, n: {"fingerprint": runs[n], "weights": "same"}
+    )
+    m = Machine("cpu", small=True)
+    assert [row["unequal"] for row in ranks.bf16(m)] == [1, 1, 0, 0]
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    m.on_gpu = True
+    monkeypatch.setattr(ranks, "write_model", lambda *_: "model")
+    rows = list(ranks.bf16(m))
+    assert [row["what"] for row in rows[:2]] == [
+        f"{engine} bf16, ranks of nccl: 2: not compared (GPUs: 1)" for engine in ("replicated", "fsdp")
+    ]
+    assert [row["unequal"] for row in rows[2:]] == [0, 0]
 
 
 @pytest.mark.full

@@ -71,8 +71,8 @@ def shards_of(update: int) -> list[int | None]:
 class Alone:
     """The same in one process, over one flat tensor."""
 
-    def __init__(self, folder: Path, layout: Layout, dtype: torch.dtype):
-        weights = read_weights(folder, layout)
+    def __init__(self, folder: Path, layout: Layout, dtype: torch.dtype, device: torch.device):
+        weights = read_weights(folder, layout).to(device)
         self.decoder = Decoder(layout.config, weights.to(dtype), layout)
         self.model = CausalLM.over(self.decoder)
         self.optimizer = Optimizer(self.decoder, weights, CLIPPED, 100)
@@ -85,7 +85,7 @@ class Alone:
                 results.append(None)
                 continue
             results.append(work.one_pass(self.model, shard, backward=True))
-            leaf = torch.zeros(self.decoder.layout.trained_numel)
+            leaf = torch.zeros(self.decoder.layout.trained_numel, device=self.decoder.device)
             if work.has_gradient(shard):
                 for name, view in self.decoder.layout.checkpoint_views(leaf).items():
                     view.copy_(self.model.get_parameter(name).grad)
@@ -94,16 +94,16 @@ class Alone:
         return results, tree.take()
 
 
-def compare(folder: Path, dtype: torch.dtype, ranks: Ranks, updates: int = 2) -> dict[str, int]:
+def compare(
+    folder: Path, dtype: torch.dtype, ranks: Ranks, device: torch.device, updates: int = 2
+) -> dict[str, int]:
     """Elements that differ after some updates, and in the overflow of one more."""
     layout, scale = Layout(CONFIG), 1024.0 if dtype == torch.float16 else 1.0
-    model = ShardedModel(
-        folder, layout, dtype, Numerics(), dtype == torch.bfloat16, ranks, torch.device("cpu")
-    )
-    policy = Decoder(layout.config, torch.zeros(layout.numel, dtype=dtype), layout)
+    model = ShardedModel(folder, layout, dtype, Numerics(), dtype == torch.bfloat16, ranks, device)
+    policy = Decoder(layout.config, torch.zeros(layout.numel, dtype=dtype, device=device), layout)
     whole = WholeWeights(model, policy)
     ours = ShardedOptimizer(model, policy, whole, CLIPPED, 100)
-    workers, alone = ShardedWorkers(model, SHARDS), Alone(folder, layout, dtype)
+    workers, alone = ShardedWorkers(model, SHARDS), Alone(folder, layout, dtype, device)
     slices, unequal, work = ours.slices, dict.fromkeys(("gradient", "norm", "results"), 0), Work(scale)
     for update in range(updates):
         results, gradient = workers.sum_shards(work, shards_of(update))
@@ -132,7 +132,7 @@ def compare(folder: Path, dtype: torch.dtype, ranks: Ranks, updates: int = 2) ->
 
 def overflow(optimizer: Optimizer) -> str:
     part = optimizer.slices.of_gradient(optimizer.slices.own)
-    gradient = torch.zeros(part.stop - part.start)
+    gradient = torch.zeros(part.stop - part.start, device=optimizer.decoder.device)
     places = [e.offset for name, e in optimizer.layout.entries.items() if name.endswith("down")]
     for place in places:
         if part.start <= place < part.stop:
@@ -166,15 +166,15 @@ class Accumulated(GradientTree):
 
 
 def main() -> None:
-    folder, dtype = Path(sys.argv[1]), getattr(torch, sys.argv[2])
-    with join_ranks(always=True) as ranks:
-        report = {"equal": compare(folder, dtype, ranks)}
+    folder, dtype, device = Path(sys.argv[1]), getattr(torch, sys.argv[2]), torch.device(sys.argv[3])
+    with join_ranks(device.type == "cuda", always=True) as ranks:
+        report = {"equal": compare(folder, dtype, ranks, device)}
         if ranks.size > 1:
             own, TreeReduceScatter.__call__ = TreeReduceScatter.__call__, plain_sum
-            report["plain sum"] = compare(folder, dtype, ranks, 1)
+            report["plain sum"] = compare(folder, dtype, ranks, device, 1)
             TreeReduceScatter.__call__ = own
         sharded_model.GradientTree = Accumulated
-        report["accumulated"] = compare(folder, dtype, ranks, 1)
+        report["accumulated"] = compare(folder, dtype, ranks, device, 1)
         reports = ranks.gather(lambda: report)
         if ranks.first:
             print(json.dumps(reports))

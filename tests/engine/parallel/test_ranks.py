@@ -26,7 +26,7 @@ from zerokl.engine.runs.run import resume, train
 from zerokl.model.checkpoint import load_decoder
 from zerokl.model.weights import VALUE_HEAD_TENSOR
 
-from tests.helpers import torchrun, total_unequal
+from tests.helpers import needs_gpus, torchrun, total_unequal
 from tests.random_model import EXPERTS, random_model
 
 
@@ -103,6 +103,17 @@ def test_any_number_of_ranks_gives_one_ledger(plain, alone, tmp_path, ranks, wor
     _same(tmp_path / "run", alone)
     _same_metrics(tmp_path / "run", alone)
     assert len(re.findall("^fingerprint ", output, re.MULTILINE)) == 1, "only the first rank prints"
+
+
+@pytest.mark.parametrize("engine", ["replicated", "fsdp"])
+@pytest.mark.parametrize(
+    "ranks", [pytest.param(1, marks=needs_gpus(1)), pytest.param(2, marks=needs_gpus(2))]
+)
+def test_ranks_of_nccl_have_the_ledger_of_one_process(config, tmp_path, ranks, engine):
+    plain = config(dtype="bfloat16", steps=3, virtual_shards=8, device="cuda", evaluation__every=2)
+    train(plain, tmp_path / "alone")
+    _run(ranks, plain, tmp_path / "run", "--parallel.engine", engine)
+    _same(tmp_path / "run", tmp_path / "alone")
 
 
 @pytest.mark.full

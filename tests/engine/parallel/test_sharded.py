@@ -13,7 +13,7 @@ from zerokl.model.checkpoint import write_checkpoint
 from zerokl.model.weights import Layout
 
 from tests.engine.parallel.zero_process import CONFIG
-from tests.helpers import randn, torchrun
+from tests.helpers import needs_gpus, randn, torchrun
 
 
 @pytest.fixture(scope="module")
@@ -27,18 +27,20 @@ def folder(tmp_path_factory) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("ranks", "dtype"),
+    ("ranks", "dtype", "device"),
     [
-        (4, "float16"),
-        pytest.param(2, "bfloat16", marks=pytest.mark.full),
-        pytest.param(1, "float32", marks=pytest.mark.full),
-        pytest.param(8, "float32", marks=pytest.mark.proof),
+        (4, "float16", "cpu"),
+        pytest.param(2, "bfloat16", "cpu", marks=pytest.mark.full),
+        pytest.param(1, "float32", "cpu", marks=pytest.mark.full),
+        pytest.param(8, "float32", "cpu", marks=pytest.mark.proof),
+        pytest.param(1, "bfloat16", "cuda", marks=needs_gpus(1)),
+        pytest.param(2, "float16", "cuda", marks=needs_gpus(2)),
     ],
 )
-def test_updates_are_those_of_one_process(folder, ranks, dtype):
+def test_updates_are_those_of_one_process(folder, ranks, dtype, device):
     """The faults are planted in the same processes: other orders of the ranks' sum, and of the rounds'."""
     script = Path(__file__).with_name("sharded_process.py")
-    words = [str(script), str(folder), dtype]
+    words = [str(script), str(folder), dtype, device]
     process = subprocess.run(
         torchrun(ranks, *words), capture_output=True, text=True, cwd=script.parents[3], check=False
     )
