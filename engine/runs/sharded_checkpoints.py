@@ -5,7 +5,7 @@ in safetensors files. So no rank holds a whole weight or moment, and any number 
 again. The files are safetensors only: DCP's own format has a pickle, which runs code when it is loaded.
 
 The weights are then the Hugging Face checkpoint that every other run writes. The moments lie in MOMENTS, one
-tensor for each weight.
+tensor for each weight that is trained. A critic's head, one vector, goes where every other run has it.
 """
 
 import shutil
@@ -74,7 +74,7 @@ class NamedMoment:
             for file, names in tensor_files(folder / MOMENTS).items()
             for name in names
         }
-        for part in parts_of(layout, 0, 1):
+        for part in parts_of(layout.trained, 0, 1):
             if self._name(part.name) not in self._file_of:
                 raise ValueError(f"checkpoint: {folder / MOMENTS} holds no {moment} of {part.name}")
 
@@ -85,7 +85,7 @@ class NamedMoment:
         """Some elements. What lies between the weights is zero."""
         start, stop, _ = wanted.indices(self._layout.trained_numel)
         flat = torch.zeros(stop - start)
-        for part in parts_of(self._layout, 0, 1):
+        for part in parts_of(self._layout.trained, 0, 1):
             a, b = max(part.start, start), min(part.stop, stop)
             if a >= b:
                 continue
