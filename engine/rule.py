@@ -50,13 +50,10 @@ class Setting(NamedTuple):
         """What FSDP does not go with here, by the name of the setting; whether it is set."""
         c = self.config
         return {
-            "lora.rank": bool(c.lora.rank),
-            "frozen": bool(c.frozen),
-            'loss.advantage ("gae")': c.loss.has_critic,
-            "loss.kl_coef, which needs a reference": c.loss.has_reference,
             f'sampler ("{c.sampler}")': c.sampler != "native",
             f'pool.engine ("{c.pool.engine}")': bool(c.pool.engine),
             "max_staleness": bool(c.max_staleness),
+            'perturb.routing ("replayed")': c.perturb.routing == "replayed",
             "perturb.* and precision.sampler_*": self.separate or c.precision.sampler_differs,
             f"workers ({c.workers})": c.workers > 1,
             f"shards_in_flight ({c.shards_in_flight})": c.shards_in_flight > 1,

@@ -30,9 +30,9 @@ from torchtitan.protocols.model_spec import ModelSpec
 from torchtitan.protocols.state_dict_adapter import StateDictAdapter
 from torchtitan.trainer import Trainer
 
+from ..engine.parallel.fsdp import apply_fsdp_with_tree, read_pieces
 from ..engine.parallel.gradient import GradientTree
 from ..engine.parallel.pieces import parts_of
-from ..engine.parallel.sharded_model import TreeReduceScatter, apply_fsdp, read_pieces
 from ..model.causal_lm import CausalLM
 from ..model.checkpoint import resolve_model
 from ..model.config import ModelConfig
@@ -88,7 +88,7 @@ class ExactModel(CausalLM, BaseModel):
     def init_states(self, *, buffer_device: torch.device | None = None) -> None:
         """Read this rank's pieces of the model's folder."""
         assert self.mesh is not None, "torchtitan parallelizes a model before it initialises its states"
-        parts = parts_of(self.layout, self.mesh.get_local_rank(), self.mesh.size())
+        parts = parts_of(self.layout.entries.values(), self.mesh.get_local_rank(), self.mesh.size())
         read_pieces(self, self.folder, self.layout, parts)
 
     def forward(
@@ -188,12 +188,8 @@ class HuggingFaceNames(StateDictAdapter):
 def parallelize(model: ExactModel, *, parallel_dims: Any, training: Any, **others: Any) -> ExactModel:
     """Let FSDP shard the model over the ranks, whose gradients are added pairwise."""
     model.mesh = parallel_dims.get_mesh("fsdp")
-    comm = TreeReduceScatter()
-    comm.begin([True] * model.mesh.size(), is_zero=False)
-    for module in apply_fsdp(model, model.mesh, TORCH_DTYPE_MAP[training.mixed_precision_param]):
-        module.set_custom_reduce_scatter(comm)
-        module.set_gradient_divide_factor(1.0)
-        module.set_force_sum_reduction_for_comms(True)
+    tree = apply_fsdp_with_tree(model, model.mesh, TORCH_DTYPE_MAP[training.mixed_precision_param])
+    tree.begin([True] * model.mesh.size(), is_zero=False)
     return model
 
 

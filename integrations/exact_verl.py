@@ -25,8 +25,8 @@ from verl.utils.torch_dtypes import PrecisionType
 from verl.workers.engine.base import EngineRegistry
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 
+from ..engine.parallel.fsdp import apply_fsdp, read_pieces
 from ..engine.parallel.pieces import parts_of
-from ..engine.parallel.sharded_model import apply_fsdp, read_pieces
 from ..kernels.sampling_params import SamplingParams
 from ..model.causal_lm import CausalLM
 from ..model.config import ModelConfig
@@ -94,7 +94,10 @@ class ExactEngine(FSDPEngineWithLMHead):
         module.to_empty(device="cpu" if offload else get_device_id())
         rank, size = self.device_mesh.get_local_rank(), self.device_mesh.size()
         read_pieces(
-            module, Path(self.model_config.local_path), module.layout, parts_of(module.layout, rank, size)
+            module,
+            Path(self.model_config.local_path),
+            module.layout,
+            parts_of(module.layout.entries.values(), rank, size),
         )
         self._autocast_dtype = torch.float32  # the kernels round where their contract says; the loss is fp32
         if dtype == torch.float16:

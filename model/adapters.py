@@ -123,17 +123,24 @@ def adapter_buffers(
     weights: Mapping[str, torch.Tensor],
     sums: Mapping[str, GradBuffer],
 ) -> dict[torch.Tensor, LowRankBuffers]:
+    """As adapter_buffers_by_name, by the weight. weights: those that a pass computes with, by name."""
+    by_name = adapter_buffers_by_name(layout, adapters, sums)
+    return {weights[name]: buffers for name, buffers in by_name.items()}
+
+
+def adapter_buffers_by_name(
+    layout: AdapterLayout, adapters: torch.Tensor, sums: Mapping[str, GradBuffer]
+) -> dict[str, LowRankBuffers]:
     """For each weight that has adapters, where a pass adds up their gradients.
 
-    adapters: [layout.numel] fp32, as the weights were merged with. weights: those that a pass computes with,
-    by name. sums: of each A and B, by name.
+    adapters: [layout.numel] fp32, as the weights were merged with. sums: of each A and B, by name.
     """
     of_weight: dict[str, list[AdapterBuffers]] = {}
     for _, weight, rows, a, b in layout.adapters:
         views, buffers = (_view(adapters, b), _view(adapters, a)), (sums[b.name], sums[a.name])
         adapter = AdapterBuffers(rows, *views, layout.lora.scale, *buffers)
         of_weight.setdefault(weight.name, []).append(adapter)
-    return {weights[name]: LowRankBuffers(tuple(adapters)) for name, adapters in of_weight.items()}
+    return {name: LowRankBuffers(tuple(adapters)) for name, adapters in of_weight.items()}
 
 
 class Adapters:

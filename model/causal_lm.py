@@ -14,9 +14,10 @@ Hooks of the module and of each decoder layer fire. The modules below a layer ho
 called; `hook` is shown the output of each operation instead.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Self
 
 import torch
@@ -24,6 +25,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from ..kernels.linear import linear
+from ..kernels.low_rank import LowRankBuffers
 from ..kernels.passes import Pass
 from ..kernels.sampling_params import SamplingParams
 from ..kernels.upload import upload_tables
@@ -46,6 +48,7 @@ from .decoder import (
 )
 from .labels import LabelledBatch, pack_labels
 from .parameters import LayerCall, ParameterWeights, keep_sums
+from .routing import FREE, Routing
 from .scoring import PackedBatch, Scores, ScoringInputs
 from .weights import Layout
 
@@ -92,9 +95,16 @@ class DecoderLayer(nn.Module):
 class ModuleForward(Forward):
     """The decoder's forward over the Parameters of a CausalLM, layer by layer through its modules."""
 
-    def __init__(self, module: "CausalLM", layout: Layout, numerics: Numerics, recompute: bool):
+    def __init__(
+        self,
+        module: "CausalLM",
+        layout: Layout,
+        numerics: Numerics,
+        recompute: bool,
+        adapters: Mapping[str, LowRankBuffers],
+    ):
         super().__init__(layout.config, numerics, recompute)
-        self.weights = ParameterWeights(module, layout)
+        self.weights, self._adapters = ParameterWeights(module, layout), adapters
         self._layers = module.model.layers
         self._tables: dict[tuple[torch.dtype, torch.device], Rotation] = {}
 
@@ -105,6 +115,11 @@ class ModuleForward(Forward):
         if key not in self._tables:
             self._tables = {key: _rope_table(self.config, norm)}
         return self._tables[key]
+
+    @property
+    def value_head(self) -> torch.Tensor | None:
+        """See Forward."""
+        return self.weights.value_head
 
     def logits_weight(self) -> torch.Tensor:
         """See Forward. The gradient of a converted weight is not rounded."""
@@ -120,7 +135,10 @@ class ModuleForward(Forward):
             return self._layer(i, stream, rotation, context, hook)
         parts = self.weights.parts(i)
         keep_sums([p for of_weight in parts.values() for p in of_weight])
-        call = LayerCall(parts, context.in_pass.buffers)
+        adapters = {
+            name: self._adapters[key] for name in parts if (key := f"layers.{i}.{name}") in self._adapters
+        }
+        call = LayerCall(parts, context.in_pass.buffers, {"router": self.numerics.router}, adapters)
         args = i, call.tensors, call.begin(*stream), rotation, context, hook
         if self.recompute:
             stream = checkpoint(self._compute_layer, *args, use_reentrant=False, preserve_rng_state=False)
@@ -156,25 +174,23 @@ class CausalLM(nn.Module):
         recompute: bool = False,
         flat: torch.Tensor | None = None,
         layout: Layout | None = None,
+        adapters: Mapping[str, LowRankBuffers] = MappingProxyType({}),
     ):
         """Weights of zeros, or those of `flat` [layout.numel], whose memory the Parameters share.
 
         device: "meta" makes Parameters without memory. recompute: see Forward. layout: of this config; its
-        frozen weights have no gradient.
-
-        Raises ValueError for numerics that need a converted copy of a layer's weight.
+        frozen weights have no gradient. adapters: of weights of layers, by name, into which LoRA's
+        adapters are merged: where the gradients of A and B are summed. Nothing else then has a gradient.
         """
         super().__init__()
-        if numerics.router is not None:
-            raise ValueError(
-                f"CausalLM: numerics.router ({numerics.router}) needs a converted router; leave it None"
-            )
         self.config, self._layout = config, layout or Layout(config)
         self.companions: Path | None = None  # the folder that from_pretrained has read
         if flat is None:
             flat = torch.zeros(self._layout.numel, dtype=dtype, device=device)
         self._add_parameters(flat)
-        self.decoder = ModuleForward(self, self._layout, numerics, recompute)
+        if adapters:
+            self.requires_grad_(False)
+        self.decoder = ModuleForward(self, self._layout, numerics, recompute, adapters)
         self.register_load_state_dict_post_hook(lambda module, _: module._tie())
 
     @classmethod
@@ -210,7 +226,8 @@ class CausalLM(nn.Module):
 
         Raises OSError; FileExistsError where `folder` exists.
         """
-        tensors = {name: p.detach() for name, p in self.named_parameters()}
+        beside = self._layout.beside_checkpoint(torch.empty(self._layout.numel, device="meta"))
+        tensors = {name: p.detach() for name, p in self.named_parameters() if name not in beside}
         write_tensors(Path(folder), self._layout.config, tensors, self.companions)
 
     def forward(
@@ -268,9 +285,12 @@ class CausalLM(nn.Module):
         batch: PackedBatch,
         sampling_params: SamplingParams = _WHOLE,
         prompts: Sequence[Sequence[int]] | None = None,
+        routing: Routing = FREE,
     ) -> ScoringInputs:
-        """What the forward of `score` reads beside the weights."""
-        return ScoringInputs(self.decoder, batch, sampling_params, buffers={}, shared=prompts)
+        """What the forward of `score` reads beside the weights. routing: see OnePassContext."""
+        return ScoringInputs(
+            self.decoder, batch, sampling_params, buffers={}, routing=routing, shared=prompts
+        )
 
     def score_inputs(self, inputs: ScoringInputs, hook: Hook = no_hook) -> Scores:
         """See score."""
@@ -305,7 +325,7 @@ class CausalLM(nn.Module):
         self.model.embed_tokens = nn.Module()
         self.model.layers = nn.ModuleList(DecoderLayer(i) for i in range(self.config.layers))
         frozen = {part for name in self._layout.frozen for part, _ in self._layout.entries[name].parts}
-        for name, view in self._layout.checkpoint_views(flat).items():
+        for name, view in self._views(flat).items():
             *path, attribute = name.split(".")
             module: nn.Module = self
             for step in path:
@@ -316,6 +336,10 @@ class CausalLM(nn.Module):
         if self.config.tied:
             self.lm_head = nn.Module()
             self._tie()
+
+    def _views(self, flat: torch.Tensor) -> dict[str, torch.Tensor]:
+        """A view of `flat` [layout.numel] for each Parameter, by its name."""
+        return self._layout.checkpoint_views(flat) | self._layout.beside_checkpoint(flat)
 
     def _tie(self) -> None:
         """Let tied embeddings be one Parameter: torch makes two of it where it replaces Parameters."""
@@ -330,7 +354,7 @@ class CausalLM(nn.Module):
             parameters = dict(self.named_parameters())
             like = next(iter(parameters.values()))
             flat = torch.zeros(self._layout.numel, dtype=like.dtype, device=like.device)
-            for name, view in self._layout.checkpoint_views(flat).items():
+            for name, view in self._views(flat).items():
                 view.copy_(parameters[name].data)
                 parameters[name].data = view
         return self

@@ -127,7 +127,7 @@ def read_weights(folder: Path, layout: Layout) -> torch.Tensor:
 
 
 def read_rows(folder: Path, layout: Layout, rows: Mapping[str, slice]) -> dict[str, torch.Tensor]:
-    """Some rows of each tensor of a model without experts, in fp32, by the tensor's name.
+    """Some rows of each tensor of a model, in fp32, by the tensor's name. A critic's head has none.
 
     Nothing else of the files is read. Raises ValueError (see read_weights).
     """
@@ -138,7 +138,24 @@ def read_rows(folder: Path, layout: Layout, rows: Mapping[str, slice]) -> dict[s
             for name in names:
                 if name in rows:
                     parts[name] = stored.get_slice(name)[rows[name]].float()
+                elif name in layout.fused:
+                    parts |= _rows_of_experts(stored.get_slice(name), layout, name, rows)
     return parts
+
+
+def _rows_of_experts(
+    stored: Any, layout: Layout, name: str, rows: Mapping[str, slice]
+) -> dict[str, torch.Tensor]:
+    """See read_rows, for a tensor that holds those of all experts of a layer, [E, n R, ...], n of each."""
+    weight, (experts, width, _) = layout.fused[name]
+    parts = layout.entries[weight].parts
+    of_expert = len(parts) // experts
+    found = {}
+    for i, (part, n_rows) in enumerate(parts):
+        start = i % of_expert * (width // of_expert)
+        a, b, _ = rows[part].indices(n_rows)
+        found[part] = stored[i // of_expert, start + a : start + b].float()
+    return found
 
 
 def tensor_files(folder: Path) -> dict[str, list[str]]:

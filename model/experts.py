@@ -57,8 +57,8 @@ def _router_logits(
     x: torch.Tensor, w: torch.Tensor, in_pass: Pass, tiles: TileTable, dtype: torch.dtype
 ) -> torch.Tensor:
     """x [T, D], w [E, D] -> logits [T, E] in `dtype`. The gradient of a converted weight has w's buffer."""
-    if dtype == x.dtype:
-        return linear(x, w, None, in_pass, tiles)
+    if dtype == w.dtype:  # a source of weights may have it in this dtype
+        return linear(x.to(dtype), w, None, in_pass, tiles)
     wide, buffer = w.to(dtype), in_pass.buffers.get(w)
     if buffer is not None:
         wide = w.detach().to(dtype).requires_grad_()

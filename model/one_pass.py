@@ -34,6 +34,24 @@ class _Samples(NamedTuple):
     routing: Routing
 
 
+class _RoutingByKind(Routing):
+    """A routing that counts the rows by kind, for the rows as they lie in a context."""
+
+    tables: Sequence[Tables] = ()  # whoever made the routing hands them over
+
+    def __init__(self, routing: Routing, context: "OnePassContext"):
+        self._routing, self._context = routing, context
+
+    def experts(self, layer: int, logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        """See Routing."""
+        if not self._context.moves:
+            return self._routing.experts(layer, logits, ids)
+        order, inverse = self._context.order
+        by_kind = ids[inverse]
+        given = self._routing.experts(layer, reordered(logits, inverse, order), by_kind)
+        return ids if given is by_kind else given[order]
+
+
 class OnePassContext(NarrowingContext):
     """The rows of samples and of their prompts, all of one virtual shard."""
 
@@ -49,17 +67,19 @@ class OnePassContext(NarrowingContext):
         """lengths [S]: rows of each sample; the first is of its prompt's last token.
 
         prompts [S]: the prompt of each sample. Equal prompts lie side by side.
-        buffers: where the weights' gradients are summed.
+        buffers: where the weights' gradients are summed. routing: of the rows by kind: samples, then prompts,
+        then padding; of the samples alone in the last layer.
         """
         layout = PromptLayout(prompts)
-        self.routing, self._last = routing, config.layers - 1
+        self.routing = routing if routing is FREE else _RoutingByKind(routing, self)
+        self._last = config.layers - 1
         self.rows = sum(lengths), int(layout.lengths.sum()), padding
         self._samples = SampleTables(config, lengths, layout, layout.prompt_of_sample)
         read = [n for n in layout.lengths.tolist() if n]
         self._prompts = varlen_plan(read, config.heads, config.kv_heads) if read else None
         self._ordered, in_order = _order(lengths, layout, prompt_passes(prompts), padding)
         self.order = self._ordered, self._ordered.argsort()
-        self._moves = not bool((self._ordered == torch.arange(len(self._ordered))).all())
+        self.moves = not bool((self._ordered == torch.arange(len(self._ordered))).all())
         of_prompts = torch.from_numpy(ranges(np.zeros_like(layout.lengths), layout.lengths))
         zeros = torch.zeros(padding, dtype=torch.int64)
         self.positions = torch.cat([self._samples.positions, of_prompts, zeros])[self._ordered]
@@ -84,7 +104,7 @@ class OnePassContext(NarrowingContext):
     def by_kind(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """The rows of x [T, ...] by what they are of: samples [n, ...], prompts [B, ...], and padding."""
         order, inverse = self.order
-        return (reordered(x, inverse, order) if self._moves else x).split(self.rows)
+        return (reordered(x, inverse, order) if self.moves else x).split(self.rows)
 
     def narrow(self, x: torch.Tensor) -> torch.Tensor:
         """See NarrowingContext."""
@@ -104,7 +124,7 @@ class OnePassContext(NarrowingContext):
         if self._prompts is not None:
             of_prompts = attention(q_prompts, k_prompts, v_prompts, self._prompts, scale)
         o = torch.cat([o, of_prompts, torch.zeros_like(q_padding)])
-        return reordered(o, *self.order) if self._moves else o
+        return reordered(o, *self.order) if self.moves else o
 
 
 def _order(

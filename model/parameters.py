@@ -13,17 +13,19 @@ The backward of _End is the first of the layer: it makes the copies and the buff
 last.
 """
 
-from collections.abc import Iterator, MutableMapping, Sequence
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
+from types import MappingProxyType
 
 import torch
 from torch import nn
 
 from ..kernels.grad import GradBuffer
-from .weights import LayerWeights, Layout, WeightSource
+from ..kernels.low_rank import LowRankBuffers
+from .weights import VALUE_HEAD, LayerWeights, Layout, WeightSource
 
-LayerBuffers = MutableMapping[torch.Tensor, GradBuffer]
+LayerBuffers = MutableMapping[torch.Tensor, GradBuffer | LowRankBuffers]
 
 
 class ParameterWeights(WeightSource):
@@ -59,6 +61,11 @@ class ParameterWeights(WeightSource):
         """See WeightSource. Tied, it is the embedding: autograd adds the gradients of the two uses."""
         return self._parameter("lm_head" if "lm_head" in self._outside else "embed")
 
+    @property
+    def value_head(self) -> torch.Tensor | None:
+        """A critic's head, [D]; None where the layout has none."""
+        return self._parameter(VALUE_HEAD) if VALUE_HEAD in self._outside else None
+
     def outside(self) -> list[torch.Tensor]:
         """The Parameters of no layer."""
         return [getattr(*place) for place in self._outside.values()]
@@ -77,23 +84,35 @@ class LayerCall:
     """The weights of one call of a layer, and their gradients while its backward runs.
 
     tensors: the fused weights by their names in the layer. buffers: those of the pass, to which the layer's
-    are added for the time of its backward.
+    are added for the time of its backward. dtypes: of weights that compute in another one than their
+    Parameters'; None is theirs. adapters: of weights that LoRA adapts, where the gradients of A and B are
+    summed in place of the weight's own.
     """
 
-    def __init__(self, parts: dict[str, list[torch.Tensor]], buffers: LayerBuffers):
-        self._parts, self._buffers = list(parts.values()), buffers
+    def __init__(
+        self,
+        parts: dict[str, list[torch.Tensor]],
+        buffers: LayerBuffers,
+        dtypes: Mapping[str, torch.dtype | None] = MappingProxyType({}),
+        adapters: Mapping[str, LowRankBuffers] = MappingProxyType({}),
+    ):
+        self._parts, self._buffers, self._adapters = parts, buffers, adapters
         self._copies: list[tuple[torch.Tensor, list[torch.Tensor]]] = []
         self.tensors: dict[str, torch.Tensor] = {}
         for name, of_weight in parts.items():
             weight, is_copy = _fused(of_weight)
+            dtype = dtypes.get(name)
+            if dtype not in (None, weight.dtype):
+                weight, is_copy = weight.to(dtype), True
             if is_copy:
                 self._copies.append((weight, of_weight))
-            self.tensors[name] = weight.requires_grad_(any(p.requires_grad for p in of_weight))
+            has_gradient = name in adapters or any(p.requires_grad for p in of_weight)
+            self.tensors[name] = weight.requires_grad_(has_gradient)
 
     @property
     def parameters(self) -> list[torch.Tensor]:
         """All of the layer, in the order of their gradients."""
-        return [p for of_weight in self._parts for p in of_weight]
+        return [p for of_weight in self._parts.values() for p in of_weight]
 
     def begin(
         self, x: torch.Tensor | None, residual: torch.Tensor
@@ -111,20 +130,22 @@ class LayerCall:
         for weight, parts in self._copies:
             weight.untyped_storage().resize_(weight.numel() * weight.element_size())
             torch.cat([p.detach() for p in parts], out=weight.detach())
-        for weight in self.tensors.values():
+        for name, weight in self.tensors.items():
             if weight.requires_grad:
-                self._buffers[weight] = GradBuffer.like(weight)
+                self._buffers[weight] = self._adapters.get(name) or GradBuffer.like(weight)
 
     def gradients(self) -> list[torch.Tensor | None]:
         """After it: the gradient of each of `parameters`. Copies and buffers are freed."""
         self._free_copies()
         gradients: list[torch.Tensor | None] = []
-        for weight, parts in zip(self.tensors.values(), self._parts, strict=True):
-            if not weight.requires_grad:
+        for name, parts in self._parts.items():
+            weight = self.tensors[name]
+            assert weight.grad is None, "a gradient that missed its buffer"
+            buffer = self._buffers.pop(weight, None)
+            if not isinstance(buffer, GradBuffer):
                 gradients += [None] * len(parts)
                 continue
-            assert weight.grad is None, "a gradient that missed its buffer"
-            (sums,) = self._buffers.pop(weight).zeroed([0])
+            (sums,) = buffer.zeroed([0])
             rows = sums.split([len(p) for p in parts])
             gradients += [g.to(p.grad_dtype or g.dtype) for g, p in zip(rows, parts, strict=True)]
         return gradients

@@ -17,6 +17,7 @@ from ..tasks.equivalence import Equivalence
 from ..tasks.problem import Problem
 from ..tasks.rewards import Reward
 from .exchange import pack_completions, pack_scores, unpack_completions, unpack_scores
+from .gathered import GatheredScorer
 from .gradient import GradientTree, ShardsWork
 from .partition import RequestParts, in_order, virtual_shards
 from .process_group import Ranks
@@ -124,8 +125,12 @@ class RankedSampler:
 class RankedScorer:
     """A Scorer whose rollouts are spread over the ranks; every rank gets all scores."""
 
-    def __init__(self, scorer: Scorer, ranks: Ranks):
+    def __init__(self, scorer: Scorer | GatheredScorer, ranks: Ranks):
         self._scorer, self._ranks, self.decoder = scorer, ranks, scorer.decoder
+
+    def fingerprint(self) -> str:
+        """See Scorer. All ranks call this together."""
+        return self._scorer.fingerprint()
 
     def score(self, rollouts: Sequence[Rollout], sampling_params: SamplingParams) -> list[np.ndarray]:
         return _scores_of_all(lambda part: self._scorer.score(part, sampling_params), self._ranks, rollouts)

@@ -6,13 +6,13 @@ tensor of all weights (model/weights.py), whatever the ranks are. So what is has
 goes to the slices of this flat tensor: each rank sends every part to the rank whose slice holds it.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from ...model.weights import Layout
+from ...model.weights import Entry, FlatLayout
 from .process_group import Ranks
 from .zero import Slices
 
@@ -29,10 +29,10 @@ class Part(NamedTuple):
     stop: int
 
 
-def parts_of(layout: Layout, rank: int, size: int) -> list[Part]:
-    """What one of `size` ranks has of each tensor of the checkpoint, in the order of the flat tensor."""
+def parts_of(entries: Iterable[Entry], rank: int, size: int) -> list[Part]:
+    """What one of `size` ranks has of each tensor in these weights, in the order of the flat tensor."""
     parts = []
-    for entry in layout.trained:
+    for entry in entries:
         offset, width = entry.offset, entry.numel // entry.shape[0]
         for name, rows in entry.parts:
             most = -(-rows // size)
@@ -43,20 +43,18 @@ def parts_of(layout: Layout, rank: int, size: int) -> list[Part]:
 
 
 class Pieces:
-    """The pieces of this rank as one flat vector [numel], one after another in the order of `parts`."""
+    """This rank's pieces of some weights, as one flat vector [numel], one after another in `parts`' order."""
 
-    def __init__(self, layout: Layout, ranks: Ranks):
-        self._ranks, self._layout = ranks, layout
-        self._parts_of = [parts_of(layout, rank, ranks.size) for rank in range(ranks.size)]
+    def __init__(self, entries: Collection[Entry], ranks: Ranks):
+        self._ranks = ranks
+        self._parts_of = [parts_of(entries, rank, ranks.size) for rank in range(ranks.size)]
         self.parts = self._parts_of[ranks.rank]
-        self.numel = sum(part.stop - part.start for part in self.parts)
-        slices = Slices(layout, ranks)
-        own = [(part.start, part.stop) for part in slices.parts]
-        with_tiles = [(part.start, part.stop) for part in map(slices.of_gradient, slices.parts)]
-        self._to_slices, self._to_tiles = (
-            _Moves(list(map(self.ranges, range(ranks.size))), [[x] for x in places], ranks)
-            for places in (own, with_tiles)
-        )
+        self.numel = _length(self.ranges(ranks.rank))
+
+    @property
+    def rows(self) -> dict[str, slice]:
+        """This rank's rows of each tensor of the checkpoint."""
+        return {part.name: part.rows for part in self.parts}
 
     def ranges(self, rank: int) -> list[Range]:
         """Where the pieces of a rank lie in the flat tensor."""
@@ -65,6 +63,37 @@ class Pieces:
     def split(self, vector: torch.Tensor) -> list[torch.Tensor]:
         """The part of each tensor in a vector [numel]."""
         return list(vector.split([part.stop - part.start for part in self.parts]))
+
+    @torch.no_grad()
+    def gather_into(self, flat: torch.Tensor, own: torch.Tensor) -> None:
+        """Write the pieces of all ranks to their places in `flat`. All ranks call this together.
+
+        own [numel]: this rank's, in the dtype of `flat`.
+        """
+        for rank in range(self._ranks.size):
+            ranges = self.ranges(rank)
+            n = _length(ranges)
+            pieces = own if rank == self._ranks.rank else own.new_empty(n)
+            if self._ranks.size > 1 and n:
+                self._ranks.broadcast(pieces.view(torch.uint8), rank)  # gloo does not know every dtype
+            start = 0
+            for a, b in ranges:
+                flat[a:b] = pieces[start : start + b - a]
+                start += b - a
+
+
+class TrainedPieces(Pieces):
+    """The pieces of what is trained, which have a gradient and an optimizer's state."""
+
+    def __init__(self, layout: FlatLayout, ranks: Ranks):
+        super().__init__(layout.trained, ranks)
+        slices = Slices(layout, ranks)
+        own = [(part.start, part.stop) for part in slices.parts]
+        with_tiles = [(part.start, part.stop) for part in map(slices.of_gradient, slices.parts)]
+        self._to_slices, self._to_tiles = (
+            _Moves(list(map(self.ranges, range(ranks.size))), [[x] for x in places], ranks)
+            for places in (own, with_tiles)
+        )
 
     def to_gradient_slice(self, vector: torch.Tensor) -> torch.Tensor:
         """This rank's slice and the rest of its last tile (Slices.of_gradient). A call of all ranks."""

@@ -10,6 +10,7 @@ import numpy as np
 
 from ...kernels.sampling_params import SamplingParams
 from ...model.decoder import Decoder
+from ...model.weights import fingerprint
 from ..rollout.scoring import score_rollouts
 from ..rollout.types import Rollout
 from .partition import virtual_shards
@@ -29,6 +30,10 @@ class Scorer:
     def decoder(self) -> Decoder:
         """The decoder whose log-probabilities the scores are."""
         return self.workers.host.decoder
+
+    def fingerprint(self) -> str:
+        """The hash of the decoder's weights, in the dtype that it computes in."""
+        return fingerprint(self.decoder.layout, self.decoder.flat.detach())
 
     def score(self, rollouts: Sequence[Rollout], sampling_params: SamplingParams) -> list[np.ndarray]:
         """logp [C] fp32 of each rollout's C completion tokens, by the trainer's forward; of none, none."""

@@ -101,9 +101,9 @@ def save_checkpoint(
 
     Raises OSError. Then no part of the new checkpoint is left.
     """
-    optimizer, staging, master, moments = state.optimizer, None, None, []
+    optimizer, staging, master, moments, beside = state.optimizer, None, None, [], {}
     if isinstance(optimizer, ShardedOptimizer):
-        staging = save_sharded(optimizer, target, state.ranks)
+        staging, beside = save_sharded(optimizer, target, state.ranks), optimizer.collect_beside()
     else:
         master, moments = optimizer.collect_master(), optimizer.collect_moments()
     if not state.ranks.first:
@@ -127,7 +127,7 @@ def save_checkpoint(
             place(staging, folder)
             write_config(folder, config, torch.float32)
 
-        write_folder(target, fill, companions, texts)
+        write_folder(target, fill, companions, texts, beside or None)
         _drop_old(state, target)
         return
     tensors = dict(zip(MOMENT_NAMES, moments, strict=True)) | optimizer.layout.beside_checkpoint(master)
@@ -259,22 +259,32 @@ def _different_bits(folder: Path, head: Head, hashes: Mapping[str, str]) -> str 
 def read_trained(folder: Path, layout: FlatLayout) -> torch.Tensor:
     """What a checkpoint holds of the run's weights, [layout.numel] fp32: the adapters, or the whole model.
 
-    A critic's head is beside the model, in STATE_FILE. Raises ValueError (see read_adapter, read_weights),
-    and for a checkpoint without the head.
+    Raises ValueError (see read_adapter, read_weights, _read_beside).
     """
     if isinstance(layout, AdapterLayout):
         return read_adapter(folder, layout)
-    flat, path = read_weights(folder, layout), folder / STATE_FILE
-    for name, view in layout.beside_checkpoint(flat).items():
+    flat = read_weights(folder, layout)
+    for name, tensor in _read_beside(folder, layout).items():
+        layout.beside_checkpoint(flat)[name].copy_(tensor)
+    return flat
+
+
+def _read_beside(folder: Path, layout: FlatLayout) -> dict[str, torch.Tensor]:
+    """What a checkpoint holds beside the model, in STATE_FILE: a critic's head, where the run has one.
+
+    Raises ValueError for a checkpoint without it.
+    """
+    path, tensors = folder / STATE_FILE, {}
+    for name, like in layout.beside_checkpoint(torch.empty(layout.numel, device="meta")).items():
         try:
             with open_tensors(path) as stored:
                 tensor = stored.get_tensor(name)
         except SafetensorError as error:
             raise ValueError(f"checkpoint: {path} holds no {name} ({error})") from None
-        if tensor.shape != view.shape or tensor.dtype != view.dtype:
+        if tensor.shape != like.shape or tensor.dtype != torch.float32:
             raise ValueError(f"checkpoint: {path}: {name} is of another model")
-        view.copy_(tensor)
-    return flat
+        tensors[name] = tensor
+    return tensors
 
 
 @contextmanager
@@ -348,6 +358,7 @@ def restore(state: TrainState, checkpoint: Checkpoint) -> None:
         has_moments = False
     else:
         has_moments = load_sharded(optimizer, folder, checkpoint.updates, state.ranks)
+        optimizer.load_beside(_read_beside(folder, optimizer.layout))
     if not has_moments:
         with _moments(folder, optimizer.layout) as moments:
             optimizer.load_moments([stored[optimizer.slices.own] for stored in moments])

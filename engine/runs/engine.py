@@ -1,23 +1,32 @@
 """What trains in a run: policy, optimizer, workers and samplers; and how they are made of sharded weights."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
+from ...kernels.low_rank import LowRankBuffers
+from ...model.adapters import AdapterLayout
 from ...model.checkpoint import DTYPES
+from ...model.config import ModelConfig
 from ...model.decoder import Decoder
 from ...model.weights import Layout
 from ..config import Config
 from ..parallel.data_parallel import RankedSampler, RankedScorer, RankedWorkers
+from ..parallel.gathered import FrozenPieces, GatheredSampler, GatheredScorer, WholeWeights
+from ..parallel.gradient import TrainedAdapters
 from ..parallel.process_group import Ranks
-from ..parallel.scorer import Scorer, WorkersSampler
-from ..parallel.sharded_model import GatheredSampler, ShardedModel, ShardedWorkers, WholeWeights
+from ..parallel.scorer import Scorer, WorkersSampler, frozen
+from ..parallel.sharded_adapters import AdapterGradient, ShardedAdapters, ShardedAdapterWorkers
+from ..parallel.sharded_model import ShardedModel, ShardedWorkers
 from ..parallel.workers import Workers
+from ..parallel.zero import Slices
 from ..stopwatch import Stopwatch
 from ..train.optimizer import Optimizer
-from ..train.sharded_optimizer import ShardedOptimizer
+from ..train.sharded_optimizer import ShardedAdapterOptimizer, ShardedOptimizer
 from .samplers import Samplers, numerics_of
+from .trained import adapters_before
 
 
 class Engine(NamedTuple):
@@ -25,43 +34,97 @@ class Engine(NamedTuple):
 
     policy: Decoder
     optimizer: Optimizer
-    parallel: Workers | RankedWorkers | ShardedWorkers
+    parallel: Workers | RankedWorkers | ShardedWorkers | ShardedAdapterWorkers
     samplers: Samplers
     ref_policy: Scorer | RankedScorer | None = None
     critic: Scorer | RankedScorer | None = None
 
 
-def sharded_engine(
-    config: Config,
-    folder: Path,
-    layout: Layout,
-    ranks: Ranks,
-    device: torch.device,
-    micro_batch: int,
-    stopwatch: Stopwatch,
-) -> Engine:
-    """Weights that FSDP shards (parallel/sharded_model.py). The policy is whole only while it draws.
+class EngineInputs(NamedTuple):
+    """What an engine is made from. folder: of the model.
 
-    Raises ValueError for a model of experts, and for a process without a process group.
+    own_layout, base: see adapter_layout (trained.py). ref_model: the folder and the configuration of the
+    frozen reference; None without one.
     """
-    if layout.config.experts:
-        raise ValueError(
-            f'config: parallel.engine ("fsdp"): {layout.config.architecture} has experts, which are not '
-            'built with sharded weights; set parallel.engine = "replicated"'
-        )
+
+    config: Config
+    folder: Path
+    layout: Layout
+    own_layout: AdapterLayout | None
+    base: torch.dtype
+    ranks: Ranks
+    device: torch.device
+    ref_model: tuple[Path, ModelConfig] | None
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the computation."""
+        return DTYPES[self.config.dtype]
+
+    @property
+    def updates(self) -> int:
+        """Of the whole run."""
+        return self.config.steps * self.config.updates_per_rollout
+
+
+def sharded_engine(run: EngineInputs, micro_batch: int, stopwatch: Stopwatch) -> Engine:
+    """Weights that FSDP shards (parallel/sharded_model.py). Whoever draws or scores gathers them for a call.
+
+    Raises ValueError for a process without a process group.
+    """
+    config, ranks = run.config, run.ranks
     if ranks.mesh is None:
         raise ValueError(
             'config: parallel.engine ("fsdp") needs a process group, which only `zerokl train` makes'
         )
-    dtype, numerics = DTYPES[config.dtype], numerics_of(config)
-    recompute = config.recompute == "layer"
-    model = ShardedModel(folder, layout, dtype, numerics, recompute, ranks, device)
-    policy = Decoder(layout.config, torch.zeros(layout.numel, dtype=dtype, device=device), layout, numerics)
+    whole, optimizer, parallel = _of_adapters(run) if run.own_layout else _of_weights(run)
+    policy = whole.decoder
     # One worker: the sampler's. It is asked for no gradient.
     drawing = Workers(policy, config.virtual_shards, 1, config.native, stopwatch=stopwatch)
-    whole = WholeWeights(model, policy)
-    updates = config.steps * config.updates_per_rollout
-    optimizer = ShardedOptimizer(model, policy, whole, config.optimizer, updates)
     sampler = RankedSampler(GatheredSampler(WorkersSampler(drawing, micro_batch), whole), ranks)
-    parallel = ShardedWorkers(model, config.virtual_shards)
-    return Engine(policy, optimizer, parallel, Samplers(sampler, sampler))
+    ref_policy = critic = None
+    if run.ref_model is not None:
+        ref_policy = RankedScorer(_reference(run, *run.ref_model, micro_batch), ranks)
+    if config.loss.has_critic:
+        critic = RankedScorer(GatheredScorer(Scorer(drawing, micro_batch), whole), ranks)
+    return Engine(policy, optimizer, parallel, Samplers(sampler, sampler), ref_policy, critic)
+
+
+def _of_weights(run: EngineInputs) -> tuple[WholeWeights, Optimizer, ShardedWorkers]:
+    """What trains the weights."""
+    model = _sharded_model(run)
+    whole = WholeWeights(model, _empty_decoder(run, run.layout))
+    optimizer = ShardedOptimizer(model, whole, run.config.optimizer, run.updates)
+    return whole, optimizer, ShardedWorkers(model, run.config.virtual_shards)
+
+
+def _of_adapters(run: EngineInputs) -> tuple[WholeWeights, Optimizer, ShardedAdapterWorkers]:
+    """What trains LoRA's adapters."""
+    flat = adapters_before(run.config, run.own_layout).to(run.device, copy=True)
+    adapters = TrainedAdapters(run.own_layout, flat)
+    gradient, slices = AdapterGradient(adapters), Slices(run.own_layout, run.ranks, run.device)
+    model = _sharded_model(run, gradient.buffers)
+    whole = WholeWeights(model, _empty_decoder(run, run.layout))
+    merged = ShardedAdapters(adapters, model, whole.decoder, run.base)
+    optimizer = ShardedAdapterOptimizer(merged, whole, run.config.optimizer, run.updates, slices)
+    return whole, optimizer, ShardedAdapterWorkers(model, gradient, slices, run.config.virtual_shards)
+
+
+def _sharded_model(run: EngineInputs, adapters: Mapping[str, LowRankBuffers] | None = None) -> ShardedModel:
+    recompute = run.config.recompute == "layer"
+    of_model = run.folder, run.layout, run.dtype, numerics_of(run.config), recompute
+    return ShardedModel(*of_model, run.ranks, run.device, adapters or {})
+
+
+def _reference(run: EngineInputs, folder: Path, ref_config: ModelConfig, micro_batch: int) -> GatheredScorer:
+    """The frozen reference, of which each rank keeps its pieces."""
+    layout = Layout(ref_config)
+    pieces = FrozenPieces(folder, layout, run.dtype, run.ranks, run.device)
+    whole = WholeWeights(pieces, _empty_decoder(run, layout))
+    return GatheredScorer(frozen(whole.decoder, run.config.virtual_shards, 1, micro_batch), whole)
+
+
+def _empty_decoder(run: EngineInputs, layout: Layout) -> Decoder:
+    """A decoder for WholeWeights."""
+    flat = torch.zeros(layout.numel, dtype=run.dtype, device=run.device)
+    return Decoder(layout.config, flat, layout, numerics_of(run.config))

@@ -12,7 +12,7 @@ from ...model.adapters import AdapterLayout, adapted_layout
 from ...model.config import ModelConfig
 from ...model.freezing import frozen_weights
 from ...model.lora import Lora
-from ...model.weights import FlatLayout, Layout, fingerprint
+from ...model.weights import FlatLayout, Layout
 from ...verify.environment import PACKAGE_ROOT, environment
 from ...verify.ledger import Head, LedgerFile, digest, digest_ids
 from ..config import FREE_SECTIONS, Config
@@ -242,6 +242,5 @@ def _ref_weights(state: TrainState) -> str:
     """
     if state.ref_policy is None:
         return ""
-    decoder = state.ref_policy.decoder
-    weights = fingerprint(decoder.layout, decoder.flat.detach())
-    return f"sha256:{hash_json([architecture(decoder.config), weights])}"
+    of_model = architecture(state.ref_policy.decoder.config)
+    return f"sha256:{hash_json([of_model, state.ref_policy.fingerprint()])}"

@@ -154,12 +154,13 @@ def footprint(run: RunShape, sizes: PassSizes, free: int) -> Footprint:
     weights = layout.numel * run.dtype.itemsize
     other_weights = run.ref_numel * run.dtype.itemsize + layout.numel * copied_weight_bytes(config)
     optimizer = layout.trained_numel * (8 if run.dtype == torch.float32 else 12) // run.ranks
-    if config.parallel.engine == "fsdp":
-        sharded = sharded_bytes(layout, run.dtype, run.ranks)
-        weights, optimizer = max(sharded.drawing, sharded.computing), sharded.persistent
     if run.adapters:
         other_weights += layout.trained_numel * run.base.itemsize
         optimizer = run.adapters.numel * (4 + 8 // run.ranks)
+    if config.parallel.engine == "fsdp":
+        sharded = sharded_bytes(run)
+        weights, other_weights = max(sharded.drawing, sharded.computing), 0
+        optimizer = sharded.persistent
     return Footprint(
         weights=weights,
         other_weights=other_weights,
@@ -178,7 +179,8 @@ def _gradient_bytes(run: RunShape, sizes: PassSizes) -> int:
     """
     if run.config.parallel.engine == "fsdp":
         # A leaf, the tree over the rounds, the rank's slice, and the slice on its way back to the pieces.
-        return 4 * (3 + _levels(run.shards_of_a_rank)) * run.trained_numel // run.ranks
+        of_rank = (3 + _levels(run.shards_of_a_rank)) * run.trained_numel // run.ranks
+        return 4 * (of_rank + (run.trained_numel if run.adapters else 0))
     trained, rounds = run.trained_numel, run.shards_of_a_rank // sizes.shards_at_once
     in_flight = min(sizes.shards_in_flight, sizes.shards_at_once)
     whole = in_flight * (trained + run.lm_head_elements) + _levels(sizes.shards_at_once) * trained
@@ -189,24 +191,34 @@ def _gradient_bytes(run: RunShape, sizes: PassSizes) -> int:
 class ShardedBytes(NamedTuple):
     """Bytes of a rank whose weights FSDP shards, without activations, the cache and the gradient's tree.
 
-    drawing: the sampler's whole copy. computing: the weights and gradients that are whole while a layer, or
-    what lies outside of layers, computes. Of the two there is one at a time.
+    persistent: a rank's part of the master weights, of two moments for what is trained, and of the reference.
+    With LoRA: of the merged weights, of the base, and the adapters with their moments.
+    drawing: the whole copy of whoever draws or scores. computing: the weights and gradients that are whole
+    while a layer, or what lies outside of layers, computes. Of the two there is one at a time.
     """
 
-    persistent: int  # master weights and two moments, a rank's part
+    persistent: int
     drawing: int
     computing: int
 
 
-def sharded_bytes(layout: Layout, dtype: torch.dtype, ranks: int) -> ShardedBytes:
+def sharded_bytes(run: RunShape) -> ShardedBytes:
     """See ShardedBytes. A gradient is whole four times: summed, handed over, sent and received.
 
     Beside a layer the next one is gathered, and a layer's fused weights are copies of their parts.
     """
+    layout, size = run.layout, run.dtype.itemsize
     layer = max(_numel(layout, f"layers.{i}.") for i in range(layout.config.layers))
     outside = sum(entry.numel for name, entry in layout.entries.items() if not name.startswith("layers."))
-    computing = dtype.itemsize * (outside + 3 * layer) + 16 * max(layer, outside)
-    return ShardedBytes(12 * layout.trained_numel // ranks, dtype.itemsize * layout.numel, computing)
+    computing = size * (outside + 3 * layer)
+    spread = 4 * layout.numel + size * run.ref_numel
+    if run.adapters:
+        of_adapters = run.adapters.numel * (4 + 8 // run.ranks)
+        persistent = (spread + run.base.itemsize * layout.trained_numel) // run.ranks + of_adapters
+    else:
+        persistent = (spread + 8 * layout.trained_numel) // run.ranks
+        computing += 16 * max(layer, outside)
+    return ShardedBytes(persistent, size * max(layout.numel, run.ref_numel), computing)
 
 
 def _numel(layout: Layout, prefix: str) -> int:

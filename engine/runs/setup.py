@@ -4,12 +4,10 @@ import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 
 from ...kernels.backend import find_device
-from ...model.adapters import AdapterLayout
 from ...model.checkpoint import DTYPES, load_decoder, read_weights, resolve_model
 from ...model.config import ModelConfig
 from ...model.decoder import Decoder
@@ -36,7 +34,7 @@ from ..tasks.tokenizer import Tokenizer
 from ..train.ahead import Ahead
 from ..train.loss_scaling import LossScaler
 from ..train.state import TrainState
-from .engine import Engine, sharded_engine
+from .engine import Engine, EngineInputs, sharded_engine
 from .memory import PassSizes, RunShape, fit
 from .samplers import Samplers, make_samplers, numerics_of, sampling_context
 from .trained import adapter_layout, make_optimizer, merge_first, model_layout
@@ -84,11 +82,11 @@ def make_state(
     own_layout, base = adapter_layout(config, layout, model)
     shape = RunShape(config, layout, ranks.size, longest, ref_numel, trajectory_tokens, own_layout, base)
     sizes = fit(shape, device)
+    inputs = EngineInputs(config, model, layout, own_layout, base, ranks, device, ref_model)
     if config.parallel.engine == "fsdp":
-        engine = sharded_engine(config, model, layout, ranks, device, sizes.micro_batch, stopwatch)
+        engine = sharded_engine(inputs, sizes.micro_batch, stopwatch)
     else:
-        run = _Run(config, model, layout, own_layout, base, ranks, device, ref_model)
-        engine = _replicated_engine(run, sizes, stopwatch)
+        engine = _replicated_engine(inputs, sizes, stopwatch)
     return TrainState(
         config=config,
         policy=engine.policy,
@@ -113,23 +111,10 @@ def make_state(
     )
 
 
-class _Run(NamedTuple):
-    """What an engine is made from. ref_model: see _ref_model. own_layout, base: see adapter_layout."""
-
-    config: Config
-    model: Path
-    layout: Layout
-    own_layout: AdapterLayout | None
-    base: torch.dtype
-    ranks: Ranks
-    device: torch.device
-    ref_model: tuple[Path, ModelConfig] | None
-
-
-def _replicated_engine(run: _Run, sizes: PassSizes, stopwatch: Stopwatch) -> Engine:
+def _replicated_engine(run: EngineInputs, sizes: PassSizes, stopwatch: Stopwatch) -> Engine:
     """Whole weights in every rank."""
     config, ranks, model_config = run.config, run.ranks, run.layout.config
-    weights = read_weights(run.model, run.layout)
+    weights = read_weights(run.folder, run.layout)
     flat, recompute = weights.to(run.device, DTYPES[config.dtype]), config.recompute == "layer"
     policy = Decoder(model_config, flat, run.layout, numerics_of(config), recompute)
     adapters = merge_first(config, run.own_layout, weights, policy, run.base)
@@ -148,7 +133,7 @@ def _replicated_engine(run: _Run, sizes: PassSizes, stopwatch: Stopwatch) -> Eng
         if run.ref_model:
             ref_policy = _ref_policy(config, *run.ref_model, workers.n, sizes.micro_batch)
             on_failure.callback(ref_policy.close)
-        samplers = make_samplers(config, run.model, model_config, optimizer, workers, sizes.micro_batch)
+        samplers = make_samplers(config, run.folder, model_config, optimizer, workers, sizes.micro_batch)
         on_failure.pop_all()
     critic = Scorer(workers, sizes.micro_batch) if config.loss.has_critic else None
     if ranks.size == 1:

@@ -5,7 +5,7 @@ in safetensors files. So no rank holds a whole weight or moment, and any number 
 again. The files are safetensors only: DCP's own format has a pickle, which runs code when it is loaded.
 
 The weights are then the Hugging Face checkpoint that every other run writes. The moments lie in MOMENTS, one
-tensor for each weight.
+tensor for each weight that is trained. A critic's head, one vector, goes where every other run has it.
 """
 
 import shutil
@@ -14,9 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
-from torch.distributed.checkpoint.api import CheckpointException
 
 from ...files.writing import os_error_line
 from ...model.checkpoint import SHARD_BYTES, open_tensors, tensor_files
@@ -74,7 +71,7 @@ class NamedMoment:
             for file, names in tensor_files(folder / MOMENTS).items()
             for name in names
         }
-        for part in parts_of(layout, 0, 1):
+        for part in parts_of(layout.trained, 0, 1):
             if self._name(part.name) not in self._file_of:
                 raise ValueError(f"checkpoint: {folder / MOMENTS} holds no {moment} of {part.name}")
 
@@ -85,7 +82,7 @@ class NamedMoment:
         """Some elements. What lies between the weights is zero."""
         start, stop, _ = wanted.indices(self._layout.trained_numel)
         flat = torch.zeros(stop - start)
-        for part in parts_of(self._layout, 0, 1):
+        for part in parts_of(self._layout.trained, 0, 1):
             a, b = max(part.start, start), min(part.stop, stop)
             if a >= b:
                 continue
@@ -108,7 +105,9 @@ def _by_moment(optimizer: ShardedOptimizer) -> dict[str, torch.Tensor]:
 
 
 def _save(folder: Path, tensors: Mapping[str, torch.Tensor], ranks: Ranks) -> None:
-    writer = HuggingFaceStorageWriter(
+    import torch.distributed.checkpoint as dcp  # loads for seconds, as FSDP does
+
+    writer = dcp.HuggingFaceStorageWriter(
         str(folder), _files(tensors), save_distributed=True, enable_consolidation=True
     )
     _attempt(folder, lambda: dcp.save(dict(tensors), storage_writer=writer, process_group=ranks.group))
@@ -117,12 +116,16 @@ def _save(folder: Path, tensors: Mapping[str, torch.Tensor], ranks: Ranks) -> No
 
 
 def _load(folder: Path, tensors: Mapping[str, torch.Tensor], ranks: Ranks) -> None:
-    reader = HuggingFaceStorageReader(str(folder))
+    import torch.distributed.checkpoint as dcp
+
+    reader = dcp.HuggingFaceStorageReader(str(folder))
     _attempt(folder, lambda: dcp.load(dict(tensors), storage_reader=reader, process_group=ranks.group))
 
 
 def _attempt(folder: Path, call: Any) -> None:
     """Raise an OSError of one line for what goes wrong in any rank."""
+    from torch.distributed.checkpoint.api import CheckpointException
+
     try:
         call()
     except CheckpointException as error:

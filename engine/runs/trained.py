@@ -46,9 +46,16 @@ def merge_first(
     """
     if layout is None:
         return None
+    return Adapters(layout, adapters_before(config, layout), weights, policy, base)
+
+
+def adapters_before(config: Config, layout: AdapterLayout) -> torch.Tensor:
+    """The adapters that a run begins with, [layout.numel] fp32.
+
+    Raises ValueError for a folder that holds no adapter of this shape.
+    """
     folder = config.lora.adapter
-    flat = read_adapter(Path(folder), layout) if folder else first_adapters(layout, config.seed)
-    return Adapters(layout, flat, weights, policy, base)
+    return read_adapter(Path(folder), layout) if folder else first_adapters(layout, config.seed)
 
 
 def make_optimizer(

@@ -7,6 +7,7 @@ import torch
 from ...model.adapters import AdapterLayout, Adapters
 from ...verify.ledger import Tree
 from ..config import OptimizerConfig
+from ..parallel.sharded_adapters import ShardedAdapters
 from ..parallel.tree_hash import hash_tree
 from ..parallel.zero import Slices
 from .optimizer import Optimizer
@@ -20,7 +21,11 @@ class AdapterOptimizer(Optimizer):
     """
 
     def __init__(
-        self, adapters: Adapters, cfg: OptimizerConfig, total_updates: int, slices: Slices | None = None
+        self,
+        adapters: Adapters | ShardedAdapters,
+        cfg: OptimizerConfig,
+        total_updates: int,
+        slices: Slices | None = None,
     ):
         """slices: of the adapters' layout. total_updates: see Optimizer."""
         self.adapters = adapters

@@ -174,7 +174,7 @@ def shard_gradients(
 
 
 def shard_in_one_pass(model: CausalLM, shard: Shard, work: ShardWork, backward: bool) -> list[Scored]:
-    """Forward and, if asked for, backward of a virtual shard, its prompts included, of a dense model.
+    """Forward and, if asked for, backward of a virtual shard, its prompts included.
 
     The gradients are added to the .grad of the model's Parameters.
     """
@@ -182,12 +182,15 @@ def shard_in_one_pass(model: CausalLM, shard: Shard, work: ShardWork, backward: 
     prompt_ids = [r.prompt_ids for r in shard.rollouts]
     layout, masks = PromptLayout(prompt_ids), [r.mask for r in shard.rollouts]
     packed = pack([r.pair for r in shard.rollouts], layout.prompt_of_sample, None, masks)
-    inputs = model.inputs(packed, work.sampling_params, prompt_ids)
+    experts = model.config.experts
+    of_prompts = _given_to_prompts(layout, shard.rollouts) if work.replayed else []
+    routing = _routing(experts, packed, shard.rollouts, work, of_prompts)
+    inputs = model.inputs(packed, work.sampling_params, prompt_ids, routing or FREE)
     counts = ZeroCounts() if work.watch else None
     counter = OnePassUnderflow(packed, counts, layout, inputs.one_pass) if counts else None
     with torch.set_grad_enabled(backward):
         scores = model.score_inputs(inputs, counter.hook if counter else no_hook)
-    scored = [_backward(scores, _MicroBatch(shard, packed, inputs, None), work, counter)]
+    scored = [_backward(scores, _MicroBatch(shard, packed, inputs, routing), work, counter)]
     if counts is not None:
         scored.append(Scored(*[torch.empty(0)] * 3, None, counts.read()))
     return scored
@@ -255,25 +258,37 @@ def _micro_batch(
 
 
 def _routing(
-    experts: Experts | None, packed: PackedBatch, rollouts: Sequence[Rollout], work: ShardWork
+    experts: Experts | None,
+    packed: PackedBatch,
+    rollouts: Sequence[Rollout],
+    work: ShardWork,
+    of_prompts: Sequence[np.ndarray] = (),
 ) -> RecordedRouting | None:
-    """The routing of a micro-batch; None in a dense model."""
+    """The routing of a micro-batch; None in a dense model.
+
+    of_prompts: see _given_to_prompts, where the forward reads the prompts too.
+    """
     keeps_logits = bool(work.loss.router_aux_coef)
     if experts is None or not work.replayed:
         return experts and RecordedRouting(experts, packed.rows, keeps_logits)
     # A sequence's rows begin with the prompt's last token.
-    given = np.concatenate([r.experts[len(r.prompt_ids) - 1 :] for r in rollouts])
+    of_samples = [r.experts[len(r.prompt_ids) - 1 :] for r in rollouts]
+    given = np.concatenate([*of_samples, *of_prompts])
     return ReplayedRouting(experts, torch.from_numpy(given), packed.rows, keeps_logits)
 
 
 def _routing_of_prompts(
     experts: Experts | None, layout: PromptLayout, rollouts: Sequence[Rollout], work: ShardWork
 ) -> Routing:
-    """The routing of a pass's prompts. A replayed prompt has the experts of its first sample in the shard."""
+    """The routing of a pass's prompts."""
     if experts is None or not work.replayed:
         return FREE
-    given = [r.experts[: len(r.prompt_ids) - 1] for r in compress(rollouts, layout.firsts)]
-    return ReplayedRouting(experts, torch.from_numpy(np.concatenate(given)))
+    return ReplayedRouting(experts, torch.from_numpy(np.concatenate(_given_to_prompts(layout, rollouts))))
+
+
+def _given_to_prompts(layout: PromptLayout, rollouts: Sequence[Rollout]) -> list[np.ndarray]:
+    """The experts of each replayed prompt without its last token: those of its first sample in the shard."""
+    return [r.experts[: len(r.prompt_ids) - 1] for r in compress(rollouts, layout.firsts)]
 
 
 def _placed(observer: ForwardObserver | None, rollouts: Sequence[Rollout]) -> Observer | None:

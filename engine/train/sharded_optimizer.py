@@ -5,38 +5,37 @@ parallel/zero.py, where the norm and the ledger read it, and goes back to the pi
 element by element, so where an element lies decides no bit.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from ...kernels.adamw import AdamW, adamw
-from ...model.decoder import Decoder
+from ...model.weights import VALUE_HEAD_TENSOR
 from ...verify.ledger import Tree
 from ..config import OptimizerConfig
-from ..parallel.sharded_model import ShardedModel, WholeWeights
+from ..parallel.gathered import WholeWeights
+from ..parallel.sharded_adapters import ShardedAdapters
+from ..parallel.sharded_model import ShardedModel, placed_like
 from ..parallel.zero import Slices
+from .adapter_optimizer import AdapterOptimizer
 from .optimizer import GPU_SLICE, SLICE, Optimizer
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 
 class ShardedOptimizer(Optimizer):
     """See Optimizer. `moments` are this rank's pieces, [pieces.numel] fp32 each.
 
-    decoder: the sampler's, which has its weights only while it draws (whole).
+    whole: of the model. Its decoder is the sampler's, and has its weights only while it draws.
     """
 
-    def __init__(
-        self,
-        model: ShardedModel,
-        decoder: Decoder,
-        whole: WholeWeights,
-        cfg: OptimizerConfig,
-        total_updates: int,
-    ):
+    def __init__(self, model: ShardedModel, whole: WholeWeights, cfg: OptimizerConfig, total_updates: int):
         self._model, self._pieces, self._whole = model, model.pieces, whole
-        self.decoder, self.cfg, self.total_updates = decoder, cfg, total_updates
-        device = decoder.device
+        self.decoder, self.cfg, self.total_updates = whole.decoder, cfg, total_updates
+        device = self.decoder.device
         self.slices = Slices(self.layout, model.ranks, device)
         zeros = (torch.zeros(self._pieces.numel, device=device) for _ in range(2))
         self.moments = tuple(zeros)
@@ -47,15 +46,18 @@ class ShardedOptimizer(Optimizer):
         """The master weights lie in no flat tensor."""
         return False
 
-    @property
-    def _frozen_part(self) -> torch.Tensor:
-        return torch.empty(0)
+    def frozen_views(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """See Optimizer. All ranks iterate together: each weight is gathered in its turn."""
+        frozen = set(self._model.by_name) - {part.name for part in self._pieces.parts}
+        for name, tensor in self._model.by_name.items():
+            if name in frozen:
+                yield name, tensor.full_tensor().cpu()
 
     @torch.no_grad()
     def load(self, weights: torch.Tensor, updates: int) -> None:
         """See Optimizer. Every rank is given all of them."""
         self.updates = updates
-        self._model.fill({p.name: weights[p.start : p.stop].view(-1) for p in self._pieces.parts})
+        self._model.load(weights)
 
     def begin_after(self, updates: int) -> None:
         """Say how many updates the weights have had, which are read into this rank's own rows."""
@@ -68,11 +70,24 @@ class ShardedOptimizer(Optimizer):
 
     def whole_master(self) -> torch.Tensor:
         """See Optimizer."""
-        return self.slices.everywhere(self._master_slice())
+        flat = torch.zeros(self.layout.numel, device=self.decoder.device)
+        self._model.gather_into(flat)
+        return flat
 
     def collect_master(self) -> torch.Tensor | None:
         """See Optimizer."""
-        return self.slices.collect(self._master_slice())
+        trained, frozen = self.slices.collect(self._master_slice()), self._collect_frozen()
+        return None if trained is None else torch.cat([trained, frozen.to(trained.device)])
+
+    def _collect_frozen(self) -> torch.Tensor:
+        """The weights that are not trained, [layout.numel - layout.trained_numel] fp32, in rank 0 alone."""
+        numel = (self.layout.numel - self.layout.trained_numel) * self.slices.ranks.first
+        flat = torch.zeros(numel)
+        views = self.layout.frozen_views(flat) if numel else {}
+        for name, weight in self.frozen_views():
+            if views:
+                views[name].copy_(weight)
+        return flat
 
     def collect_moments(self) -> list[torch.Tensor | None]:
         """See Optimizer."""
@@ -93,28 +108,33 @@ class ShardedOptimizer(Optimizer):
         rounded = self._master_slice().to(self.decoder.dtype)
         return self.slices.hash_tree(self.slices.hashing(rounded))
 
-    def master_tensors(self) -> dict[str, DTensor]:
-        """The master weights over all ranks, by their names in the checkpoint; of this rank its rows."""
-        names = (part.name for part in self._pieces.parts)
-        return {name: p.detach() for name, p in zip(names, self._model.parameters, strict=True)}
+    def master_tensors(self) -> dict[str, "DTensor"]:
+        """All weights over all ranks, by their names in the checkpoint; of this rank its rows."""
+        return {name: x for name, x in self._model.by_name.items() if name != VALUE_HEAD_TENSOR}
 
-    def moment_tensors(self) -> list[dict[str, DTensor]]:
-        """The same of each moment. They share its memory."""
+    def collect_beside(self) -> dict[str, torch.Tensor]:
+        """What is trained and is no tensor of the checkpoint, a critic's head, whole in every rank.
+
+        All ranks call this together.
+        """
+        head = self._model.by_name.get(VALUE_HEAD_TENSOR)
+        return {} if head is None else {VALUE_HEAD_TENSOR: head.full_tensor()}
+
+    @torch.no_grad()
+    def load_beside(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Put back what collect_beside gave."""
+        for part, local in zip(self._pieces.parts, self._model.locals(), strict=True):
+            if part.name in tensors:
+                local.copy_(tensors[part.name][part.rows])
+
+    def moment_tensors(self) -> list[dict[str, "DTensor"]]:
+        """The same of each moment, for what is trained. They share its memory."""
         return [self._placed(moment) for moment in self.moments]
 
-    def _placed(self, vector: torch.Tensor) -> dict[str, DTensor]:
-        parts = zip(self._pieces.split(vector), self.master_tensors().items(), strict=True)
-        return {
-            name: DTensor.from_local(
-                local.view(like.to_local().shape),
-                like.device_mesh,
-                like.placements,
-                run_check=False,
-                shape=like.shape,
-                stride=like.stride(),
-            )
-            for local, (name, like) in parts
-        }
+    def _placed(self, vector: torch.Tensor) -> dict[str, "DTensor"]:
+        like = self._model.by_name
+        parts = zip(self._pieces.parts, self._pieces.split(vector), strict=True)
+        return {part.name: placed_like(like[part.name], local) for part, local in parts}
 
     def whole_policy(self) -> AbstractContextManager[None]:
         """See Optimizer."""
@@ -134,6 +154,31 @@ class ShardedOptimizer(Optimizer):
         of_parts = map(
             self._pieces.split, (*self.moments, self._pieces.from_slice(grad[: own.stop - own.start]))
         )
-        for local, m, v, g in zip(self._model.locals(), *of_parts, strict=True):
+        parts, of_head = self._pieces.parts, numbers._replace(lr=numbers.lr * self.cfg.critic_lr_ratio)
+        for part, local, m, v, g in zip(parts, self._model.locals(), *of_parts, strict=True):
             if local.numel():
-                adamw(local.view(-1), m, v, g, numbers)
+                adamw(local.view(-1), m, v, g, of_head if part.name == VALUE_HEAD_TENSOR else numbers)
+
+
+class ShardedAdapterOptimizer(AdapterOptimizer):
+    """See AdapterOptimizer: A and B are whole in every rank; what they are merged into is spread."""
+
+    def __init__(
+        self,
+        adapters: ShardedAdapters,
+        whole: WholeWeights,
+        cfg: OptimizerConfig,
+        total_updates: int,
+        slices: Slices,
+    ):
+        """slices: of the adapters' layout."""
+        super().__init__(adapters, cfg, total_updates, slices)
+        self._whole = whole
+
+    def hash_compute_weights(self) -> Tree:
+        """See AdapterOptimizer. All ranks call this together."""
+        return self.adapters.hash_merged()
+
+    def whole_policy(self) -> AbstractContextManager[None]:
+        """See Optimizer."""
+        return self._whole.gathered()

@@ -274,10 +274,6 @@ def test_the_options_of_a_file_without_a_task_are_those_of_the_task_that_is_give
 @pytest.mark.parametrize(
     "settings",
     [
-        {"lora.rank": 2},
-        {"frozen": ["model.norm.*"]},
-        {"loss.preset": "ppo"},
-        {"loss.kl_coef": 0.1},
         {"sampler": "hf", "exact": False},
         {"max_staleness": 1},
         {"precision.sampler_dtype": "bfloat16", "exact": False},
@@ -290,7 +286,7 @@ def test_what_sharded_weights_do_not_go_with_is_refused_by_name(settings):
     load_config(None, None, settings)
     with pytest.raises(ValueError, match=r'config: parallel.engine \("fsdp"\) with ') as caught:
         load_config(None, None, settings | {"parallel.engine": "fsdp"})
-    names = {"loss.preset": "gae", "precision.sampler_dtype": "sampler_"}
+    names = {"precision.sampler_dtype": "sampler_"}
     key = next(iter(settings))
     assert names.get(key, key.split(".")[-1]) in str(caught.value)
     assert "\n" not in str(caught.value)

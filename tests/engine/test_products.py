@@ -101,9 +101,7 @@ def make(config, tmp_path_factory) -> Callable[[Row], Config]:
 
 
 def allowed(make: Callable[[Row], Config], row: Row) -> bool:
-    """Whether compatibility.py takes these settings, and FSDP the model."""
-    if (row.get("model"), row.get("parallel.engine")) == ("experts", "fsdp"):
-        return False
+    """Whether compatibility.py takes these settings."""
     try:
         check_settings(make(row), "cpu")
     except ValueError:

@@ -16,9 +16,10 @@ import torch.distributed as dist
 from zero_process import CONFIG  # beside this script
 from zerokl.engine.config import OptimizerConfig
 from zerokl.engine.parallel import sharded_model
+from zerokl.engine.parallel.gathered import WholeWeights
 from zerokl.engine.parallel.gradient import GradientTree
 from zerokl.engine.parallel.process_group import Ranks, join_ranks
-from zerokl.engine.parallel.sharded_model import ShardedModel, ShardedWorkers, TreeReduceScatter, WholeWeights
+from zerokl.engine.parallel.sharded_model import ShardedModel, ShardedWorkers, TreeReduceScatter
 from zerokl.engine.train.optimizer import GradientOverflowError, Optimizer
 from zerokl.engine.train.sharded_optimizer import ShardedOptimizer
 from zerokl.files.bitwise import count_unequal
@@ -102,7 +103,7 @@ def compare(
     model = ShardedModel(folder, layout, dtype, Numerics(), dtype == torch.bfloat16, ranks, device)
     policy = Decoder(layout.config, torch.zeros(layout.numel, dtype=dtype, device=device), layout)
     whole = WholeWeights(model, policy)
-    ours = ShardedOptimizer(model, policy, whole, CLIPPED, 100)
+    ours = ShardedOptimizer(model, whole, CLIPPED, 100)
     workers, alone = ShardedWorkers(model, SHARDS), Alone(folder, layout, dtype, device)
     slices, unequal, work = ours.slices, dict.fromkeys(("gradient", "norm", "results"), 0), Work(scale)
     for update in range(updates):

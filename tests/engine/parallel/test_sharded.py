@@ -65,7 +65,7 @@ def test_the_pieces_of_all_ranks_are_what_fsdp_cuts(layers, vocabulary, size):
     flat = torch.arange(layout.numel)
     views = layout.checkpoint_views(flat)
     for rank in range(size):
-        for part in parts_of(layout, rank, size):
+        for part in parts_of(layout.trained, rank, size):
             chunks = views[part.name].chunk(size)
             own = chunks[rank] if rank < len(chunks) else views[part.name][:0]
             assert torch.equal(flat[part.start : part.stop], own.reshape(-1))
