@@ -104,7 +104,7 @@ class ModuleForward(Forward):
         adapters: Mapping[str, LowRankBuffers],
     ):
         super().__init__(layout.config, numerics, recompute)
-        self.weights, self._adapters = ParameterWeights(module, layout), adapters
+        self.weights, self._adapters = ParameterWeights(module, layout), dict(adapters)
         self._layers = module.model.layers
         self._tables: dict[tuple[torch.dtype, torch.device], Rotation] = {}
 

@@ -16,10 +16,11 @@ import torch.distributed as dist
 from zero_process import CONFIG  # beside this script
 from zerokl.engine.config import OptimizerConfig
 from zerokl.engine.parallel import sharded_model
+from zerokl.engine.parallel.fsdp import TreeReduceScatter
 from zerokl.engine.parallel.gathered import WholeWeights
 from zerokl.engine.parallel.gradient import GradientTree
 from zerokl.engine.parallel.process_group import Ranks, join_ranks
-from zerokl.engine.parallel.sharded_model import ShardedModel, ShardedWorkers, TreeReduceScatter
+from zerokl.engine.parallel.sharded_model import ShardedModel, ShardedWorkers
 from zerokl.engine.train.optimizer import GradientOverflowError, Optimizer
 from zerokl.engine.train.sharded_optimizer import ShardedOptimizer
 from zerokl.files.bitwise import count_unequal
