@@ -6,7 +6,7 @@ STAMP  := $(VENV)/.installed
 RUN    ?= runs/demo
 
 # TORCH: what pip is given for torch, e.g. TORCH='torch==2.13.0 --index-url ...' for another build.
-.PHONY: help demo demo-turns test test-rest test-full test-slow test-proofs vllm test-vllm test-vllm-0.33 test-triton test-trl test-trl-releases test-peft test-verl test-titan test-browser \
+.PHONY: help demo demo-turns test test-rest test-full test-slow test-proofs vllm test-vllm test-vllm-0.33 test-triton test-trl test-trl-vllm test-trl-releases test-peft test-verl test-titan test-browser \
   test-trackers test-worlds test-ray test-nodes real test-real lint docs package pictures bench bench-vllm clean
 .DEFAULT_GOAL := help
 
@@ -22,6 +22,7 @@ help:
 	@echo "make test-vllm-0.33 the same, and the Triton kernels, with vLLM 0.33's Python files"
 	@echo "make test-triton    the Triton kernels, interpreted on a CPU, beside vLLM's own; and compiled for two GPUs"
 	@echo "make test-trl       exact runs inside TRL; losses and gradients beside TRL's own; the recorder beside a run without it"
+	@echo "make test-trl-vllm  exact runs inside TRL that vLLM draws"
 	@echo "make test-trl-releases  the exact runs inside two earlier releases of TRL"
 	@echo "make test-peft      adapters of runs in PEFT, and PEFT's in runs"
 	@echo "make test-verl      verl's own worker over zerokl's kernels and sampler; make test-titan: torchtitan's trainer. Not in CI"
@@ -84,10 +85,11 @@ TRITONS := $(TRITON_OF_CUDA)/.installed $(FLOAT_TRITONS:=/.installed)
 empty :=
 ENVIRONMENT_OF_TRITON := ONE_BINARY_IN=$(if $(CASES),5,1) OTHER_TRITONS=$(TRITON_OF_CUDA) FLOAT_TRITONS=$(subst $(empty) $(empty),:,$(FLOAT_TRITONS)) TRITON_INTERPRET=1
 
-test-proofs: $(STAMP) $(TRITONS) .venv-ray/.installed
+test-proofs: $(STAMP) $(TRITONS) .venv-ray/.installed .venv-vllm/trl/.made
 	$(BIN)/python -m pytest -m "proof and not (vllm or ray)"
 	.venv-ray/bin/python -m pytest -m "proof and ray" tests/ray
 	.venv-vllm/bin/python -m pytest -m "proof and vllm" tests/vllm
+	TORCHDYNAMO_DISABLE=1 PYTHONPATH=$(CURDIR)/.venv-vllm/trl .venv-vllm/bin/python -m pytest -m "proof and vllm" tests/trl/test_vllm.py
 	ALL_TARGETS=1 $(ENVIRONMENT_OF_TRITON) .venv-vllm/bin/python -m pytest tests/triton/test_binaries.py
 	$(ENVIRONMENT_OF_TRITON) .venv-vllm/bin/python -m pytest -m proof tests/triton
 
@@ -119,7 +121,16 @@ test-vllm-0.33: .venv-vllm/vllm-0.33/.made
 	  --ignore tests/triton/test_binaries.py --ignore tests/triton/test_float_programs.py
 
 test-trl: .venv-trl/.installed
-	.venv-trl/bin/python -m pytest $(CASES) --durations=10 -m trl tests/trl
+	.venv-trl/bin/python -m pytest $(CASES) --durations=10 -m "trl and not vllm" tests/trl
+
+# TRL in the environment of vLLM, with the packages of TRL's that are missing there, in a folder of their own.
+.venv-vllm/trl/.made: .venv-vllm/.installed
+	.venv-vllm/bin/pip install -q accelerate jinja2
+	.venv-vllm/bin/pip install -q --no-deps --target $(@D) trl==1.16.0 datasets==5.2.0 pyarrow multiprocess xxhash
+	touch $@
+
+test-trl-vllm: .venv-vllm/trl/.made
+	TORCHDYNAMO_DISABLE=1 PYTHONPATH=$(CURDIR)/.venv-vllm/trl .venv-vllm/bin/python -m pytest -m "trl and vllm and not proof" tests/trl/test_vllm.py
 
 # Earlier releases of TRL in the same environment: their files come first on the path. Not in CI.
 .venv-trl/trl-%/.made: .venv-trl/.installed

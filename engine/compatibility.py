@@ -69,20 +69,17 @@ RULES: tuple[Rule, ...] = (
         lambda s: "precision.sampler_* and perturb.* make sampler and trainer differ; set exact = false",
     ),
     Rule(
+        lambda s: s.vllm_exact and s.any_other("head_dtype", "cache_dtype"),
         lambda s: (
-            s.vllm_exact
-            and (s.config.precision.head_dtype, s.config.precision.cache_dtype) != ("compute", "compute")
-        ),
-        lambda s: (
-            "precision.head_dtype and cache_dtype: vLLM's own model has other kernels for them; "
-            'set both to "compute"'
+            "precision.head_dtype and cache_dtype, and those of the sampler: vLLM's own model has other "
+            'kernels for them; set all to "compute"'
         ),
     ),
     Rule(
-        lambda s: s.keyed_vllm and s.config.precision.router_dtype != "compute",
+        lambda s: s.keyed_vllm and s.any_other("router_dtype"),
         lambda s: (
-            f'precision.router_dtype ("{s.config.precision.router_dtype}"): inside vLLM routers compute in '
-            'the compute dtype; set it to "compute", or sampler = "native"'
+            "precision.router_dtype and sampler_router_dtype: inside vLLM routers compute in the compute "
+            'dtype; set both to "compute", or sampler = "native"'
         ),
     ),
     Rule(
@@ -104,10 +101,17 @@ RULES: tuple[Rule, ...] = (
         ),
     ),
     Rule(
-        lambda s: s.config.sampler != "native" and s.separate,
+        lambda s: s.external and s.config.perturb.logit_noise > 0,
         lambda s: (
-            'max_staleness, perturb.* and precision.sampler_*_dtype need sampler = "native", '
-            f"not {s.config.sampler}: only it keeps weights of its own"
+            f'perturb.logit_noise with sampler "{s.config.sampler}": an engine as it comes has a draw of its '
+            "own; set logit_noise = 0, or another sampler"
+        ),
+    ),
+    Rule(
+        lambda s: s.external and s.config.precision.of_sampler != s.config.precision,
+        lambda s: (
+            f"precision.sampler_head_dtype, sampler_cache_dtype, sampler_router_dtype with sampler "
+            f'"{s.config.sampler}": an engine as it comes has numerics of its own; leave them empty'
         ),
     ),
     Rule(
@@ -142,18 +146,10 @@ RULES: tuple[Rule, ...] = (
         ),
     ),
     Rule(
-        lambda s: s.keyed_vllm and s.config.precision.sampler_dtype not in ("", s.config.dtype),
+        lambda s: s.config.sampler == "vllm-zerokl" and s.any_other("cache_dtype"),
         lambda s: (
-            f'precision.sampler_dtype ("{s.config.precision.sampler_dtype}"): sampler '
-            f'"{s.config.sampler}" computes with the trainer\'s own weights; leave it empty, or set '
-            'sampler = "native"'
-        ),
-    ),
-    Rule(
-        lambda s: s.config.sampler == "vllm-zerokl" and s.config.precision.cache_dtype != "compute",
-        lambda s: (
-            "precision.cache_dtype: vLLM's cache holds the compute dtype; "
-            'set it to "compute", or sampler = "native"'
+            "precision.cache_dtype and sampler_cache_dtype: vLLM's cache holds the compute dtype; "
+            'set both to "compute", or sampler = "native"'
         ),
     ),
     Rule(
@@ -206,10 +202,17 @@ RULES: tuple[Rule, ...] = (
         ),
     ),
     Rule(
-        lambda s: s.ranks > 1 and (s.config.sampler != "native" or bool(s.config.pool.engine)),
+        lambda s: s.ranks > 1 and s.config.sampler == "hf",
         lambda s: (
-            f'ranks: sampler "{s.config.sampler}", pool.engine "{s.config.pool.engine}": one process runs '
-            'this; set sampler = "native" and pool.engine = ""'
+            f'ranks ({s.ranks}) with sampler "hf": transformers draws a whole batch with one generator, so '
+            "tokens would depend on the number of ranks; start one process, or set another sampler"
+        ),
+    ),
+    Rule(
+        lambda s: s.ranks > 1 and bool(s.config.pool.engine),
+        lambda s: (
+            f'ranks ({s.ranks}) with pool.engine ("{s.config.pool.engine}"): one process of the trainer runs '
+            'this; set pool.engine = "", or start one process'
         ),
     ),
 )

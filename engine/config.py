@@ -164,7 +164,7 @@ class SamplingConfig(Section):
 
 
 class PerturbConfig(Section):
-    """Mismatch on demand: ways in which the native sampler differs from the trainer. Needs exact = false."""
+    """Mismatch on demand: ways in which the sampler differs from the trainer. Needs exact = false."""
 
     logit_noise: float = Field(0.0, ge=0)
     """Standard deviation of the noise that is added to each logit, after the temperature."""

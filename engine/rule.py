@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from .config import Config
+from .sampler_names import EXTERNAL
 
 
 class Setting(NamedTuple):
@@ -29,6 +30,16 @@ class Setting(NamedTuple):
     def keyed_vllm(self) -> bool:
         """Whether vLLM draws with zerokl's keys, over the trainer's own weights."""
         return self.config.sampler in ("vllm-exact", "vllm-zerokl")
+
+    @property
+    def external(self) -> bool:
+        """Whether an engine as it comes samples: hf or vllm."""
+        return self.config.sampler in EXTERNAL
+
+    def any_other(self, *dtypes: str) -> bool:
+        """Whether one of these settings of precision, of the trainer or of the sampler, is not "compute"."""
+        sides = self.config.precision, self.config.precision.of_sampler
+        return any(getattr(side, name) != "compute" for side in sides for name in dtypes)
 
     @property
     def vllm_on_cpu(self) -> bool:

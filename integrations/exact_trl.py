@@ -3,9 +3,10 @@
     from zerokl.integrations.exact_trl import ExactGRPOTrainer as GRPOTrainer
 
 The model is the transformers model that TRL trains. Its Parameters, the optimizer, the losses, data, logging
-and checkpoints are TRL's. In place of transformers' generate, the native sampler draws. In place of the
-model's forward, the same kernels score what was drawn, under the distribution that it was drawn from. So
-TRL's metric sampling/sampling_logp_difference/max is 0.0 at every generation. A run stops where it is not.
+and checkpoints are TRL's. In place of transformers' generate, the native sampler draws; with `use_vllm=True`,
+vLLM with zerokl's decoder inside. In place of the model's forward, the same kernels score what was drawn,
+under the distribution that it was drawn from. So TRL's metric sampling/sampling_logp_difference/max is 0.0 at
+every generation. A run stops where it is not.
 
 | dtype of the kernels | where |
 | --- | --- |
@@ -13,6 +14,8 @@ TRL's metric sampling/sampling_logp_difference/max is 0.0 at every generation. A
 | that of the Parameters | otherwise |
 """
 
+import copy
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -22,11 +25,14 @@ import trl
 from transformers import ProcessorMixin
 from trl import GRPOTrainer, RLOOTrainer
 
+from ..engine.config import VllmConfig
 from ..engine.rollout.native import NativeSampler
 from ..engine.rollout.types import DrawParams, Request, RngKey, Rollout
+from ..engine.rollout.vllm.sampler import VllmZeroklSampler
 from ..engine.train.monitor import Monitor
 from ..kernels.philox import Stream
 from ..kernels.sampling_params import WHY_NO_PENALTY, SamplingParams
+from .exact_vllm import open_vllm
 from .transformers import exact
 
 SUPPORTED = ("1.14.2", "1.15.0", "1.16.0")
@@ -34,8 +40,7 @@ SUPPORTED = ("1.14.2", "1.15.0", "1.16.0")
 # Settings of TRL that would change what is drawn or scored, each with the values that ask for nothing, and
 # the reason. A setting that a release does not have is off.
 _REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
-    "use_vllm": ((False,), "zerokl's native sampler draws"),
-    "use_transformers_continuous_batching": ((False,), "zerokl's native sampler draws"),
+    "use_transformers_continuous_batching": ((False,), "zerokl's sampler draws"),
     "cast_lm_head_to_fp32": ((False,), "the kernels compute the logits in the compute dtype"),
     "use_liger_kernel": ((False,), "zerokl's kernels score"),
     "repetition_penalty": ((None, 1.0), WHY_NO_PENALTY),
@@ -46,6 +51,18 @@ _REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "torch_compile": ((False,), "a compiled forward is not the kernels'"),
     "deepspeed": ((None,), "the kernels read whole Parameters; one process or DDP has them"),
     "fsdp": ((None, "", [], False), "the kernels read whole Parameters; one process or DDP has them"),
+}
+# With use_vllm=True, likewise.
+_REFUSED_WITH_VLLM: dict[str, tuple[tuple[Any, ...], str]] = {
+    "vllm_mode": (("colocate",), "vLLM must be in the trainer's process, whose weights it reads"),
+    "vllm_tensor_parallel_size": (
+        (1,),
+        "it cuts the sums of a product in parts, which are added in another order than the trainer's; each "
+        "rank has a vLLM of its own",
+    ),
+    "vllm_model_impl": (("vllm",), "zerokl's decoder is the model"),
+    "vllm_enable_sleep_mode": ((False,), "vLLM reads the trainer's own copy of the weights"),
+    "vllm_structured_outputs_regex": ((None,), "the trainer does not score under a grammar"),
 }
 # Arguments of a trainer, likewise.
 _REFUSED_ARGUMENTS = {
@@ -62,10 +79,11 @@ _LOGPROB_LOSSES = ("cispo", "vespo")
 class _ExactTrainer:
     """What both trainers share. It stands before TRL's trainer in the order of methods.
 
-    policy: see ExactModel. weights_drawn_with: the SHA-256 of the weights of the last generation.
+    vllm: limits of vLLM, where use_vllm=True. policy: see ExactModel. weights_drawn_with: the SHA-256 of the
+    weights of the last generation.
     """
 
-    def __init__(self, *arguments: Any, **named: Any):
+    def __init__(self, *arguments: Any, vllm: VllmConfig | None = None, **named: Any):
         if trl.__version__ not in SUPPORTED:
             raise ValueError(
                 f"exact_trl: TRL {trl.__version__} is not supported; supported are {', '.join(SUPPORTED)}"
@@ -74,8 +92,14 @@ class _ExactTrainer:
             if named.get(name):
                 raise ValueError(f"exact_trl: {name} is refused: {reason}")
         config = named.get("args") or next((a for a in arguments if hasattr(a, "num_generations")), None)
+        use_vllm = bool(config is not None and config.use_vllm)
         if config is not None:  # TRL acts on some settings while it is made
             _refuse_settings(config)
+        if use_vllm:  # TRL would start its own
+            without = copy.copy(config)
+            without.use_vllm = False
+            arguments = tuple(without if a is config else a for a in arguments)
+            named = {name: without if a is config else a for name, a in named.items()}
         super().__init__(*arguments, **named)
         _refuse_settings(self.args)
         _refuse_trainer(self)
@@ -87,7 +111,11 @@ class _ExactTrainer:
         self.policy = exact(self.model, dtype, sampling_params, recompute)
         if self.ref_model is not None:
             exact(self.accelerator.unwrap_model(self.ref_model), dtype, sampling_params)
-        self.sampler = NativeSampler(self.policy.decoder)
+        self.sampler: NativeSampler | VllmZeroklSampler = NativeSampler(self.policy.decoder)
+        if use_vllm:
+            vllm = vllm or VllmConfig(context=self.args.vllm_max_model_length or 0)
+            self.sampler = open_vllm(self.accelerator.unwrap_model(self.model), self.policy, vllm)
+            weakref.finalize(self, self.sampler.close)
         self.weights_drawn_with = ""
         # The step of a stream's last generation, and the prompts that it has drawn for in that step.
         self._prompts_drawn = {Stream.SAMPLE: (0, 0), Stream.EVALUATE: (0, 0)}
@@ -105,7 +133,8 @@ class _ExactTrainer:
         ]
         completions = self.sampler.generate(requests)
         # After the draw: the copy that is hashed is the one that drew.
-        self.weights_drawn_with = self.policy.check_fresh()
+        in_vllm = self.sampler.weights() if isinstance(self.sampler, VllmZeroklSampler) else None
+        self.weights_drawn_with = self.policy.check_fresh(in_vllm)
         self._drawn = [
             Rollout.of_one_turn(
                 r.rng_key.prompt, r.rng_key.sample, r.ids, c.ids, c.logprobs, c.finish, c.weight_version
@@ -190,7 +219,7 @@ class ExactGRPOTrainer(_ExactTrainer, GRPOTrainer):
 
     def __init__(self, *arguments: Any, **named: Any):
         super().__init__(*arguments, **named)
-        # TRL scores before the first update, compares and logs only where it believes that vLLM has drawn.
+        # TRL scores before the first update, compares and logs only where vLLM has drawn, or it believes so.
         self.use_vllm, self.vllm_mode, self.vllm_importance_sampling_correction = True, "zerokl", True
 
     def _generate_single_turn(
@@ -232,7 +261,8 @@ class ExactRLOOTrainer(_ExactTrainer, RLOOTrainer):
 
 def _refuse_settings(config: Any) -> None:
     """Raise ValueError for a setting that changes what is drawn or scored."""
-    for name, (off, reason) in _REFUSED.items():
+    refused = _REFUSED | (_REFUSED_WITH_VLLM if config.use_vllm else {})
+    for name, (off, reason) in refused.items():
         value = getattr(config, name, off[0])
         if value not in off:
             raise ValueError(f"exact_trl: {name} ({value!r}) is refused: {reason}")

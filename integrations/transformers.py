@@ -123,12 +123,16 @@ class ExactModel:
         self._compare(current, self._held)
 
     @torch.no_grad()
-    def check_fresh(self) -> str:
+    def check_fresh(self, flat: torch.Tensor | None = None) -> str:
         """Read Parameters and copy, and compare them. Returns the SHA-256 of their digests.
 
-        Raises StaleWeightsError, which names the first Parameter that differs.
+        flat: the copy [layout.numel] where it is that of another engine. Raises StaleWeightsError, which
+        names the first Parameter that differs.
         """
-        held = self._digests(self._weights)
+        weights, layout = self._weights, self.decoder.layout
+        if flat is not None:
+            weights = _by_parameter(layout, layout.views(flat), self._parameters)
+        held = self._digests(weights)
         self._compare(self._digests(self._parameters.values()), held)
         return hashlib.sha256(held.cpu().numpy().tobytes()).hexdigest()
 

@@ -40,6 +40,12 @@ class HfGenerator:
         # The checkpoint's own generation config may penalise tokens or cut the distribution.
         self.model.generation_config = GenerationConfig()
 
+    def draw(
+        self, prompts: Sequence[Sequence[int]], generation_params: GenerationParams, seeds: Sequence[int]
+    ) -> list[Rollout]:
+        """As `generate`. transformers draws all prompts with one generator: the first seed decides."""
+        return self.generate(prompts, generation_params, seeds[0])
+
     @torch.no_grad()
     def generate(
         self, prompts: Sequence[Sequence[int]], generation_params: GenerationParams, seed: int

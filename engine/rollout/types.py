@@ -68,7 +68,7 @@ class DrawParams(NamedTuple):
     sampling_params: SamplingParams
     # A completion ends with the first of these tokens. That token is part of the completion and trained on.
     stop_ids: frozenset[int]
-    # Standard deviation of the noise on each logit (see logit_noise below). Only the native sampler has it.
+    # Standard deviation of the noise on each logit (see logit_noise below). hf and vllm cannot have it.
     logit_noise: float = 0.0
     # Whether completions name the experts of a mixture that computed their rows.
     experts: bool = False

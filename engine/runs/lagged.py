@@ -7,19 +7,20 @@ the trainer trains. Both draw the same bits: a step's weights, keys and settings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import NamedTuple
 
 import torch
 
 from ...model.checkpoint import DTYPES
 from ...model.config import ModelConfig
 from ..config import Config, PerturbConfig
-from ..parallel.workers import ParallelSampler, Workers
+from ..parallel.workers import Workers
 from ..perturb import perturbed_weights
 from ..rollout.older_weights import OlderWeights, Snapshot
 from ..rollout.pool.actor import identify, weight_bytes
 from ..rollout.pool.dispatch import Dispatcher
 from ..rollout.pool.sampler import PinnedSampler, Published
-from ..rollout.types import Completion, Request
+from ..rollout.types import Completion, Request, Sampler
 from ..train.optimizer import Optimizer
 
 
@@ -31,6 +32,23 @@ def perturbed(perturb: PerturbConfig, request: Request) -> Request:
         sampling_params = sampling_params._replace(temperature=perturb.temperature)
     params = params._replace(sampling_params=sampling_params, logit_noise=perturb.logit_noise)
     return replace(request, draw_params=params)
+
+
+class Drawing(NamedTuple):
+    """A sampler, and the weights of its own [numel] that it takes when it syncs.
+
+    workers: those whose decoder has these weights; None where no decoder of ours has them.
+    """
+
+    flat: torch.Tensor
+    sampler: Sampler
+    workers: Workers | None = None
+
+    def close(self) -> None:
+        """End the sampler and the workers."""
+        self.sampler.close()
+        if self.workers is not None:
+            self.workers.close()
 
 
 class _Lagged:
@@ -69,39 +87,41 @@ class _Lagged:
 
 
 class LaggedSampler(_Lagged):
-    """The native sampler over the weights that the step `lag` steps before began with. See Sampler.
+    """A sampler over the weights that the step `lag` steps before began with. See Sampler.
 
-    workers: of the sampler. scoring: they themselves, or others where the sampler's weights differ.
+    scoring: the workers of `drawing`, or others where the sampler's weights differ.
     """
 
     def __init__(
-        self, config: Config, optimizer: Optimizer, older: OlderWeights, workers: Workers, scoring: Workers
+        self, config: Config, optimizer: Optimizer, older: OlderWeights, drawing: Drawing, scoring: Workers
     ):
-        super().__init__(config, optimizer, older, scoring, scoring is not workers)
-        self.workers, self._sampler = workers, ParallelSampler(workers)
+        super().__init__(config, optimizer, older, scoring, scoring is not drawing.workers)
+        self._drawing = drawing
 
     @property
-    def samples_at_once(self) -> int:
-        return self._sampler.samples_at_once
+    def samples_at_once(self) -> int | None:
+        """See Sampler."""
+        return self._drawing.sampler.samples_at_once
 
     @torch.no_grad()
     def sync_weights(self, version: int) -> None:
         """See Sampler. It is called once for each step."""
         self._push(version)
         due = self.older.due()
-        self.workers.host.decoder.flat.copy_(due.sampled)
-        self._sampler.sync_weights(due.version)
+        self._drawing.flat.copy_(due.sampled)
+        self._drawing.sampler.sync_weights(due.version)
 
     def end_turns(self) -> None:
         """See Sampler."""
-        self._sampler.end_turns()
+        self._drawing.sampler.end_turns()
 
     def generate(self, requests: Sequence[Request]) -> list[Completion]:
-        return self._sampler.generate([perturbed(self._config.perturb, request) for request in requests])
+        sampler, perturb = self._drawing.sampler, self._config.perturb
+        return sampler.generate([perturbed(perturb, request) for request in requests])
 
     def close(self) -> None:
-        """End the workers of this sampler."""
-        self.workers.close()
+        """End the sampler."""
+        self._drawing.close()
 
 
 class PooledSampler(_Lagged):

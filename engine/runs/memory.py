@@ -255,8 +255,11 @@ def _cache_bytes(run: RunShape, free: int) -> int:
     config, evaluation = run.config, run.config.evaluation
     training = config.prompts * (config.rollouts_per_prompt // run.group), run.group
     held_out = [(evaluation.problems, evaluation.num_generations)] if evaluation.every else []
-    if config.sampler in ("vllm-zerokl", "vllm-exact"):  # it draws the evaluation as well
-        return config.vllm.cache_bytes
+    if config.sampler in ("vllm-zerokl", "vllm-exact"):
+        cache = config.vllm.cache_bytes
+        if not is_separate(config):  # it draws the evaluation as well
+            return cache
+        return cache + _native_cache_bytes(run, held_out, free - cache, sampler=False)
     if config.sampler in EXTERNAL:
         external = CACHE_BYTES if config.sampler == "vllm" else _hf_bytes(run)
         return external + _native_cache_bytes(run, held_out, free - external, sampler=False)

@@ -1,10 +1,10 @@
 """The sampler of a run, and the scorer of its rollouts when its weights are not the trainer's.
 
     shared      native, the default; vllm-zerokl; or, on a GPU, vllm-exact: over the trainer's own weights
-    separate    the native sampler over weights of its own: older ones (max_staleness; lagged.py), weights in
-                another precision, or perturbed ones (perturb.py)
+    separate    any sampler over weights of its own: older ones (max_staleness; lagged.py), weights in another
+                precision, or perturbed ones (perturb.py)
     pooled      native samplers of actors on any nodes (pool.engine; lagged.py)
-    external    hf or vllm (rollout/hf.py, rollout/vllm/generator.py)
+    external    hf or vllm, which load the trainer's weights (external.py)
 
 With max_staleness = N rollouts may be up to N versions old. A periodic sampler keeps its weights until they
 would be more than N updates behind, and its rollouts name their version. So the sampler's decoder still has
@@ -15,14 +15,14 @@ sampler that differs in more than age has a second copy of the weights beside it
 sampler's version, in the trainer's precision.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple
 
 import torch
 
-from ...kernels.philox import philox
 from ...model.checkpoint import DTYPES
 from ...model.config import ModelConfig
 from ...model.decoder import Decoder
@@ -32,29 +32,20 @@ from ..display.terminal import console
 from ..parallel.scorer import Scorer, WorkersSampler
 from ..parallel.workers import ParallelSampler, Workers
 from ..perturb import Delayed, perturbed_weights
-from ..rollout.hf import HfGenerator
 from ..rollout.older_weights import OlderWeights
 from ..rollout.pool.actor import Blueprint, bits_environment
 from ..rollout.pool.dispatch import Dispatcher
 from ..rollout.pool.on_ray import RayCluster
-from ..rollout.types import (
-    Completion,
-    DrawParams,
-    GenerationParams,
-    Request,
-    Rollout,
-    Sampler,
-    check_requests,
-)
+from ..rollout.types import Completion, Request, Sampler
 from ..rollout.vllm.arguments import vllm_context
 from ..rollout.vllm.exact import VllmExactSampler
-from ..rollout.vllm.generator import VllmGenerator
 from ..rollout.vllm.installed import is_cpu_build
 from ..rollout.vllm.sampler import VllmZeroklSampler
 from ..sampler_names import EXTERNAL
 from ..stopwatch import Stopwatch
 from ..train.optimizer import Optimizer
-from .lagged import LaggedSampler, PooledSampler, perturbed
+from .external import ExternalSampler, make_engine
+from .lagged import Drawing, LaggedSampler, PooledSampler, perturbed
 
 
 @dataclass(frozen=True)
@@ -89,41 +80,86 @@ def make_samplers(
     if not model_config.experts:
         _refuse_without_experts(config, model_config.architecture)
     shared = WorkersSampler(workers, micro_batch)
-    flat = workers.host.decoder.flat
-    if config.sampler == "vllm-zerokl":
-        vllm = VllmZeroklSampler(
-            model,
-            model_config,
-            workers.weights or flat,
-            config.vllm,
-            numerics_of(config),
-            frozen=optimizer.decoder.layout.frozen,
-            value_head=optimizer.decoder.layout.value_head,
-        )
-        return Samplers(vllm, vllm)
-    if config.sampler == "vllm-exact":
-        own_model = VllmExactSampler(model, model_config, optimizer.decoder.layout, flat, config.vllm)
-        return Samplers(own_model, own_model)
-    if config.sampler in EXTERNAL:
-        engine = _engine(config, model, model_config, optimizer.decoder.device)
-        return Samplers(ExternalSampler(engine, model_config, optimizer), shared)
     if config.pool.engine:
         return _pooled(config, model_config, optimizer, workers, micro_batch, shared)
-    if not is_separate(config):
+    run = _Run(config, model, model_config, optimizer)
+    if is_separate(config):
+        return _separate(run, workers, micro_batch, shared)
+    if config.sampler in EXTERNAL:
+        return Samplers(_external(run, optimizer.whole_model), shared)
+    if config.sampler == "native":
         return Samplers(shared, shared)
+    vllm = _over_weights_of(workers, run)
+    return Samplers(vllm, vllm)
+
+
+class _Run(NamedTuple):
+    """What an engine that draws is made from. model: the checkpoint's folder."""
+
+    config: Config
+    model: Path
+    model_config: ModelConfig
+    optimizer: Optimizer
+
+
+def _over_weights_of(workers: Workers, run: _Run) -> Sampler:
+    """The sampler that is not external, over the weights of these workers."""
+    config, layout, flat = run.config, run.optimizer.decoder.layout, workers.host.decoder.flat
+    if config.sampler == "vllm-zerokl":
+        return VllmZeroklSampler(
+            run.model,
+            run.model_config,
+            workers.weights or flat,
+            config.vllm,
+            workers.host.decoder.numerics,
+            frozen=layout.frozen,
+            value_head=layout.value_head,
+        )
+    if config.sampler == "vllm-exact":
+        return VllmExactSampler(run.model, run.model_config, layout, flat, config.vllm)
+    return ParallelSampler(workers)
+
+
+def _external(run: _Run, weights: Callable[[], torch.Tensor]) -> ExternalSampler:
+    """weights: gives those that the engine loads, [numel]."""
+    decoder = run.optimizer.decoder
+    engine = make_engine(run.config, run.model, run.model_config, decoder.device)
+    return ExternalSampler(engine, run.model_config, decoder.layout, weights)
+
+
+def _separate(run: _Run, workers: Workers, micro_batch: int, shared: WorkersSampler) -> Samplers:
+    """The samplers of a run whose training rollouts are drawn with weights of the sampler's own.
+
+    workers: the trainer's. shared: evaluates.
+    """
+    config, optimizer, n = run.config, run.optimizer, workers.n
     stopwatch = workers.host.sampler.stopwatch  # a step has one
-    sampling = _separate_workers(config, model_config, optimizer, workers.n, True, stopwatch)
+    drawing = _drawing(run, n, stopwatch)
     if not config.max_staleness:
-        return Samplers(SeparateSampler(config, sampling, optimizer), shared)
-    scoring = sampling
-    if _differs(config):
-        scoring = _separate_workers(config, model_config, optimizer, workers.n, sampler=False)
+        return Samplers(SeparateSampler(config, drawing, optimizer), shared)
+    scoring = drawing.workers
+    if scoring is None or _differs(config):
+        scoring = _separate_workers(config, run.model_config, optimizer, n, sampler=False)
     scorer = Scorer(scoring, micro_batch)
     if config.lag is not None:
         older = OlderWeights(config.lag)
-        lagged = LaggedSampler(config, optimizer, older, sampling, scoring)
+        lagged = LaggedSampler(config, optimizer, older, drawing, scoring)
         return Samplers(lagged, shared, scorer, older)
-    return Samplers(SeparateSampler(config, sampling, optimizer, scoring), shared, scorer)
+    return Samplers(SeparateSampler(config, drawing, optimizer, scoring), shared, scorer)
+
+
+def _drawing(run: _Run, n: int, stopwatch: Stopwatch) -> Drawing:
+    """The sampler of a run over weights of its own. n: of the native sampler's workers."""
+    config, optimizer = run.config, run.optimizer
+    if config.sampler in EXTERNAL:
+        flat = perturbed_weights(config.perturb, optimizer.whole_model()).clone()
+        return Drawing(flat, _external(run, lambda: flat))
+    workers = _separate_workers(config, run.model_config, optimizer, n, True, stopwatch)
+    with ExitStack() as on_failure:
+        on_failure.callback(workers.close)
+        drawing = Drawing(workers.host.decoder.flat, _over_weights_of(workers, run), workers)
+        on_failure.pop_all()
+    return drawing
 
 
 def _pooled(
@@ -168,13 +204,14 @@ def _refuse_without_experts(config: Config, architecture: str) -> None:
 
 
 def is_separate(config: Config) -> bool:
-    """Whether the native sampler has weights of its own."""
-    return config.sampler == "native" and bool(config.max_staleness or _differs(config))
+    """Whether the weights that draw are not those of the trainer's current version, rounded to a dtype."""
+    precision = config.sampler not in EXTERNAL and config.precision.sampler_differs
+    return bool(config.max_staleness or config.perturb.any or precision)
 
 
 def _differs(config: Config) -> bool:
-    """Whether the native sampler differs from the trainer in more than the age of its weights."""
-    return config.perturb.any or config.precision.sampler_differs
+    """Whether the sampler differs from the trainer in more than the age of its weights."""
+    return config.sampler in EXTERNAL or config.perturb.any or config.precision.sampler_differs
 
 
 def sampling_context(config: Config, model_config: ModelConfig) -> int:
@@ -191,26 +228,32 @@ def copied_weight_bytes(config: Config) -> int:
     """
     compute = DTYPES[config.dtype].itemsize
     of_sampler = DTYPES[config.precision.sampler_dtype or config.dtype].itemsize
-    if config.sampler in EXTERNAL:
-        return of_sampler
-    if config.sampler == "vllm-exact" or (config.sampler == "vllm-zerokl" and config.vllm.cuda_graphs):
-        return compute
+    in_engine = 0  # those that the engine itself holds
+    if config.sampler in EXTERNAL or config.sampler == "vllm-exact":
+        in_engine = of_sampler
+    if config.sampler == "vllm-zerokl" and config.vllm.cuda_graphs:
+        in_engine = of_sampler
     if not (is_separate(config) or config.pool.engine):
-        return 0
+        return in_engine
+    drawing = in_engine + (4 if config.sampler in EXTERNAL else of_sampler)
     if config.pool.engine or config.staleness_schedule == "lagged":
-        return _lagged_weight_bytes(config, compute, of_sampler)
+        return _lagged_weight_bytes(config, compute, of_sampler, drawing)
     delayed = 4 * (config.perturb.delay + 1) if config.perturb.delay else 0
-    return of_sampler + delayed + (compute if config.max_staleness and _differs(config) else 0)
+    return drawing + delayed + (compute if config.max_staleness and _differs(config) else 0)
 
 
-def _lagged_weight_bytes(config: Config, compute: int, of_sampler: int) -> int:
-    """See copied_weight_bytes. compute, of_sampler: bytes of a weight of the trainer and of the sampler."""
+def _lagged_weight_bytes(config: Config, compute: int, of_sampler: int, drawing: int) -> int:
+    """See copied_weight_bytes.
+
+    compute, of_sampler: bytes of a weight of the trainer and of the sampler. drawing: of all copies of one
+    version that a sampler of this process has.
+    """
     assert config.lag is not None
     has_scored = bool(config.lag) and _differs(config)
     kept = (config.lag + 1) * (of_sampler + has_scored * compute)  # older_weights.py
     if config.pool.engine:
         return kept + bool(config.lag) * compute  # the scorer's
-    return kept + of_sampler + has_scored * compute
+    return kept + drawing + has_scored * compute
 
 
 def numerics_of(config: Config, sampler: bool = False) -> Numerics:
@@ -234,28 +277,35 @@ def _separate_workers(
     master = optimizer.whole_model()
     flat = (perturbed_weights(config.perturb, master) if sampler else master).to(dtype, copy=True)
     decoder = Decoder(model_config, flat, optimizer.decoder.layout, numerics_of(config, sampler))
-    return Workers(decoder, config.virtual_shards, n, config.native, stopwatch=stopwatch)
+    share = sampler and shares_weights(config, flat.device)
+    return Workers(decoder, config.virtual_shards, n, config.native, share, stopwatch=stopwatch)
+
+
+def shares_weights(config: Config, device: torch.device) -> bool:
+    """Whether the weights that draw lie where vLLM can map them, in whichever process it is."""
+    return config.sampler == "vllm-zerokl" and device.type == "cpu"
 
 
 class SeparateSampler:
-    """The native sampler over weights of its own.
+    """A sampler over weights of its own.
 
     scoring: workers that need the trainer's weights at the sampler's version, if there are any. They are
-    `workers` themselves where the sampler has these weights.
+    those of `drawing` where the sampler has these weights.
     """
 
     def __init__(
-        self, config: Config, workers: Workers, optimizer: Optimizer, scoring: Workers | None = None
+        self, config: Config, drawing: Drawing, optimizer: Optimizer, scoring: Workers | None = None
     ):
-        self.workers, self._scoring, self._optimizer = workers, scoring, optimizer
+        self._drawing, self._scoring, self._optimizer = drawing, scoring, optimizer
         self._perturb, self._max_staleness = config.perturb, config.max_staleness
-        self._sampler, self._delayed = ParallelSampler(workers), Delayed(config.perturb.delay)
+        self._delayed = Delayed(config.perturb.delay)
         if config.perturb.delay:
             self._delayed.push(optimizer.whole_model())
 
     @property
-    def samples_at_once(self) -> int:
-        return self._sampler.samples_at_once
+    def samples_at_once(self) -> int | None:
+        """See Sampler."""
+        return self._drawing.sampler.samples_at_once
 
     @torch.no_grad()
     def sync_weights(self, version: int) -> None:
@@ -263,99 +313,29 @@ class SeparateSampler:
 
         The weights come from the master weights. They are renewed only when they would otherwise be too old.
         """
-        rewound = version < self._sampler.version  # steps are done again
+        flat, sampler, workers = self._drawing
+        rewound = version < sampler.version  # steps are done again
         if rewound:
             self._delayed = Delayed(self._perturb.delay)
-        too_old = rewound or version - self._sampler.version > self._max_staleness
+        too_old = rewound or version - sampler.version > self._max_staleness
         if not (too_old or self._perturb.delay):
             return
         master = self._optimizer.whole_model()
         source = self._delayed.push(master) if self._perturb.delay else master
         if not too_old:
             return
-        self.workers.host.decoder.flat.copy_(perturbed_weights(self._perturb, source))
-        if self._scoring not in (None, self.workers):
+        flat.copy_(perturbed_weights(self._perturb, source))
+        if self._scoring not in (None, workers):
             self._scoring.host.decoder.flat.copy_(master)
-        self._sampler.sync_weights(version)
+        sampler.sync_weights(version)
 
     def end_turns(self) -> None:
         """See Sampler."""
-        self._sampler.end_turns()
+        self._drawing.sampler.end_turns()
 
     def generate(self, requests: Sequence[Request]) -> list[Completion]:
-        return self._sampler.generate([perturbed(self._perturb, request) for request in requests])
+        return self._drawing.sampler.generate([perturbed(self._perturb, request) for request in requests])
 
     def close(self) -> None:
-        """End the workers of this sampler."""
-        self.workers.close()
-
-
-class _Engine(Protocol):
-    def generate(
-        self, prompts: Sequence[Sequence[int]], generation_params: GenerationParams, seed: int
-    ) -> list[Rollout]: ...
-
-    def load_weights(self, weights: Mapping[str, torch.Tensor]) -> None: ...
-
-
-class ExternalSampler:
-    """A sampler over an engine that is not ours.
-
-    The engine draws tokens with its own random numbers. Their seed is made from the run's rng_key.
-    """
-
-    samples_at_once = None  # see Sampler
-
-    def __init__(self, engine: _Engine, config: ModelConfig, optimizer: Optimizer):
-        self._engine, self._config, self._optimizer, self.version = engine, config, optimizer, 0
-        self._load()
-
-    def _load(self) -> None:
-        layout = self._optimizer.decoder.layout
-        self._engine.load_weights(layout.checkpoint_views(self._optimizer.whole_model()))
-
-    def sync_weights(self, version: int) -> None:
-        """See Sampler. The engine gets the master weights, rounded to its dtype."""
-        self._load()
-        self.version = version
-
-    def end_turns(self) -> None:
-        """Do nothing: the engine keeps nothing between two calls."""
-
-    def generate(self, requests: Sequence[Request]) -> list[Completion]:
-        check_requests(requests, self._config.max_positions, self._config.vocab_size)
-        if not requests:
-            return []
-        # An engine that is not ours has one setting for all that it draws together.
-        kinds: dict[tuple[DrawParams, int], list[int]] = {}
-        for i, request in enumerate(requests):
-            kinds.setdefault((request.draw_params, request.max_tokens), []).append(i)
-        completions: dict[int, Completion] = {}
-        for (draw_params, max_tokens), places in kinds.items():
-            drawn = self._draw([requests[i] for i in places], draw_params, max_tokens)
-            completions |= dict(zip(places, drawn, strict=True))
-        return [completions[i] for i in range(len(requests))]
-
-    def _draw(
-        self, requests: Sequence[Request], draw_params: DrawParams, max_tokens: int
-    ) -> list[Completion]:
-        """The completions of requests of one kind."""
-        key = requests[0].rng_key
-        counter = [(key.prompt, key.step, key.sample, requests[0].drawn)]
-        seed = int(philox(counter, (key.seed, int(key.stream)))[0, 0])
-        params = GenerationParams(
-            draw_params.sampling_params, 1, max_tokens, draw_params.stop_ids, draw_params.experts
-        )
-        rollouts = self._engine.generate([request.ids for request in requests], params, seed)
-        return [Completion(r.completion_ids, r.logprobs, r.finish, self.version, r.experts) for r in rollouts]
-
-    def close(self) -> None:
-        """Do nothing: nothing runs outside this process."""
-
-
-def _engine(config: Config, model: Path, model_config: ModelConfig, device: torch.device) -> _Engine:
-    dtype = DTYPES[config.precision.sampler_dtype or config.dtype]
-    if config.sampler == "hf":
-        return HfGenerator(model, dtype, device=device)
-    context = config.vllm.context or model_config.max_positions
-    return VllmGenerator(model, dtype, context, experts=model_config.experts)
+        """End the sampler."""
+        self._drawing.close()

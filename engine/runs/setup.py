@@ -36,7 +36,14 @@ from ..train.loss_scaling import LossScaler
 from ..train.state import TrainState
 from .engine import Engine, EngineInputs, sharded_engine
 from .memory import PassSizes, RunShape, fit
-from .samplers import Samplers, make_samplers, numerics_of, sampling_context
+from .samplers import (
+    Samplers,
+    is_separate,
+    make_samplers,
+    numerics_of,
+    sampling_context,
+    shares_weights,
+)
 from .trained import adapter_layout, make_optimizer, merge_first, model_layout
 
 
@@ -121,7 +128,7 @@ def _replicated_engine(run: EngineInputs, sizes: PassSizes, stopwatch: Stopwatch
     # The ranks compute shards in common rounds, so all have the same number of workers, and of shards.
     mine = _workers_of_a_rank(config, policy), sizes.shards_at_once
     n, shards = map(min, zip(*ranks.gather(lambda: mine), strict=True))
-    share = config.sampler == "vllm-zerokl" and run.device.type == "cpu"
+    share = shares_weights(config, run.device) and not is_separate(config)
     with ExitStack() as on_failure:  # closes what was started, unless all of it succeeds
         workers = Workers(
             policy, shards, n, config.native, share, sizes.shards_in_flight, stopwatch, adapters

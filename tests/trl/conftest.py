@@ -2,4 +2,4 @@
 
 from importlib.util import find_spec
 
-collect_ignore_glob = [] if find_spec("trl") else ["test_record.py", "test_exact.py"]
+collect_ignore_glob = [] if find_spec("trl") else ["test_record.py", "test_exact.py", "test_vllm.py"]

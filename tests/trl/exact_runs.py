@@ -13,6 +13,7 @@ import torch
 from datasets import Dataset
 from transformers import AutoModelForCausalLM, Trainer, set_seed
 from trl import GRPOConfig, RLOOConfig, RLOOTrainer
+from zerokl.engine.config import VllmConfig
 from zerokl.engine.tasks.tokenizer import character_tokenizer
 from zerokl.integrations.exact_trl import ExactGRPOTrainer, ExactRLOOTrainer
 
@@ -41,7 +42,12 @@ def write_model(folder: Path, family: str = "qwen3") -> Path:
 
 
 def make_trainer(
-    trainer_class: type[Trainer], model: Path, out: Path, eval_dataset: Dataset | None = None, **options: Any
+    trainer_class: type[Trainer],
+    model: Path,
+    out: Path,
+    eval_dataset: Dataset | None = None,
+    vllm: VllmConfig | None = None,
+    **options: Any,
 ):
     """A trainer of STEPS steps with P x G completions each. options: of its config; dtype is the model's."""
     set_seed(7)
@@ -69,6 +75,7 @@ def make_trainer(
         train_dataset=prompts(),
         eval_dataset=eval_dataset,
         processing_class=character_tokenizer(),
+        **({"vllm": vllm} if vllm else {}),
     )
 
 

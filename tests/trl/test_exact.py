@@ -216,7 +216,6 @@ def test_control_a_sampler_that_is_one_bit_off_stops_the_run(trainer_class, mode
 
 
 REFUSED = {
-    "use_vllm": True,
     "use_transformers_continuous_batching": True,
     "cast_lm_head_to_fp32": True,
     "use_liger_kernel": True,
@@ -244,6 +243,12 @@ def test_a_setting_that_cannot_be_exact_is_refused_by_name(trainer_class, name, 
 def test_an_argument_that_cannot_be_exact_is_refused_by_name(name, model):
     with pytest.raises(ValueError, match=rf"^exact_trl: {name} is refused: [^\n]+$"):
         ExactGRPOTrainer(str(model), [], **{name: object()})
+
+
+@pytest.mark.skipif(find_spec("vllm") is not None, reason="vLLM is installed: tests/trl/test_vllm.py")
+def test_use_vllm_without_vllm_says_what_is_missing(model, tmp_path):
+    with pytest.raises(ValueError, match=r"^vllm: is not installed in this environment"):
+        make_trainer(ExactGRPOTrainer, model, tmp_path, use_vllm=True)
 
 
 def test_a_vision_model_is_refused():

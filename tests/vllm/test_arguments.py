@@ -4,7 +4,7 @@ from dataclasses import fields
 from pathlib import Path
 
 import pytest
-from zerokl.engine.rollout.vllm.arguments import ALLOWED, SET_BY_ZEROKL
+from zerokl.engine.rollout.vllm.arguments import ALLOWED, REFUSED, SET_BY_ZEROKL, check_engine_arguments
 
 pytestmark = pytest.mark.vllm
 # Every argument that somebody has looked at.
@@ -32,6 +32,11 @@ def test_control_a_new_argument_is_noticed():
     assert not_reviewed(engine_arguments() | {"new_in_0_99"}) == {"new_in_0_99"}
 
 
-def test_what_is_allowed_or_set_is_an_argument_of_vllm():
-    assert {*ALLOWED, *SET_BY_ZEROKL} <= engine_arguments()
-    assert not set(ALLOWED) & set(SET_BY_ZEROKL)
+def test_what_is_allowed_refused_or_set_is_an_argument_of_vllm():
+    assert {*ALLOWED, *REFUSED, *SET_BY_ZEROKL} <= engine_arguments()
+    assert len({*ALLOWED, *REFUSED, *SET_BY_ZEROKL}) == len(ALLOWED) + len(REFUSED) + len(SET_BY_ZEROKL)
+
+
+def test_tensor_parallel_is_refused_with_the_reason():
+    with pytest.raises(ValueError, match=r"tensor_parallel_size \(2\) is refused: it cuts the sums"):
+        check_engine_arguments({"tensor_parallel_size": 2})

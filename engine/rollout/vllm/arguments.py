@@ -70,12 +70,29 @@ SET_BY_ZEROKL: dict[str, str] = {
     "distributed_executor_backend": "vllm.multiprocess",
 }
 
+# Argument -> why it is refused. Any other that is not in a table is refused because nobody has looked at it.
+_SPLIT_SUMS = (
+    "it cuts the sums of a product in parts, which are added in another order than the trainer's; start one "
+    "engine on each rank with torchrun, which splits the prompts"
+)
+_RANKS = "each rank has an engine of its own, which zerokl gives its part of the prompts; start more ranks"
+REFUSED: dict[str, str] = {
+    "tensor_parallel_size": _SPLIT_SUMS,
+    "decode_context_parallel_size": _SPLIT_SUMS,
+    "prefill_context_parallel_size": _SPLIT_SUMS,
+    "enable_expert_parallel": _SPLIT_SUMS,
+    "pipeline_parallel_size": "vLLM gets whole weights; start one engine on each rank with torchrun",
+    "data_parallel_size": _RANKS,
+}
+
 
 def check_engine_arguments(arguments: Mapping[str, Any]) -> None:
     """Raise ValueError for an argument that is not allowed, with the remedy."""
     for name, value in arguments.items():
         if name in ALLOWED:
             continue
+        if name in REFUSED:
+            raise ValueError(f"vllm.engine: {name} ({value!r}) is refused: {REFUSED[name]}")
         if name in SET_BY_ZEROKL:
             raise ValueError(f"vllm.engine: {name} ({value!r}) is refused: set {SET_BY_ZEROKL[name]}")
         close = difflib.get_close_matches(name, ALLOWED, 1)

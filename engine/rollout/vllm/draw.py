@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
+import numpy as np
 import torch
 import vllm
 from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor, MoveDirectionality
@@ -24,7 +25,7 @@ from ....kernels.philox import Stream
 from ....kernels.sampling_params import PENALTIES, SamplingParams, refuse_penalties
 from ....kernels.truncation import logit_offset
 from ....kernels.upload import upload
-from ..types import Request, RngKey, Uniforms
+from ..types import Request, RngKey, Uniforms, logit_noise
 from .experts import EXPERTS
 
 EXTRA = "zerokl"  # the key of our arguments in SamplingParams.extra_args
@@ -48,6 +49,7 @@ def request_arguments(request: Request, number: int) -> dict[str, Any]:
             "sampling_params": list(request.draw_params.sampling_params),
             "key": [key.seed, key.step, int(key.stream), key.prompt, key.sample],
             "drawn": request.drawn,
+            "logit_noise": request.draw_params.logit_noise,
         }
     }
 
@@ -61,6 +63,12 @@ class _Row:
     drawn_before: int  # tokens of the trajectory that were drawn before the request
     uniforms: Uniforms
     output: list[int]
+    logit_noise: float  # see DrawParams
+
+    @property
+    def kind(self) -> tuple[SamplingParams, float, int]:
+        """What rows that are drawn together have in common; the last is the seed."""
+        return self.sampling_params, self.logit_noise, self.rng_key.seed
 
     @property
     def drawn(self) -> int:
@@ -109,8 +117,8 @@ class KeyedDraw(LogitsProcessor):
             sampling_params = SamplingParams.of(*arguments["sampling_params"])
             seed, step, stream, prompt, sample = arguments["key"]
             rng_key = RngKey(seed, step, Stream(stream), prompt, sample)
-            row = _Row(sampling_params, rng_key, arguments["drawn"], Uniforms(rng_key), output)
-            self._rows[index] = row
+            uniforms, drawn, noise = Uniforms(rng_key), arguments["drawn"], arguments["logit_noise"]
+            self._rows[index] = _Row(sampling_params, rng_key, drawn, uniforms, output, noise)
         for a, b, direction in batch_update.moved:
             first, second = self._rows.pop(a, None), self._rows.pop(b, None)
             if first is not None:
@@ -120,33 +128,44 @@ class KeyedDraw(LogitsProcessor):
 
     def apply(self, logits: torch.Tensor) -> torch.Tensor:
         """logits [n, V] fp32, changed in place."""
-        rows_of: dict[SamplingParams, list[int]] = {}
+        rows_of: dict[tuple[SamplingParams, float, int], list[int]] = {}
         for row in range(logits.shape[0]):
-            rows_of.setdefault(self._rows[row].sampling_params, []).append(row)
+            rows_of.setdefault(self._rows[row].kind, []).append(row)
         size = chunk_rows(logits.shape[1], logits.device)
-        for sampling_params, rows in rows_of.items():
+        for (sampling_params, *_), rows in rows_of.items():
             for start in range(0, len(rows), size):
                 self._draw(logits, rows[start : start + size], sampling_params)
         return logits
 
     def _draw(self, logits: torch.Tensor, rows: list[int], sampling_params: SamplingParams) -> None:
-        """Draw for these rows of logits [n, V], which are in ascending order. Nothing waits for the device.
+        """Draw for these rows of logits [n, V], which are of one kind, and in ascending order.
 
-        The logp of a row whose logits are no distribution is NaN, which KeyedSampler refuses.
+        Nothing waits for the device. The logp of a row whose logits are no distribution is NaN, which
+        KeyedSampler refuses.
         """
         drawing = [self._rows[row] for row in rows]
         u = torch.tensor([r.uniforms.at(r.drawn) for r in drawing], dtype=torch.float64)
         offset = _host_offset(sampling_params, logits.shape[1], u.device)
-        u, index, *uploaded = upload(
-            logits.device, u, torch.tensor(rows), *(() if offset is None else (offset,))
-        )
-        offset = uploaded[0] if uploaded else None
+        noise = _noise(drawing, logits.shape[1])
+        given = [x for x in (noise, offset) if x is not None]
+        u, index, *given = upload(logits.device, u, torch.tensor(rows), *given)
+        offset = None if offset is None else given.pop()
+        noise = None if noise is None else given.pop()
         if len(rows) == logits.shape[0]:  # the usual case, which needs no copy
-            _leave_only(logits, *draw_tokens(logits, u, sampling_params, offset=offset))
+            _leave_only(logits, *draw_tokens(logits, u, sampling_params, noise, offset))
             return
         part = logits[index]
-        _leave_only(part, *draw_tokens(part, u, sampling_params, offset=offset))
+        _leave_only(part, *draw_tokens(part, u, sampling_params, noise, offset))
         logits.index_copy_(0, index, part)
+
+
+def _noise(rows: list[_Row], V: int) -> torch.Tensor | None:
+    """The noise on the logits [n, V] of rows of one kind; None where they have none."""
+    _, scale, seed = rows[0].kind
+    if not scale:
+        return None
+    counters = [(r.drawn, r.rng_key.sample, r.rng_key.prompt, r.rng_key.step) for r in rows]
+    return logit_noise(seed, np.array(counters), V) * scale
 
 
 def _leave_only(logits: torch.Tensor, ids: torch.Tensor, logp: torch.Tensor) -> None:

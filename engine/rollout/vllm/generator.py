@@ -13,7 +13,7 @@ from ..types import GenerationParams, Rollout
 from .exact import refuse_after_exact
 from .experts import EXPERTS, EXTENSION, experts_of
 from .installed import is_cpu_build
-from .sampler import ON_A_GPU, prepare_vllm
+from .sampler import ON_A_GPU, on_ranks, prepare_vllm
 from .start import starting_vllm
 
 # Tokens of a sequence at most, and bytes of the key-value cache.
@@ -53,13 +53,19 @@ class VllmGenerator:
                 kv_cache_memory_bytes=CACHE_BYTES,
                 hf_overrides={} if head in (None, dtype) else {"head_dtype": _name(head)},
                 **({"worker_extension_cls": EXTENSION} if experts else {}),
-                **({} if is_cpu_build() else ON_A_GPU),
+                **({} if is_cpu_build() else ON_A_GPU | on_ranks(torch.device("cuda"))),
             )
 
     def generate(
         self, prompts: Sequence[Sequence[int]], generation_params: GenerationParams, seed: int
     ) -> list[Rollout]:
         """One completion of each prompt, with the logprobs of its tokens."""
+        return self.draw(prompts, generation_params, [(seed << 20) + i for i in range(len(prompts))])
+
+    def draw(
+        self, prompts: Sequence[Sequence[int]], generation_params: GenerationParams, seeds: Sequence[int]
+    ) -> list[Rollout]:
+        """As `generate`, with a seed for each prompt. So its draws do not depend on its company."""
         names_experts = generation_params.experts and self._experts is not None
         if names_experts and not self._names_experts:
             self.llm.collective_rpc("zerokl_name_experts")
@@ -76,7 +82,7 @@ class VllmGenerator:
                 and list(sampling_params.allowed_token_ids),
                 max_tokens=generation_params.max_tokens,
                 logprobs=0,
-                seed=(seed << 20) + i,  # a request's seed does not depend on its company
+                seed=seeds[i],
                 stop_token_ids=sorted(generation_params.stop_ids),
                 extra_args={EXPERTS: i} if names_experts else None,
             )

@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
 from ....model.config import ModelConfig
 from ....model.decoder import COMPUTE, Numerics
@@ -53,6 +54,18 @@ def prepare_vllm(multiprocess: bool) -> None:
     os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"
 
 
+def on_ranks(device: torch.device) -> dict[str, Any]:
+    """The arguments of vllm.LLM that an engine in a process of several ranks has. All ranks start together.
+
+    An engine in this process joins the process group that the ranks have, and there makes groups of one rank
+    each; this is why they start together. On a GPU it must take that of its rank, which only the external
+    launcher does. An engine in a process of its own knows nothing of the ranks.
+    """
+    if device.type != "cuda" or not dist.is_initialized() or dist.get_world_size() == 1:
+        return {}
+    return {"distributed_executor_backend": "external_launcher"}
+
+
 class KeyedSampler:
     """A vLLM engine whose tokens are drawn with zerokl's keys (draw.py).
 
@@ -82,6 +95,7 @@ class KeyedSampler:
         prepare_vllm(cfg.multiprocess)
         self.vocab, self.context = config.vocab_size, vllm_context(config, cfg)
         self._experts, self._names_experts = config.experts, False
+        self._in_process = not cfg.multiprocess
         from vllm import LLM
 
         from .plugin import register
@@ -95,7 +109,7 @@ class KeyedSampler:
         if cfg.cuda_graphs:
             arguments["compilation_config"] = arguments.get("compilation_config", {}) | GRAPHS
         with starting_vllm():
-            self.llm = LLM(model=str(model), **(common | arguments | cfg.engine))
+            self.llm = LLM(model=str(model), **(common | arguments | on_ranks(flat.device) | cfg.engine))
         try:
             self.llm.init_weight_transfer_engine({"init_info": init_info})
             self.sync_weights(version)
@@ -218,8 +232,16 @@ class KeyedSampler:
         return Completion(tokens, logp, completion.finish_reason, self.version)
 
     def close(self) -> None:
-        """End the engine."""
-        self.llm.llm_engine.engine_core.shutdown()
+        """End the engine.
+
+        vLLM's own end of an engine in this process destroys the process group. The ranks still need theirs.
+        """
+        core = self.llm.llm_engine.engine_core
+        if self._in_process and dist.is_initialized() and dist.get_world_size() > 1:
+            core._finalizer.detach()  # it would do the same when Python ends
+            core.engine_core.model_executor.shutdown()
+        else:
+            core.shutdown()
 
 
 def _vllm_params(request: Request, number: int) -> Any:
@@ -249,6 +271,7 @@ class VllmZeroklSampler(KeyedSampler):
         is in this process, and the weights are the trainer's tensor itself; with cfg.cuda_graphs a copy.
     frozen: the weights that are not trained, by their names in the layout.
     value_head: whether a critic's head is among the weights; vLLM does not read it.
+    has_weights: whether the folder `model` has the weights too, and not only config.json.
 
     Raises ValueError as KeyedSampler does.
     """
@@ -263,6 +286,7 @@ class VllmZeroklSampler(KeyedSampler):
         version: int = 0,
         frozen: Collection[str] = (),
         value_head: bool = False,
+        has_weights: bool = True,
     ):
         from .plugin import ARCHITECTURE, FROZEN, HAS_VALUE_HEAD, OWN, SHARED, TILES_OVERRIDE
 
@@ -278,4 +302,10 @@ class VllmZeroklSampler(KeyedSampler):
             flat, transfer = weights.tensor, (SHARED, weights.handle._asdict())
         else:
             flat, transfer = weights, (OWN, {"flat": weights, "copy": cfg.cuda_graphs})
-        super().__init__(model, config, flat, cfg, transfer, version, {"hf_overrides": overrides})
+        arguments = {"hf_overrides": overrides} | ({} if has_weights else {"load_format": "dummy"})
+        super().__init__(model, config, flat, cfg, transfer, version, arguments)
+
+    def weights(self) -> torch.Tensor:
+        """Those that vLLM's model computes with, [layout.numel]. For an engine in this process."""
+        (flat,) = self.llm.apply_model(lambda model: model.decoder.flat)
+        return flat.detach()

@@ -228,8 +228,16 @@ def test_control_transformers_with_old_weights_is_seen(config, tmp_path, read_js
     [
         ({"sampler": "hf"}, "set exact = false"),
         ({"perturb.delay": "1"}, "set exact = false"),
-        ({"sampler": "vllm-zerokl", "max_staleness": "1"}, 'need sampler = "native", not vllm-zerokl'),
-        ({"sampler": "hf", "exact": "false", "perturb.delay": "1"}, 'need sampler = "native", not hf'),
+        ({"sampler": "hf", "exact": "false", "perturb.logit_noise": "1"}, "has a draw of its own"),
+        ({"sampler": "hf", "exact": "false", "precision.sampler_head_dtype": "fp32"}, "numerics of its own"),
+        (
+            {"sampler": "vllm-zerokl", "exact": "false", "precision.sampler_cache_dtype": "bf16"},
+            "cache holds the compute dtype",
+        ),
+        (
+            {"sampler": "vllm-zerokl", "exact": "false", "precision.sampler_router_dtype": "fp32"},
+            "routers compute in the compute dtype",
+        ),
         ({"perturb.gain": "-1"}, "perturb.gain"),
         ({"perturb.round_weights": "int8"}, "round_"),
         ({"max_staleness": "-1"}, "max_st"),
