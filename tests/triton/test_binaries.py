@@ -32,7 +32,7 @@ def report(triton, all_reports) -> dict[str, Any]:
 
 def test_every_binary_is_free_of_atomics_and_spills_and_as_recorded(triton, report):
     built = targets(triton, TARGETS)
-    assert report["binaries"] == sum(len(some_configurations(target)) for target in built) > 100
+    assert report["binaries"] == sum(len(some_configurations(target)) for target in built) > 50
     assert report["faults"] == []
     assert "not compared" not in report["compared"], "the table must have each Triton that is tested"
 
