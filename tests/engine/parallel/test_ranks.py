@@ -387,6 +387,7 @@ runpy.run_module("zerokl", run_name="__main__", alter_sys=True)
 """
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("device", "message"),
     [
@@ -396,7 +397,7 @@ runpy.run_module("zerokl", run_name="__main__", alter_sys=True)
             "cuda",
             "ranks: rank 1 of this machine has no GPU, as it has 1; start at most 1 ranks on it, or set",
         ),
-        pytest.param("auto", "ranks: rank 1 of this machine has no GPU", marks=pytest.mark.full),
+        ("auto", "ranks: rank 1 of this machine has no GPU"),
     ],
 )
 def test_more_ranks_than_gpus_run_on_the_cpu(brief, tmp_path, device, message):

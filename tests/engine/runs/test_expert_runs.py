@@ -255,7 +255,8 @@ def test_load_is_balanced_by_the_same_bits_however_the_work_is_cut(config, moe, 
 # Routers in fp32
 
 
-@pytest.mark.parametrize("dtype", [pytest.param("bfloat16", marks=pytest.mark.full), "float16"])
+@pytest.mark.full
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_routers_in_fp32_are_exact_and_trained_and_decide_bits(config, moe, tmp_path, dtype):
     settings = config(model=moe, dtype=dtype, precision__router_dtype="float32", checkpoint__every=3)
     summary = train(settings, tmp_path / "run")

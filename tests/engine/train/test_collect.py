@@ -169,7 +169,8 @@ def test_rollouts_do_not_depend_on_the_draw_they_are_collected_in(collected):
     assert completions == [r.completion_ids for r in larger.rollouts if r.prompt == 4]
 
 
-@pytest.mark.parametrize("kl_in", [pytest.param("loss", marks=pytest.mark.full), "reward"])
+@pytest.mark.full
+@pytest.mark.parametrize("kl_in", ["loss", "reward"])
 def test_the_kl_term_holds_the_policy_near_its_reference(config, tmp_path, read_jsonl, kl_in):
     summaries = {}
     for coef in (0.0, 1.0):
