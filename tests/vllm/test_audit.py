@@ -54,7 +54,7 @@ def test_vllm_with_zerokl_inside_equals_the_trainer(model, tmp_path):
     "sides",
     [
         ("vllm", "zerokl"),
-        ("vllm-zerokl", "vllm"),
+        pytest.param(("vllm-zerokl", "vllm"), marks=pytest.mark.full),
         *(pytest.param(sides, marks=pytest.mark.proof) for sides in (("vllm", "hf"), ("hf", "vllm"))),
     ],
 )
@@ -86,8 +86,8 @@ def test_vllm_against_itself_parts_at_no_operation(model, tmp_path):
 @pytest.mark.parametrize(
     "words",
     [
-        ("--temperature", "0.7"),
-        ("--temperature", "0"),
+        pytest.param(("--temperature", "0.7"), marks=pytest.mark.full),
+        pytest.param(("--temperature", "0"), marks=pytest.mark.full),
         ("--temperature", "1.3", "--top-k", "20", "--min-p", "0.05"),
     ],
 )
@@ -100,7 +100,7 @@ def test_vllm_scores_the_distribution_that_was_drawn_from(model, tmp_path, words
     assert report["engine_settings"]["trainer"]["attention backend"] == "CPUAttentionBackend"
 
 
-@pytest.mark.parametrize("temperature", [0.8, 0.0])
+@pytest.mark.parametrize("temperature", [0.8, pytest.param(0.0, marks=pytest.mark.full)])
 def test_vllm_scores_every_filter_that_a_log_declares(model, tmp_path, temperature):
     params = SamplingParams.of(temperature, 0, 0.95, 0.02, {9: 2.0, 20: -1.5}, range(1, 60, 2))
     sampler, prompts = NativeSampler(load_decoder(model, torch.float32)), [[5, 9], [20, 30, 41]] * 8
@@ -114,6 +114,7 @@ def test_vllm_scores_every_filter_that_a_log_declares(model, tmp_path, temperatu
     assert report["max_abs"] < 0.01
 
 
+@pytest.mark.full
 def test_vllm_with_wide_logits(model, tmp_path):
     sides = ("--sampler", "vllm", "--trainer", "zerokl")
     wide_logits = ("--sampler-head-dtype", "float32", "--head-dtype", "float32")
@@ -149,7 +150,9 @@ def _with_a_flipped_bit(model: Path, folder: Path, rng: random.Random) -> str:
     return f"layers.{layer}.{op}"
 
 
-@pytest.mark.parametrize("seed", [0, 1, pytest.param(2, marks=pytest.mark.proof)])
+@pytest.mark.parametrize(
+    "seed", [0, pytest.param(1, marks=pytest.mark.full), pytest.param(2, marks=pytest.mark.proof)]
+)
 def test_a_difference_planted_in_vllm_is_found_where_it_is(model, tmp_path, seed):
     trace = str(tmp_path / "trace.safetensors")
     report = _report("audit_process.py", str(model), str(seed), trace)
@@ -170,6 +173,7 @@ def test_a_stale_cache_is_named(model, seed):
         assert ("used a stale cache" in report["verdict"]) == (fault == "forgets")
 
 
+@pytest.mark.full
 def test_a_stale_cache_is_named_where_the_engines_part_anyway(model):
     for fault in ("forgets", "none"):
         report = _report("stale_process.py", str(model), "2", fault, "hf")
@@ -177,6 +181,7 @@ def test_a_stale_cache_is_named_where_the_engines_part_anyway(model):
         assert ("used a stale cache" in report["verdict"]) == (fault == "forgets")
 
 
+@pytest.mark.full
 def test_what_only_vllms_process_computes_is_found_there(model):
     """vLLM's own decoder has another epsilon, and the trace is that of vLLM's forward."""
     report = _report("stale_process.py", str(model), "3", "inside", "zerokl")

@@ -123,8 +123,11 @@ def _compare(drawn: list, expected: tuple[list[Rollout], list[np.ndarray]], vers
     return compared, unequal
 
 
+DTYPES = [pytest.param("float32", marks=pytest.mark.full), "bfloat16", "float16"]
+
+
 @pytest.mark.parametrize("cache", CACHES.values(), ids=CACHES)
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_every_token_and_logprob_is_the_trainers(model, dtype, cache):
     prompts = _prompts()
     calls = [_call(sampling_params) for sampling_params in SAMPLING_PARAMS.values()]
@@ -136,7 +139,7 @@ def test_every_token_and_logprob_is_the_trainers(model, dtype, cache):
 
 
 @pytest.mark.parametrize("cache", ["prefix cache, chunked", "no prefix cache, chunked"])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_three_turns_too(model, dtype, cache):
     """A turn goes on from what vLLM has cached of the turns before, or reads it again."""
     prompts, call = _prompts(), _call(SAMPLING_PARAMS["T=0.7"]) | {"max_tokens": 20}
@@ -219,7 +222,7 @@ def test_a_turn_goes_on_from_vllms_cache_and_no_block_outlives_an_update(model, 
         assert hits[updates + 1] - hits[updates] == (sum(map(_full, before)) + again if caching else 0)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_preempted_requests_too(model, dtype):
     """The cache holds about a fifth of what 64 completions need.
 

@@ -110,6 +110,7 @@ def test_one_process_with_vllm_has_it_too(model, tmp_path, case):
     assert _end(_alone(model, tmp_path / "vllm", *VLLM, *CASES[case])) == _end(native)
 
 
+@pytest.mark.full
 def test_control_stale_weights_on_one_rank_stop_the_run(model, tmp_path):
     """Its first step has the first weights, which are not stale."""
     process = _ranks(model, tmp_path / "run", *VLLM, fault="stale")

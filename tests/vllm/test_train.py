@@ -53,7 +53,7 @@ def _fingerprint(base: Path, run: Path, *words: str) -> tuple[str, str]:
     return summary["fingerprint"], summary["weights"]
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.full), "bfloat16"])
 def test_fingerprint_is_that_of_the_native_sampler(base, tmp_path, dtype):
     native = _fingerprint(base, tmp_path / "native", "--dtype", dtype)
     words = ("--dtype", dtype, "--sampler", "vllm-zerokl")
@@ -64,7 +64,7 @@ def test_fingerprint_is_that_of_the_native_sampler(base, tmp_path, dtype):
     assert other_seed[1] != native[1], "the seed must matter"
 
 
-@pytest.mark.parametrize("separate_process", ["false", "true"])
+@pytest.mark.parametrize("separate_process", [pytest.param("false", marks=pytest.mark.full), "true"])
 def test_frozen_weights_lie_in_vllm_where_they_lie_in_the_trainer(base, tmp_path, separate_process):
     """Frozen weights follow the trained ones, so the embedding does not lie first here."""
     words = ("--dtype", "bfloat16", "--frozen", "model.embed_tokens.*", "--frozen", "model.layers.0.mlp.*")
@@ -81,7 +81,7 @@ def test_a_critics_head_lies_among_the_weights_that_vllm_reads(base, tmp_path):
     assert _fingerprint(base, tmp_path / "vllm", *critic, *vllm) == native
 
 
-@pytest.mark.parametrize("separate_process", ["false", "true"])
+@pytest.mark.parametrize("separate_process", [pytest.param("false", marks=pytest.mark.full), "true"])
 def test_adapters_are_merged_where_vllm_reads_the_weights(base, tmp_path, separate_process):
     """vLLM draws from the merged weights, so it needs no adapters of its own."""
     words = ("--dtype", "bfloat16", "--lora.rank", "4", "--lora.alpha", "128")
