@@ -95,11 +95,15 @@ def trls(models, folder, beta: float, rollouts):
     return loss.item(), {name: w.grad for name, w in trainer.model.named_parameters() if w.grad is not None}
 
 
+# TRL adds tens of nats in fp32. On a CPU with AVX2 its loss was 5e-7 off.
+CLOSE = 1e-6
+
+
 @pytest.mark.parametrize("beta", [0.1, 0.5])
 def test_loss_and_gradient_are_trls(models, tmp_path, beta):
     rollouts, metrics, gradient = ours(models, tmp_path, beta)
     loss, trl_gradient = trls(models, tmp_path, beta, rollouts)
-    assert abs(metrics["dpo/loss"] - loss) <= 3e-7
+    assert metrics["dpo/loss"] == pytest.approx(loss, rel=CLOSE)
     assert abs(metrics["dpo/margin"]) > 0.01, "control: with margins of 0 any beta has the same loss"
     for name, w in trl_gradient.items():
         assert (gradient[name] - w).norm() <= 3e-6 * w.norm(), name
@@ -108,4 +112,4 @@ def test_loss_and_gradient_are_trls(models, tmp_path, beta):
 def test_control_another_beta_is_found(models, tmp_path):
     rollouts, metrics, _ = ours(models, tmp_path, 0.1)
     loss, _ = trls(models, tmp_path, 0.101, rollouts)
-    assert abs(metrics["dpo/loss"] - loss) > 3e-7
+    assert metrics["dpo/loss"] != pytest.approx(loss, rel=CLOSE)

@@ -122,7 +122,8 @@ def test_the_audit_says_equal_and_of_plain_trl_it_does_not(case, model, tmp_path
     plain.train()
     code, largest = audit(tmp_path / "plain.jsonl")
     print(f"plain TRL {trl.__version__} with transformers, {case}: {largest}")
-    assert code == 1
+    # Under the cuts TRL scores another distribution. Elsewhere its two sides only round, which is sound.
+    assert code == (case == "truncated")
     assert largest > 0.0
 
 
@@ -188,7 +189,7 @@ def test_control_weights_that_are_stale_on_both_sides_are_found(model, tmp_path,
     monkeypatch.undo()
     trainer = make_trainer(ExactGRPOTrainer, model, tmp_path)
     monkeypatch.setattr(ExactModel, "sync", lambda self: None)
-    monkeypatch.setattr(ExactModel, "check_fresh", lambda self: "")
+    monkeypatch.setattr(ExactModel, "check_fresh", lambda *_: "")
     trainer.train()
     assert mismatches(trainer) == [0.0] * STEPS  # which alone does not see it
 
