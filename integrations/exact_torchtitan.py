@@ -32,7 +32,6 @@ from torchtitan.trainer import Trainer
 
 from ..engine.parallel.fsdp import apply_fsdp_with_tree, read_pieces
 from ..engine.parallel.gradient import GradientTree
-from ..engine.parallel.pieces import parts_of
 from ..model.causal_lm import CausalLM
 from ..model.checkpoint import resolve_model
 from ..model.config import ModelConfig
@@ -88,8 +87,7 @@ class ExactModel(CausalLM, BaseModel):
     def init_states(self, *, buffer_device: torch.device | None = None) -> None:
         """Read this rank's pieces of the model's folder."""
         assert self.mesh is not None, "torchtitan parallelizes a model before it initialises its states"
-        parts = parts_of(self.layout.entries.values(), self.mesh.get_local_rank(), self.mesh.size())
-        read_pieces(self, self.folder, self.layout, parts)
+        read_pieces(self, self.folder, self.layout, self.mesh)
 
     def forward(
         self, tokens: torch.Tensor, labels: torch.Tensor, positions: torch.Tensor | None = None

@@ -26,7 +26,6 @@ from verl.workers.engine.base import EngineRegistry
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 
 from ..engine.parallel.fsdp import apply_fsdp, read_pieces
-from ..engine.parallel.pieces import parts_of
 from ..kernels.sampling_params import SamplingParams
 from ..model.causal_lm import CausalLM
 from ..model.config import ModelConfig
@@ -92,13 +91,7 @@ class ExactEngine(FSDPEngineWithLMHead):
         policy = CPUOffloadPolicy(pin_memory=torch.cuda.is_available()) if offload else None
         apply_fsdp(module, self.device_mesh, dtype, policy)
         module.to_empty(device="cpu" if offload else get_device_id())
-        rank, size = self.device_mesh.get_local_rank(), self.device_mesh.size()
-        read_pieces(
-            module,
-            Path(self.model_config.local_path),
-            module.layout,
-            parts_of(module.layout.entries.values(), rank, size),
-        )
+        read_pieces(module, Path(self.model_config.local_path), module.layout, self.device_mesh)
         self._autocast_dtype = torch.float32  # the kernels round where their contract says; the loss is fp32
         if dtype == torch.float16:
             self.scaler = ShardedGradScaler(get_device_name(), growth_interval=_GROWTH_INTERVAL)

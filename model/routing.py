@@ -90,8 +90,7 @@ class RecordedRouting:
 class ReplayedRouting(RecordedRouting):
     """The first rows take the experts that they are given; rows after them take their router's choice.
 
-    given [n, L, k]: the experts of the first n rows of the forward, in id_dtype. A layer with fewer rows
-        takes those of its rows. rows: see RecordedRouting.
+    given [n, L, k]: the experts of the first n rows of the forward, in id_dtype. rows: see RecordedRouting.
     Raises ValueError for an expert that the model does not have.
     """
 
@@ -117,7 +116,7 @@ class ReplayedRouting(RecordedRouting):
 
     def experts(self, layer: int, logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         """See Routing."""
-        given = self._given[: len(ids), self._layers.index(layer)].to(ids.dtype)
+        given = self._given[:, self._layers.index(layer)].to(ids.dtype)
         return super().experts(layer, logits, torch.cat([given, ids[len(given) :]]))
 
 

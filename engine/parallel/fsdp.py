@@ -25,7 +25,7 @@ from ...model.causal_lm import CausalLM
 from ...model.checkpoint import read_rows
 from ...model.weights import Layout
 from .gradient import add_roots
-from .pieces import Part
+from .pieces import fill_pieces, parts_of
 
 
 class TreeReduceScatter(ReduceScatter):
@@ -104,14 +104,8 @@ def apply_fsdp_with_tree(model: CausalLM, mesh: DeviceMesh, dtype: torch.dtype) 
     return tree
 
 
-@torch.no_grad()
-def read_pieces(model: CausalLM, folder: Path, layout: Layout, parts: Sequence[Part]) -> None:
-    """Set a rank's pieces, which FSDP has sharded, from a model's folder. Raises ValueError.
-
-    parts: of this rank (parts_of).
-    """
-    named = dict(model.named_parameters())
+def read_pieces(model: CausalLM, folder: Path, layout: Layout, mesh: DeviceMesh) -> None:
+    """Set this rank's pieces of a model that FSDP has sharded, from a model's folder. Raises ValueError."""
+    parts = parts_of(layout.entries.values(), mesh.get_local_rank(), mesh.size())
     rows = read_rows(folder, layout, {part.name: part.rows for part in parts})
-    for part in parts:
-        local = named[part.name].detach().to_local()
-        local.copy_(rows[part.name].view(local.shape))
+    fill_pieces(dict(model.named_parameters()), parts, rows)

@@ -6,15 +6,18 @@ tensor of all weights (model/weights.py), whatever the ranks are. So what is has
 goes to the slices of this flat tensor: each rank sends every part to the rank whose slice holds it.
 """
 
-from collections.abc import Collection, Iterable, Sequence
-from typing import NamedTuple
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from ...model.weights import Entry, FlatLayout
+from ...model.weights import VALUE_HEAD_TENSOR, Entry, FlatLayout
 from .process_group import Ranks
 from .zero import Slices
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 Range = tuple[int, int]  # from, to
 
@@ -40,6 +43,19 @@ def parts_of(entries: Iterable[Entry], rank: int, size: int) -> list[Part]:
             parts.append(Part(name, len(entry.shape), slice(a, b), offset + a * width, offset + b * width))
             offset += rows * width
     return parts
+
+
+@torch.no_grad()
+def fill_pieces(
+    parameters: Mapping[str, "DTensor"], parts: Iterable[Part], rows: Mapping[str, torch.Tensor]
+) -> None:
+    """Set a rank's pieces of Parameters, by their names. A critic's head without any rows is 0."""
+    for part in parts:
+        local = parameters[part.name].detach().to_local()
+        if part.name == VALUE_HEAD_TENSOR and part.name not in rows:
+            local.zero_()
+        else:
+            local.copy_(rows[part.name].view(local.shape))
 
 
 class Pieces:

@@ -9,7 +9,6 @@ in one buffer, and the ranks add theirs by the tree of gradient.py, as in data_p
 """
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import TypeVar
 
 import torch
@@ -19,8 +18,8 @@ from ...kernels.merge import merge
 from ...model.adapters import Adapter, adapter_buffers_by_name
 from ...model.decoder import Decoder
 from ...verify.ledger import Tree
-from .gradient import GradientTree, TrainedAdapters
-from .sharded_model import OnePassWork, ShardedModel
+from .gradient import TrainedAdapters
+from .sharded_model import OnePassWork, ShardedModel, ShardedWorkers
 from .zero import Slices
 
 X = TypeVar("X")
@@ -86,36 +85,25 @@ class ShardedAdapters:
         return Tree(slices.hash_tree(slices.hashing(merged)).root, [])
 
 
-class ShardedAdapterWorkers:
+class ShardedAdapterWorkers(ShardedWorkers):
     """See ShardedWorkers, for adapters. slices: of the adapters."""
 
-    n = 1
-
     def __init__(self, model: ShardedModel, gradient: AdapterGradient, slices: Slices, virtual_shards: int):
-        self._model, self._gradient, self._slices = model, gradient, slices
-        self._tree = GradientTree(virtual_shards // model.ranks.size)
+        super().__init__(model, virtual_shards)
+        self._gradient, self._slices = gradient, slices
 
-    def own_threads(self) -> AbstractContextManager[None]:
-        """See Workers: there is one worker."""
-        return nullcontext()
-
-    def sum_shards(
+    def _sum_round(
         self, work: OnePassWork, shards: Sequence[X | None]
     ) -> tuple[list[Y | None], torch.Tensor | None]:
-        """See RankedWorkers.sum_shards."""
-        results: list[Y | None] = []
-        size = self._model.ranks.size
-        for first in range(0, len(shards), size):
-            of_round = shards[first : first + size]
+        """The results of all ranks, and this rank's slice of the gradients' sum."""
+        self._gradient.flat.zero_()
+        results, has_gradient = self._model.compute_round(work, shards)
+        if not has_gradient:
             self._gradient.flat.zero_()
-            of_ranks, has_gradient = self._model.compute_round(work, of_round)
-            results += of_ranks
-            if not has_gradient:
-                self._gradient.flat.zero_()
-            present = [shard is not None for shard in of_round]
-            own = self._gradient.flat if present[self._model.ranks.rank] else None
-            self._tree.push(self._slices.sum_roots(own, present))
-        return results, self._tree.take()
+        present = [shard is not None for shard in shards]
+        own = self._gradient.flat if present[self._model.ranks.rank] else None
+        return results, self._slices.sum_roots(own, present)
 
-    def close(self) -> None:
-        """Nothing runs outside this process."""
+    def _slice_of(self, root: torch.Tensor | None) -> torch.Tensor | None:
+        """It is this rank's slice already."""
+        return root

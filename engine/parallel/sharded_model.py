@@ -21,9 +21,9 @@ from ...kernels.low_rank import LowRankBuffers
 from ...model.causal_lm import CausalLM
 from ...model.checkpoint import read_rows
 from ...model.decoder import Numerics
-from ...model.weights import VALUE_HEAD_TENSOR, Layout
+from ...model.weights import Layout
 from .gradient import GradientTree
-from .pieces import Pieces, TrainedPieces
+from .pieces import Pieces, TrainedPieces, fill_pieces
 from .process_group import Ranks
 
 if TYPE_CHECKING:
@@ -79,20 +79,13 @@ class ShardedModel:
         self.pieces = TrainedPieces(layout, ranks)
         self._all_pieces = Pieces(layout.entries.values(), ranks)
         self.parameters = [self._named[part.name] for part in self.pieces.parts]
-        self.fill(read_rows(folder, layout, self._all_pieces.rows))
-
-    @torch.no_grad()
-    def fill(self, rows: Mapping[str, torch.Tensor]) -> None:
-        """Set this rank's pieces. rows: of each Parameter, by its name. A critic's head without any is 0."""
-        for part, local in zip(self._all_pieces.parts, self._all_locals(), strict=True):
-            if part.name == VALUE_HEAD_TENSOR and part.name not in rows:
-                local.zero_()
-            else:
-                local.copy_(rows[part.name].view(local.shape))
+        rows = read_rows(folder, layout, self._all_pieces.rows)
+        fill_pieces(self._named, self._all_pieces.parts, rows)
 
     def load(self, flat: torch.Tensor) -> None:
         """Set this rank's pieces from all weights, [layout.numel]."""
-        self.fill({part.name: flat[part.start : part.stop] for part in self._all_pieces.parts})
+        parts = self._all_pieces.parts
+        fill_pieces(self._named, parts, {part.name: flat[part.start : part.stop] for part in parts})
 
     def locals(self) -> list[torch.Tensor]:
         """This rank's piece of each Parameter that is trained, in fp32."""
@@ -107,7 +100,7 @@ class ShardedModel:
 
         All ranks call this together.
         """
-        like = self.by_name[name]
+        like = self._named[name].detach()
         return like.full_tensor() if own is None else placed_like(like, own.to(like.dtype)).full_tensor()
 
     @property
@@ -193,11 +186,20 @@ class ShardedWorkers:
         results: list[Y | None] = []
         size = self._model.ranks.size
         for first in range(0, len(shards), size):
-            of_round, gradient = self._model.sum_round(work, shards[first : first + size])
+            of_round, gradient = self._sum_round(work, shards[first : first + size])
             results += of_round
             self._tree.push(gradient)
-        root = self._tree.take()
-        return results, None if root is None else self._model.pieces.to_gradient_slice(root)
+        return results, self._slice_of(self._tree.take())
+
+    def _sum_round(
+        self, work: OnePassWork, shards: Sequence[X | None]
+    ) -> tuple[list[Y | None], torch.Tensor | None]:
+        """See ShardedModel.sum_round."""
+        return self._model.sum_round(work, shards)
+
+    def _slice_of(self, root: torch.Tensor | None) -> torch.Tensor | None:
+        """The gradient in the slices of zero.py, of the tree's root."""
+        return None if root is None else self._model.pieces.to_gradient_slice(root)
 
     def close(self) -> None:
         """Nothing runs outside this process."""

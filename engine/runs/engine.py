@@ -34,7 +34,7 @@ class Engine(NamedTuple):
 
     policy: Decoder
     optimizer: Optimizer
-    parallel: Workers | RankedWorkers | ShardedWorkers | ShardedAdapterWorkers
+    parallel: Workers | RankedWorkers | ShardedWorkers
     samplers: Samplers
     ref_policy: Scorer | RankedScorer | None = None
     critic: Scorer | RankedScorer | None = None

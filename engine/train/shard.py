@@ -182,9 +182,7 @@ def shard_in_one_pass(model: CausalLM, shard: Shard, work: ShardWork, backward: 
     prompt_ids = [r.prompt_ids for r in shard.rollouts]
     layout, masks = PromptLayout(prompt_ids), [r.mask for r in shard.rollouts]
     packed = pack([r.pair for r in shard.rollouts], layout.prompt_of_sample, None, masks)
-    experts = model.config.experts
-    of_prompts = _given_to_prompts(layout, shard.rollouts) if work.replayed else []
-    routing = _routing(experts, packed, shard.rollouts, work, of_prompts)
+    routing = _routing(model.config.experts, packed, shard.rollouts, work)
     inputs = model.inputs(packed, work.sampling_params, prompt_ids, routing or FREE)
     counts = ZeroCounts() if work.watch else None
     counter = OnePassUnderflow(packed, counts, layout, inputs.one_pass) if counts else None
@@ -258,37 +256,25 @@ def _micro_batch(
 
 
 def _routing(
-    experts: Experts | None,
-    packed: PackedBatch,
-    rollouts: Sequence[Rollout],
-    work: ShardWork,
-    of_prompts: Sequence[np.ndarray] = (),
+    experts: Experts | None, packed: PackedBatch, rollouts: Sequence[Rollout], work: ShardWork
 ) -> RecordedRouting | None:
-    """The routing of a micro-batch; None in a dense model.
-
-    of_prompts: see _given_to_prompts, where the forward reads the prompts too.
-    """
+    """The routing of a micro-batch; None in a dense model."""
     keeps_logits = bool(work.loss.router_aux_coef)
     if experts is None or not work.replayed:
         return experts and RecordedRouting(experts, packed.rows, keeps_logits)
     # A sequence's rows begin with the prompt's last token.
-    of_samples = [r.experts[len(r.prompt_ids) - 1 :] for r in rollouts]
-    given = np.concatenate([*of_samples, *of_prompts])
+    given = np.concatenate([r.experts[len(r.prompt_ids) - 1 :] for r in rollouts])
     return ReplayedRouting(experts, torch.from_numpy(given), packed.rows, keeps_logits)
 
 
 def _routing_of_prompts(
     experts: Experts | None, layout: PromptLayout, rollouts: Sequence[Rollout], work: ShardWork
 ) -> Routing:
-    """The routing of a pass's prompts."""
+    """The routing of a pass's prompts. A replayed prompt has the experts of its first sample in the shard."""
     if experts is None or not work.replayed:
         return FREE
-    return ReplayedRouting(experts, torch.from_numpy(np.concatenate(_given_to_prompts(layout, rollouts))))
-
-
-def _given_to_prompts(layout: PromptLayout, rollouts: Sequence[Rollout]) -> list[np.ndarray]:
-    """The experts of each replayed prompt without its last token: those of its first sample in the shard."""
-    return [r.experts[: len(r.prompt_ids) - 1] for r in compress(rollouts, layout.firsts)]
+    given = [r.experts[: len(r.prompt_ids) - 1] for r in compress(rollouts, layout.firsts)]
+    return ReplayedRouting(experts, torch.from_numpy(np.concatenate(given)))
 
 
 def _placed(observer: ForwardObserver | None, rollouts: Sequence[Rollout]) -> Observer | None:
