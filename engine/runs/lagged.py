@@ -51,6 +51,29 @@ class Drawing(NamedTuple):
             self.workers.close()
 
 
+class DrawingSampler:
+    """What samplers over weights of their own have in common. Each has its way to sync. See Sampler."""
+
+    def __init__(self, drawing: Drawing, perturb: PerturbConfig):
+        self._drawing, self._perturb = drawing, perturb
+
+    @property
+    def samples_at_once(self) -> int | None:
+        """See Sampler."""
+        return self._drawing.sampler.samples_at_once
+
+    def end_turns(self) -> None:
+        """See Sampler."""
+        self._drawing.sampler.end_turns()
+
+    def generate(self, requests: Sequence[Request]) -> list[Completion]:
+        return self._drawing.sampler.generate([perturbed(self._perturb, request) for request in requests])
+
+    def close(self) -> None:
+        """End the sampler."""
+        self._drawing.close()
+
+
 class _Lagged:
     """The snapshots of the last steps, and the weights of the scorer.
 
@@ -86,7 +109,7 @@ class _Lagged:
             self._scoring.host.decoder.flat.copy_(self.older.due().scored)
 
 
-class LaggedSampler(_Lagged):
+class LaggedSampler(_Lagged, DrawingSampler):
     """A sampler over the weights that the step `lag` steps before began with. See Sampler.
 
     scoring: the workers of `drawing`, or others where the sampler's weights differ.
@@ -95,13 +118,8 @@ class LaggedSampler(_Lagged):
     def __init__(
         self, config: Config, optimizer: Optimizer, older: OlderWeights, drawing: Drawing, scoring: Workers
     ):
-        super().__init__(config, optimizer, older, scoring, scoring is not drawing.workers)
-        self._drawing = drawing
-
-    @property
-    def samples_at_once(self) -> int | None:
-        """See Sampler."""
-        return self._drawing.sampler.samples_at_once
+        _Lagged.__init__(self, config, optimizer, older, scoring, scoring is not drawing.workers)
+        DrawingSampler.__init__(self, drawing, config.perturb)
 
     @torch.no_grad()
     def sync_weights(self, version: int) -> None:
@@ -110,18 +128,6 @@ class LaggedSampler(_Lagged):
         due = self.older.due()
         self._drawing.flat.copy_(due.sampled)
         self._drawing.sampler.sync_weights(due.version)
-
-    def end_turns(self) -> None:
-        """See Sampler."""
-        self._drawing.sampler.end_turns()
-
-    def generate(self, requests: Sequence[Request]) -> list[Completion]:
-        sampler, perturb = self._drawing.sampler, self._config.perturb
-        return sampler.generate([perturbed(perturb, request) for request in requests])
-
-    def close(self) -> None:
-        """End the sampler."""
-        self._drawing.close()
 
 
 class PooledSampler(_Lagged):

@@ -15,7 +15,7 @@ sampler that differs in more than age has a second copy of the weights beside it
 sampler's version, in the trainer's precision.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,7 +36,7 @@ from ..rollout.older_weights import OlderWeights
 from ..rollout.pool.actor import Blueprint, bits_environment
 from ..rollout.pool.dispatch import Dispatcher
 from ..rollout.pool.on_ray import RayCluster
-from ..rollout.types import Completion, Request, Sampler
+from ..rollout.types import Sampler
 from ..rollout.vllm.arguments import vllm_context
 from ..rollout.vllm.exact import VllmExactSampler
 from ..rollout.vllm.installed import is_cpu_build
@@ -45,7 +45,7 @@ from ..sampler_names import EXTERNAL
 from ..stopwatch import Stopwatch
 from ..train.optimizer import Optimizer
 from .external import ExternalSampler, make_engine
-from .lagged import Drawing, LaggedSampler, PooledSampler, perturbed
+from .lagged import Drawing, DrawingSampler, LaggedSampler, PooledSampler
 
 
 @dataclass(frozen=True)
@@ -286,7 +286,7 @@ def shares_weights(config: Config, device: torch.device) -> bool:
     return config.sampler == "vllm-zerokl" and device.type == "cpu"
 
 
-class SeparateSampler:
+class SeparateSampler(DrawingSampler):
     """A sampler over weights of its own.
 
     scoring: workers that need the trainer's weights at the sampler's version, if there are any. They are
@@ -296,16 +296,11 @@ class SeparateSampler:
     def __init__(
         self, config: Config, drawing: Drawing, optimizer: Optimizer, scoring: Workers | None = None
     ):
-        self._drawing, self._scoring, self._optimizer = drawing, scoring, optimizer
-        self._perturb, self._max_staleness = config.perturb, config.max_staleness
+        super().__init__(drawing, config.perturb)
+        self._scoring, self._optimizer, self._max_staleness = scoring, optimizer, config.max_staleness
         self._delayed = Delayed(config.perturb.delay)
         if config.perturb.delay:
             self._delayed.push(optimizer.whole_model())
-
-    @property
-    def samples_at_once(self) -> int | None:
-        """See Sampler."""
-        return self._drawing.sampler.samples_at_once
 
     @torch.no_grad()
     def sync_weights(self, version: int) -> None:
@@ -328,14 +323,3 @@ class SeparateSampler:
         if self._scoring not in (None, workers):
             self._scoring.host.decoder.flat.copy_(master)
         sampler.sync_weights(version)
-
-    def end_turns(self) -> None:
-        """See Sampler."""
-        self._drawing.sampler.end_turns()
-
-    def generate(self, requests: Sequence[Request]) -> list[Completion]:
-        return self._drawing.sampler.generate([perturbed(self._perturb, request) for request in requests])
-
-    def close(self) -> None:
-        """End the sampler."""
-        self._drawing.close()
