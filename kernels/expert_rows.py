@@ -20,11 +20,11 @@ if TYPE_CHECKING:
     from .expert_rows_triton import ExpertTables
 
 Bounds = list[tuple[int, int]]  # rows [start, end)
-# Then the matrix products of few rows need no copies (matmul._TAIL_TILES).
+# Then the matrix products of few rows need no copies (grouped_linear._tiles).
 PADDED_ROWS = 8
-# One call multiplies all experts, where their rows can be made equally many. It takes half the time of a
-# call for each expert, and the time of the padding. So the padded rows are at most _ROWS for each row, and
-# _ROWS_OF_CALL for each call that is saved. An expert then has at most _MOST_EQUAL rows, and above
+# One call multiplies all experts, where their rows can be made equally many. It takes two thirds of the
+# time of a call for each expert, and the time of the padding. So the padded rows are at most _ROWS for each
+# row, and _ROWS_OF_CALL for each call that is saved. An expert then has at most _MOST_EQUAL rows, and above
 # 8 PADDED_ROWS a multiple of 4 PADDED_ROWS, so that few numbers are probed (grouped_linear._bmm_agrees).
 _ROWS, _ROWS_OF_CALL, _MOST_EQUAL = 1.4, 8, 512
 
