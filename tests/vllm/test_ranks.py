@@ -26,16 +26,8 @@ VLLM = ("--sampler", "vllm-zerokl", "--vllm.cache_bytes", "67108864")
 STALE = ("--max_staleness", "2", "--updates_per_rollout", "2", "--dtype", "bfloat16")
 LATE = ("--max_staleness", "1", "--staleness_schedule", "lagged")
 NOISY = (
-    *(
-        "--exact",
-        "false",
-        "--loss.preset",
-        "tis",
-        "--perturb.logit_noise",
-        "0.1",
-        "--perturb.temperature",
-        "1.2",
-    ),
+    *("--exact", "false", "--loss.preset", "tis"),
+    *("--perturb.logit_noise", "0.1", "--perturb.temperature", "1.2"),
     *("--perturb.round_weights", "float8_e4m3fn", "--precision.sampler_dtype", "bfloat16"),
 )
 SEPARATE = ("--vllm.multiprocess", "true")
