@@ -33,6 +33,15 @@ def needs_gpus(n: int) -> pytest.MarkDecorator:
     return pytest.mark.skipif(torch.cuda.device_count() < n, reason=f"needs {n} GPUs")
 
 
+def contents(folder: Path) -> dict[Path, bytes | None]:
+    """All files below a folder with their bytes, and the folders, but not the bytecode of the modules there.
+
+    Python writes the bytecode of a user's module where it lies, as for any other module.
+    """
+    found = (p for p in folder.rglob("*") if "__pycache__" not in p.parts)
+    return {p: p.read_bytes() if p.is_file() else None for p in found}
+
+
 def fingerprint(run: Path) -> str:
     """Of a finished run, by its summary."""
     return json.loads((run / "summary.json").read_text())["fingerprint"]

@@ -24,7 +24,7 @@ from zerokl.model.checkpoint import check_weights, load_decoder
 from zerokl.model.config import ModelConfig
 from zerokl.model.weights import Layout
 
-from tests.helpers import property_settings
+from tests.helpers import contents, property_settings
 from tests.random_model import ONE_LAYER, random_model
 
 NUMBERS = st.sampled_from([0, -1, 1, 2, 60_000, 1 << 31, 1 << 63, 10**400, -0.0, 0.5, 1e-300, 1e300])
@@ -68,10 +68,6 @@ def accepted(function: Callable, *args: object) -> object:
         assert len(message.splitlines()) == 1, message
         assert len(message) < 4000
         return None
-
-
-def contents(folder: Path) -> dict[Path, bytes | None]:
-    return {p: p.read_bytes() if p.is_file() else None for p in folder.rglob("*")}
 
 
 # --- configurations ---

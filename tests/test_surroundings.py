@@ -18,6 +18,7 @@ from zerokl.cli import main
 from zerokl.cli.command_line import failure_line
 from zerokl.engine.runs import run as run_module
 
+from tests.helpers import contents
 from tests.random_model import ONE_LAYER, random_model
 
 SMALL = (
@@ -108,9 +109,9 @@ def test_a_place_that_cannot_be_written_is_found_out_first(place, monkeypatch, c
         "ablate": ["ablate", "grid.toml", "--out", out],
         "replay": ["replay", "run", "--step", "0", "--trace", f"{out}.safetensors"],
     }[command]
-    before = sorted(place.rglob("*"))
+    before = contents(place)
     assert out.rpartition("/")[0] in refused(capsys, *words)
-    assert sorted(place.rglob("*")) == before
+    assert contents(place) == before
 
 
 @pytest.mark.parametrize("name", ["exits", "cancels", "is_closed", "unprintable"])

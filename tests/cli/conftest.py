@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from zerokl.cli import main
 
+from tests.helpers import contents
 from tests.random_model import ONE_LAYER, random_model
 
 OPTIONS = "{ max_value = 9, train = 20, held_out = 10 }"
@@ -92,11 +93,8 @@ def refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., s
     Every file must be as before, and no file may be new, except in the folder `leaves`.
     """
 
-    def files() -> dict[Path, bytes | None]:
-        return {p: p.read_bytes() if p.is_file() else None for p in folder.rglob("*")}
-
     def check(*words: str, leaves: str = "") -> str:
-        before = files()
+        before = contents(folder)
         capsys.readouterr()
         try:
             code = main(list(words))
@@ -106,7 +104,7 @@ def refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., s
         assert code == 2, error
         assert len(error.splitlines()) == 1, error
         assert error.startswith("zerokl: ")
-        after = files()
+        after = contents(folder)
         if leaves:
             after = {p: content for p, content in after.items() if folder / leaves not in (p, *p.parents)}
         assert after == before

@@ -23,7 +23,7 @@ from zerokl.engine.runs.summary import write_summary
 from zerokl.files.writing import MANIFEST, hash_json, write_manifest
 from zerokl.verify.ledger import read_ledger
 
-from tests.helpers import property_settings
+from tests.helpers import contents, property_settings
 
 # Fields and metrics that only a replay can derive. Those that are measured cannot be derived at all.
 REPLAYED = {"weight_version", "loss", "entropy", "grad_norm", "lr", "eval/reward", "advantage"}
@@ -53,7 +53,7 @@ def failed(findings: list[Finding]) -> list[str]:
     return [f"{f.what}: {f.result}" for f in findings if not f.holds]
 
 
-def contents(path: Path) -> dict[Path, tuple]:
+def contents_and_times(path: Path) -> dict[Path, tuple]:
     """Every file with bytes and time of change."""
     return {p: (p.stat().st_mtime_ns, p.read_bytes() if p.is_file() else b"") for p in path.rglob("*")}
 
@@ -160,12 +160,12 @@ def test_every_field_of_the_summary_is_derived_again(run, tmp_path, capsys):
 def test_a_finished_run_that_is_resumed_changes_nothing(run, tmp_path, capsys):
     path = tmp_path / "run"
     shutil.copytree(run, path)
-    before = contents(path)
+    before = contents_and_times(path)
     assert vars(resume(path)) == json.loads((path / "summary.json").read_text())
     assert vars(resume(path, {"workers": 2})) == json.loads((path / "summary.json").read_text())
     (path / "rollouts.jsonl").unlink()
     resume(path)
-    after = contents(path)
+    after = contents_and_times(path)
     assert after == {p: c for p, c in before.items() if p.name != "rollouts.jsonl"}
     assert "all 5 steps of " in capsys.readouterr().out
 
@@ -218,15 +218,12 @@ def test_nothing_is_cut_when_a_file_of_the_run_is_no_file(cut, tmp_path, capsys,
     else:
         victim.symlink_to(victim if how == "link to itself" else tmp_path / "nothing")
 
-    def regular():
-        return {p: p.read_bytes() if p.is_file() else None for p in path.rglob("*")}
-
-    before = regular()
+    before = contents(path)
     assert main(["train", "--resume", str(path)]) == 2
     error = capsys.readouterr().err
     assert len(error.splitlines()) == 1
     assert str(victim) in error
-    assert regular() == before
+    assert contents(path) == before
 
 
 @pytest.mark.parametrize("content", ["", "[task]\n", "workers = 1\n"])
@@ -234,13 +231,13 @@ def test_an_emptied_configuration_is_refused_first(cut, tmp_path, capsys, conten
     path = tmp_path / "run"
     shutil.copytree(cut, path)
     (path / "config.toml").write_text(content)
-    before = contents(path)
+    before = contents_and_times(path)
     for words in (["train", "--resume"], ["verify", "run"], ["replay", "--step", "0"]):
         assert main([*words, str(path)]) == 2
         error = capsys.readouterr().err
         assert len(error.splitlines()) == 1
         assert ("config.toml sets no key" if not content else "config.toml lacks ") in error
-    assert contents(path) == before
+    assert contents_and_times(path) == before
 
 
 def test_an_altered_setting_is_refused_before_the_model_is_read(cut, tmp_path, capsys):

@@ -18,6 +18,8 @@ from zerokl.model.checkpoint import load_decoder
 from zerokl.model.weights import fingerprint
 from zerokl.verify.divergence import open_run
 
+from tests.helpers import contents
+
 
 def _flip(folder: Path) -> None:
     """Flip one bit of one weight."""
@@ -73,7 +75,7 @@ def test_other_weights_in_the_same_place_are_found_and_refused_by_name(with_kl, 
     # As if the run had ended after its first step.
     (run / "summary.json").unlink()
     shutil.rmtree(run / "checkpoints" / "step-000002")
-    before = {p.name: p.read_bytes() for p in run.iterdir() if p.is_file()}
+    before = contents(run)
     message = (
         rf"resume: the weights of the reference, {reference}, are sha256:\w+; "
         r"the run began with sha256:"
@@ -83,9 +85,7 @@ def test_other_weights_in_the_same_place_are_found_and_refused_by_name(with_kl, 
     message = r"what it started from is another now; before the first step: configuration loss\.ref_model"
     with pytest.raises(ValueError, match=message):
         Replayer(run)
-    assert {p.name: p.read_bytes() for p in run.iterdir() if p.is_file()} == before, (
-        "refused before anything was changed"
-    )
+    assert contents(run) == before, "refused before anything was changed"
     assert resume(run, {"loss.ref_model": str(kept)}).fingerprint == first, "the remedy of the message"
 
 

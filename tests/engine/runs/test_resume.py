@@ -17,7 +17,7 @@ from zerokl.engine.runs.checkpoints import open_checkpoint
 from zerokl.engine.runs.run import Summary, begin_or_resume, resume, train
 from zerokl.files.writing import MANIFEST, hash_json, hold_folder, write_manifest
 
-from tests.helpers import property_settings
+from tests.helpers import contents, property_settings
 
 LOGS = ("ledger.jsonl", "metrics.jsonl", "rollouts.jsonl")
 
@@ -77,11 +77,6 @@ def _metrics_without_times(path: Path) -> list[dict]:
     return [{k: v for k, v in line.items() if not k.startswith(("time/", "perf/"))} for line in lines]
 
 
-def _contents(path: Path) -> dict[Path, bytes]:
-    """All files of a run with their bytes."""
-    return {p: p.read_bytes() for p in path.rglob("*") if p.is_file()}
-
-
 @pytest.mark.parametrize("step", [4, *(pytest.param(step, marks=pytest.mark.full) for step in (0, 1, 2, 5))])
 def test_a_run_that_was_cut_goes_on_to_the_same_ledger(six_steps, whole, tmp_path, monkeypatch, step):
     _interrupted(six_steps, tmp_path / "run", step)
@@ -124,11 +119,11 @@ def test_settings_that_decide_no_bit_may_change(six_steps, whole, tmp_path, monk
 def test_settings_that_decide_bits_are_refused_by_name(config, tmp_path, key):
     path = tmp_path / "run"
     train(config(optimizer__schedule="linear"), path)
-    before = _contents(path)
+    before = contents(path)
     name, _, value = key.partition("=")
     with pytest.raises(ValueError, match=f"^run: {name} .*decides bits"):
         resume(path, {name: value})
-    assert _contents(path) == before
+    assert contents(path) == before
 
 
 @pytest.mark.parametrize(
@@ -216,8 +211,8 @@ def test_whatever_is_corrupted_is_named_and_the_run_still_ends_the_same(
     path = tmp_path_factory.mktemp("corrupted") / "run"
     shutil.copytree(small[0], path, ignore=shutil.ignore_patterns("tensorboard"))
     _cut_in_step(path, 5)
-    files = [p for p in sorted(_contents(path)) if p.suffix != ".png" and ".partial" not in str(p)]
-    files = [p for p in files if (p.name in LOGS) == log]
+    files = [p for p in sorted(path.rglob("*")) if p.is_file() and (p.name in LOGS) == log]
+    files = [p for p in files if p.suffix != ".png" and ".partial" not in str(p)]
     victim = files[file % len(files)]
     corrupt(victim, place, how)
     left, refusal, output = victim.read_bytes() if victim.exists() else b"", "", io.StringIO()
@@ -285,12 +280,12 @@ def test_a_ledger_of_another_format_is_refused_and_nothing_changes(small, tmp_pa
     line = json.loads(head) | {"format": 2}
     del line["sum"]
     (path / "ledger.jsonl").write_text(json.dumps(line | {"sum": hash_json(line)}) + "\n" + steps)
-    before = _contents(path)
+    before = contents(path)
     message = r"has format 2, this zerokl reads 6; use the version that wrote it$"
     for read in (resume, Replayer):
         with pytest.raises(ValueError, match=rf"^ledger: .*ledger.jsonl {message}"):
             read(path)
-    assert _contents(path) == before
+    assert contents(path) == before
 
 
 def test_what_a_damaged_ledger_has_done_again_is_kept(small, tmp_path):
@@ -327,11 +322,11 @@ def test_a_run_that_another_process_writes_is_left_alone(small, tmp_path):
     path = tmp_path / "run"
     shutil.copytree(small[0], path)
     _cut_in_step(path, 5)
-    before = _contents(path)
+    before = contents(path)
     message = r"^run: .*run is being written to by process \d+ of .*; end it first"
     with hold_folder(path), pytest.raises(ValueError, match=message):
         resume(path)
-    assert _contents(path) == before
+    assert contents(path) == before
     _same_run(path, resume(path), small)
 
 

@@ -23,6 +23,7 @@ from zerokl.engine.commands.report.watch import LiveRuns, Server
 from zerokl.engine.runs.run import train
 from zerokl.verify.environment import PACKAGE_ROOT
 
+from tests.helpers import contents
 from tests.made_run import HOSTILE, made_run, metrics_line, write_lines, write_rollouts
 
 
@@ -293,12 +294,12 @@ def test_bad_input_is_one_line_and_changes_nothing(tmp_path, monkeypatch, capsys
     (tmp_path / "mine.html").write_text("mine")
     (tmp_path / "audit").mkdir()
     (tmp_path / "audit" / "audit.json").write_text("{}")
-    before = {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()}
+    before = contents(tmp_path)
     assert main(words) == 2
     error = capsys.readouterr().err
     assert len(error.splitlines()) == 1
     assert said in error
-    assert {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()} == before
+    assert contents(tmp_path) == before
 
 
 def test_the_command_writes_the_page_again(tmp_path, capsys):
