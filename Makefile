@@ -163,7 +163,7 @@ test-titan: .venv-titan/.installed
 
 .venv-titan/.installed: pyproject.toml setup.py
 	$(WITH_TORCH)
-	.venv-titan/bin/pip install -q torchtitan==0.3.0
+	.venv-titan/bin/pip install -q torchtitan==0.3.0 triton==3.9.0  # a CPU build of torch has no Triton
 	.venv-titan/bin/pip install -q -e ".[test]"
 	touch $@
 

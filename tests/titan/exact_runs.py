@@ -24,17 +24,20 @@ titan_utils.device_module = SimpleNamespace(
     set_device=lambda _: None,
     synchronize=lambda *_: None,
     empty_cache=lambda: None,
-    current_device=lambda: "cpu",
+    current_device=lambda: 0,
     device_count=lambda: 1,
     reset_peak_memory_stats=lambda *_: None,
     memory_stats=lambda *_: {},
     get_device_name=lambda *_: "cpu",
     get_device_properties=lambda *_: SimpleNamespace(total_memory=1 << 30),
 )
+if not hasattr(dist, "set_timeout"):  # its name before torch 2.14
+    dist.set_timeout = dist.distributed_c10d._set_pg_timeout
 titan_utils.get_local_device = lambda: torch.device("cpu")
 
 from torchtitan.components.dataloader import BaseDataLoader
 from torchtitan.components.metrics import MetricsProcessor
+from torchtitan.components.optimizer import default_adamw
 from torchtitan.components.tokenizer import BaseTokenizer
 from torchtitan.config.configs import DebugConfig, ParallelismConfig, TrainingConfig
 from torchtitan.trainer import Trainer
@@ -113,6 +116,7 @@ def settings(model: str, out: str, dtype: str, trainer: type[ExactTrainer]) -> E
         tokenizer=NoTokenizer.Config(),
         dataloader=Sequences.Config(),
         activation_checkpoint=None,
+        optimizer=default_adamw(lr=1e-3),
         training=TrainingConfig(
             local_batch_size=1,
             global_batch_size=SEQUENCES,
@@ -135,7 +139,7 @@ def alone(model: str, dtype: str) -> list[float]:
     losses = []
     for i in range(SEQUENCES):
         inputs, labels = sequence(i)
-        ids, (cut,) = inputs["input"][0], torch.nonzero(inputs["positions"][0] == 0)[1:].tolist()
+        ids, (cut,) = inputs["input"][0], torch.nonzero(inputs["positions"][0] == 0)[1:, 0].tolist()
         total = []
         for line, wanted in ((ids[:cut], labels[0, :cut]), (ids[cut:], labels[0, cut:])):
             whole = torch.cat([line, line[:1]])
