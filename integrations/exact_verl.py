@@ -24,6 +24,8 @@ from verl.utils.model import extract_multi_modal_inputs
 from verl.utils.torch_dtypes import PrecisionType
 from verl.workers.engine.base import EngineRegistry
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
+from verl.workers.rollout import base as rollouts
+from verl.workers.rollout.replica import RolloutReplicaRegistry
 
 from ..engine.parallel.fsdp import apply_fsdp, read_pieces
 from ..kernels.sampling_params import SamplingParams
@@ -31,7 +33,6 @@ from ..model.causal_lm import CausalLM
 from ..model.config import ModelConfig
 from ..model.labels import UNLABELLED
 from ..model.weights import Layout
-from .exact_verl_rollout import register_rollout
 
 SUPPORTED = ("0.9.1",)
 _GROWTH_INTERVAL = 400  # steps without an overflow before the loss scale doubles; verl's
@@ -180,4 +181,12 @@ def _refused(model: Any, engine: Any) -> Iterator[tuple[str, Any, str]]:
             yield name, value, reason
 
 
-register_rollout()
+def _exact_replica() -> type:
+    """Of exact_verl_rollout, which a process of Ray may import first. Then verl imports this module inside it."""
+    from .exact_verl_rollout import ExactReplica
+
+    return ExactReplica
+
+
+rollouts._ROLLOUT_REGISTRY["zerokl", "async"] = "zerokl.integrations.exact_verl_rollout.ExactRollout"
+RolloutReplicaRegistry.register("zerokl", _exact_replica)

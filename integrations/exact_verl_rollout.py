@@ -20,7 +20,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from verl.utils.device import get_device_name, get_platform
 from verl.utils.torch_dtypes import PrecisionType
 from verl.workers.rollout import base as rollouts
-from verl.workers.rollout.replica import RolloutReplica, RolloutReplicaRegistry, TokenOutput
+from verl.workers.rollout.replica import RolloutReplica, TokenOutput
 from verl.workers.rollout.utils import ensure_async_iterator
 
 from ..engine.rollout.native import NativeSampler
@@ -30,7 +30,6 @@ from ..kernels.philox import Stream
 from ..kernels.sampling_params import PENALTIES, SamplingParams, refuse_penalties
 from ..model.checkpoint import load_decoder, resolve_model
 
-NAME = "zerokl"
 # Requests that arrive within this time of each other are drawn together. It decides no bit.
 _GATHER_S = 0.02
 # Bytes of weights that one message to a server holds, about.
@@ -237,7 +236,7 @@ def _place(_: Any) -> tuple[str, list[str]]:
 
 def server_name(replica_rank: int) -> str:
     """The name of a server among Ray's actors."""
-    return f"{NAME}_server_{replica_rank}"
+    return f"zerokl_server_{replica_rank}"
 
 
 def check_config(config: Any) -> None:
@@ -263,9 +262,3 @@ def check_config(config: Any) -> None:
             f"exact_verl: rollout.checkpoint_engine.backend ({config.checkpoint_engine.backend!r}) must be "
             "'naive': weights are sent between two generations"
         )
-
-
-def register_rollout() -> None:
-    """Tell verl of the rollout `zerokl`."""
-    rollouts._ROLLOUT_REGISTRY[(NAME, "async")] = f"{__name__}.{ExactRollout.__name__}"
-    RolloutReplicaRegistry.register(NAME, lambda: ExactReplica)

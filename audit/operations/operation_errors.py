@@ -13,14 +13,14 @@ is at fault, every operation did what the checkpoint says and rounded, and so di
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from ...model.operation import Equation
 from ...model.operations import operation, operation_names
 from ...verify.trace import Trace
-from .operations import Lookup, Operations, Tensor
+from .operations import Lookup, Operations, Tensor, cut
 
 # Times the sound error from which an operation is at fault. Of sound engines (transformers with both kinds of
 # attention, vLLM for CPUs, our kernels; fp32, bf16 and fp16) none was seen above 4, where outputs that are
@@ -106,18 +106,13 @@ def own_error(op: str, output: Tensor, exact: Operations, lookup: Lookup) -> Own
     sound = plain - expected
     factor, cut_off = excess(actual, expected, sound, output.dtype), False
     if factor > FIT and output.dtype.itemsize == 2:
-        factor_if_cut = excess(actual, cut(expected, output.dtype), sound, output.dtype)
+        # Experts may cut off what they keep between their products, too.
+        inside = replace(exact, cut_inside=output.dtype).compute(op, lookup)
+        ends = [expected, torch.where(usable, inside, 0.0)]
+        factor_if_cut = min(excess(actual, cut(x, output.dtype), sound, output.dtype) for x in ends)
         if factor_if_cut <= min(FIT, factor / 2):
             factor, cut_off = factor_if_cut, True
     return OwnError(op, _number(rms(actual - expected) / size), _number(rms(sound) / size), factor, cut_off)
-
-
-def cut(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """x fp64, cut off towards 0 to a dtype of 16 bits, as fp64."""
-    nearest = x.to(dtype)
-    beyond = nearest.double().abs() > x.abs()
-    # Floats are sign and magnitude: one less in the integer view is one step towards 0.
-    return (nearest.view(torch.int16) - beyond.to(torch.int16)).view(dtype).double()
 
 
 def excess(actual: Tensor, expected: Tensor, sound: Tensor, dtype: torch.dtype) -> float:

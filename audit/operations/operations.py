@@ -77,13 +77,17 @@ def weight_names(op: str, checkpoint: Checkpoint) -> tuple[str, str | None]:
 
 @dataclass(frozen=True)
 class Operations:
-    """The operations of one checkpoint over one sequence, computed in `dtype`."""
+    """The operations of one checkpoint over one sequence, computed in `dtype`.
+
+    cut_inside: of 16 bits; what an operation keeps between its own products is cut off towards 0 to it.
+    """
 
     checkpoint: Checkpoint
     prompt: Sequence[int]
     completion: Sequence[int]
     sampling_params: SamplingParams
     dtype: torch.dtype = torch.float64
+    cut_inside: torch.dtype | None = None
 
     @property
     def wide(self) -> torch.dtype:
@@ -205,6 +209,8 @@ class Operations:
                 )
                 of_rows = x[rows]
                 h = F.silu(of_rows @ gate.T) * (of_rows @ up.T)
+                if self.cut_inside is not None:
+                    h = cut(h, self.cut_inside)
                 y[rows] += (h @ down.T) * routing[rows, e].to(self.dtype).unsqueeze(1)
         return y
 
@@ -214,6 +220,14 @@ class Operations:
         z = scaled_logits_ref(logits[-len(self.completion) :], params)
         drawn = torch.tensor([*self.completion], device=z.device).unsqueeze(1)
         return torch.log_softmax(z.to(self.wide), dim=1).gather(1, drawn)
+
+
+def cut(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """x fp64, cut off towards 0 to a dtype of 16 bits, as fp64."""
+    nearest = x.to(dtype)
+    beyond = nearest.double().abs() > x.abs()
+    # Floats are sign and magnitude: one less in the integer view is one step towards 0.
+    return (nearest.view(torch.int16) - beyond.to(torch.int16)).view(dtype).double()
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -12,8 +12,8 @@ from zerokl.audit.as_json import as_json
 from zerokl.audit.engines.engine import Engine, ZeroklEngine
 from zerokl.audit.engines.hf import HfEngine
 from zerokl.audit.operations.locate import locate
-from zerokl.audit.operations.operation_errors import FAULT, cut, excess
-from zerokl.audit.operations.operations import Checkpoint
+from zerokl.audit.operations.operation_errors import FAULT, excess
+from zerokl.audit.operations.operations import Checkpoint, cut
 from zerokl.cli import main
 from zerokl.kernels.sampling_params import SamplingParams
 
