@@ -153,7 +153,7 @@ test-verl: .venv-verl/.installed
 
 .venv-verl/.installed: pyproject.toml setup.py
 	$(WITH_TORCH)
-	.venv-verl/bin/pip install -q verl==0.9.1 fastapi uvicorn cachetools
+	.venv-verl/bin/pip install -q verl==0.9.1 TransferQueue==0.1.11 fastapi uvicorn cachetools
 	rm -rf .venv-verl/lib/python*/site-packages/tests  # verl's wheel brings its own, which would hide ours
 	.venv-verl/bin/pip install -q -e ".[test]"
 	touch $@

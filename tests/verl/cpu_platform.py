@@ -1,12 +1,15 @@
 """A platform for verl on machines without an accelerator; verl has CUDA's, ROCm's and Ascend's.
 
-VERL_PLATFORM=testcpu and VERL_USE_EXTERNAL_MODULES=tests.verl.cpu_platform choose it.
+VERL_PLATFORM=testcpu and VERL_USE_EXTERNAL_MODULES=tests.verl.cpu_platform choose it. verl imports this module
+in each of its processes, so what gloo lacks is added here.
 """
 
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from verl.plugin.platform.platform_base import PlatformBase
 from verl.plugin.platform.platform_manager import PlatformRegistry
 
@@ -87,3 +90,23 @@ class CPUPlatform(PlatformBase):
 
     def cudart(self) -> Any:
         return None
+
+
+def use_gloo() -> None:
+    """Let verl average over ranks by gloo, which only adds, and name it once as the backend of a CPU."""
+    all_reduce, init_process_group = dist.all_reduce, dist.init_process_group
+
+    def averaging(tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None, **others: Any) -> Any:
+        if op != dist.ReduceOp.AVG:
+            return all_reduce(tensor, op, group, **others)
+        all_reduce(tensor, dist.ReduceOp.SUM, group)
+        tensor /= dist.get_world_size(group)
+        return None
+
+    def init(backend: str | None = None, **others: Any) -> None:
+        init_process_group("gloo" if backend == "cpu:gloo,cpu:gloo" else backend, **others)
+
+    dist.all_reduce, dist.init_process_group = averaging, init
+
+
+use_gloo()

@@ -18,6 +18,8 @@ os.environ |= {
     "VERL_PLATFORM": "testcpu",
     "VERL_USE_EXTERNAL_MODULES": "tests.verl.cpu_platform,zerokl.integrations.exact_verl",
     "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_worker_niceness": "0",  # a server waits for nobody
+    "RAY_AUTH_MODE": "disabled",  # the ranks join one cluster of this machine
     "TOKENIZERS_PARALLELISM": "false",
     "HF_HUB_OFFLINE": "1",
 }
@@ -69,20 +71,6 @@ def settings(model: str, dtype: str, overrides: list[str]) -> DictConfig:
     folder = str(Path(verl_trainer.__file__).parent / "config")
     with initialize_config_dir(folder, version_base=None):
         return compose("ppo_trainer", ours + overrides).actor_rollout_ref
-
-
-def average_with_gloo() -> None:
-    """verl averages its loss over the ranks, for its metrics. gloo adds only."""
-    all_reduce = dist.all_reduce
-
-    def averaging(tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None, **others: Any) -> Any:
-        if op != dist.ReduceOp.AVG:
-            return all_reduce(tensor, op, group, **others)
-        all_reduce(tensor, dist.ReduceOp.SUM, group)
-        tensor /= dist.get_world_size(group)
-        return None
-
-    dist.all_reduce = averaging
 
 
 @ray.remote
@@ -213,7 +201,6 @@ def main(model: str, out: str, dtype: str, *options: str) -> None:
     torch.set_num_threads(1)
     os.environ["RAY_LOCAL_WORLD_SIZE"] = os.environ["LOCAL_WORLD_SIZE"]
     dist.init_process_group("gloo")
-    average_with_gloo()
     start_ray()
     overrides = [word for word in options if not word.startswith("--")]
     steps = asyncio.run(run(model, dtype, "--stale" in options, overrides))

@@ -57,7 +57,6 @@ def main(model: str, out: str, dtype: str) -> None:
     torch.set_num_threads(1)
     os.environ["RAY_LOCAL_WORLD_SIZE"] = "1"
     dist.init_process_group("gloo")
-    runs.average_with_gloo()
     config = runs.settings(model, dtype, [])
     worker = runs.ActorRolloutRefWorker(config, role="actor_rollout")
     worker.init_model()
