@@ -7,6 +7,7 @@ from pathlib import Path
 
 from ..engine.display.progress import silent
 from ..files.inputs import append_text
+from ..files.installed import needs_torch
 from .as_json import as_json
 from .columns import audit_columns
 from .config import COMPLETIONS, AuditConfig, AuditSettings, check_requests
@@ -65,6 +66,7 @@ def run_audit(
             stage(f"reading {log}")
             version, given = settings.weight_version, settings.given_params
             return audit_columns(log, settings.format, n or 0, version, given, settings.tolerances)
+    needs_torch("audit: --model" if log else f"audit: {target} is a model")
     from .audit import audit  # torch is loaded only where a model computes
 
     source = {"sampler": str(log)} if log else {"model": target, "trainer_model": trainer_model}

@@ -1,4 +1,4 @@
-"""Commands about training-inference mismatch: audit, convert."""
+"""Commands about training-inference mismatch: audit, diff, convert."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -7,6 +7,7 @@ from cyclopts import Parameter
 
 from ..audit.config import AuditSettings, LogFormat
 from ..files.inputs import append_text
+from ..files.installed import needs_trainer
 from ..files.writing import check_writable
 from .app import CountOrAll, command
 from .exit_codes import ExitCode
@@ -66,11 +67,12 @@ def audit(
     if summary and Path(summary).exists():
         append_text(summary, "")  # a pipe or a device is refused now, and not after the audit
     if every:
-        from ..audit.over_run import audit_run
+        needs_trainer("audit: --every, the checkpoints of a run of zerokl")
+        from ..audit.over_run import audit_run, sentences
 
         with Stages("audit") as stage:
             of_run = audit_run(Path(target), every, n, settings, folder, stage)
-        return _show_run(of_run, folder)
+        return _show_run(of_run, list(sentences(of_run)), folder)
     with Stages("audit") as stage:
         report = run_audit(target, trainer_model, n, settings, stage)
     return _show(report, folder, settings.band, summary)
@@ -94,15 +96,13 @@ def _show(report: "Report", folder: Path, band: str | None, summary: str) -> int
     return _end(report.outcome, folder)
 
 
-def _show_run(report: "RunReport", folder: Path) -> int:
+def _show_run(report: "RunReport", lines: list[str], folder: Path) -> int:
     """Write and print the audits of a run's checkpoints. Returns the exit code."""
     from ..audit.command import write_json
-    from ..audit.over_run import sentences
     from ..audit.page.page import run_page
     from ..audit.page.tables import run_tables
     from ..engine.display.terminal import console
 
-    lines = list(sentences(report))
     write_json(report, folder)
     (folder / "audit.html").write_text(run_page(report, lines), encoding="utf-8")
     for table in run_tables(report):
@@ -119,6 +119,28 @@ def _end(outcome: "Outcome", folder: Path) -> int:
     console.print(f"outcome: {outcome.words}")
     console.print(f"report {folder / 'audit.html'}")
     return ExitCode.DONE if outcome.passed else ExitCode.DIFFERS
+
+
+@command("zerokl diff runs/a runs/b")
+def diff(a: str, b: str, /) -> int:
+    """Name the first difference of two runs: its step, and the first quantity of this step in causal order.
+
+    Two traces, two logs of rollouts or two files of metrics are compared as well; the framework that wrote
+    them does not matter. The exit code is 0 when both are equal to the bit, and 1 when not.
+
+    Args:
+        a: Run folder, a trace that `zerokl replay` wrote (.safetensors), a log of rollouts, or a file of
+            metrics (.jsonl, .json, .csv).
+        b: Another one of the same kind.
+    """
+    from ..audit.logs.diff import are_logs, diff_logs
+
+    if are_logs(Path(a), Path(b)):
+        return diff_logs(Path(a), Path(b))
+    needs_trainer("diff: two runs or two traces of zerokl")
+    from ..engine.commands.diff import diff
+
+    return diff(Path(a), Path(b))
 
 
 @command("zerokl convert trl-log.jsonl rollouts.jsonl")

@@ -23,7 +23,7 @@ sampler's column, a log with doubled lines, a trainer column with an error of it
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from enum import StrEnum
+from enum import Enum
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from ..report import Measurements
 
 
-class Kind(StrEnum):
+class Kind(str, Enum):
     """The kinds of outcome, the best first; see the table above."""
 
     EQUAL = "equal"
@@ -44,6 +44,10 @@ class Kind(StrEnum):
     FAULT = "fault"
     BEYOND = "beyond"
     DIFFERS = "differs"
+
+    def __str__(self) -> str:
+        """The value: Python 3.10 has no StrEnum."""
+        return self.value
 
 
 # The words, the sign before them, and the class of the page's headline, which has its colour.
