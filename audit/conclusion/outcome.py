@@ -70,7 +70,7 @@ class Tolerances:
 
     max_k3: float | None = None  # nats a token
     max_abs: float | None = None  # nats, of every log-probability
-    band: str | None = None  # a name in bands.BANDS
+    band: str | None = None  # a name in bands.BANDS or in gates.py
 
     def check(self) -> None:
         """Raise ValueError for a tolerance below 0."""
