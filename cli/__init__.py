@@ -14,7 +14,7 @@ from .exit_codes import ExitCode
 # Each registers its commands; help keeps this order.
 if has_trainer():
     from . import runs, models, checks  # noqa: F401, I001
-from . import audits  # noqa: F401
+from . import audits, capsules  # noqa: F401
 
 # Open files that a command may need: it has two dozen, and a library that can open no more may print pages.
 _OPEN_FILES = 64

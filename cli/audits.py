@@ -31,6 +31,7 @@ def audit(
     every: int = 0,
     out: str | None = None,
     summary: str = "",
+    junit: str = "",
     settings: Settings = _NO_SETTINGS,
 ) -> int:
     """Measure how far a sampler and a trainer are apart, where their bits part, and what causes it.
@@ -50,14 +51,15 @@ def audit(
         out: Folder for audit.json and audit.html; it must not hold an audit. By default audits/NAME, NAME
             being the target's, or audits/NAME-2 and so on where that exists.
         summary: File to which a summary in GitHub's Markdown is appended, such as $GITHUB_STEP_SUMMARY.
+        junit: File to write in JUnit's XML: the outcome, each tolerance, each fault that is named.
     """
     from ..audit.command import free_folder, run_audit
     from ..engine.display.progress import Stages
 
     settings.tolerances.check()
-    if every and (trainer_model or settings.model or summary):
+    if every and (trainer_model or settings.model or summary or junit):
         raise ValueError(
-            "audit: --every audits the models of a run; a second model, --model and --summary do "
+            "audit: --every audits the models of a run; a second model, --model, --summary and --junit do "
             "not go with it"
         )
     folder = Path(out) if out else free_folder(target)
@@ -66,6 +68,8 @@ def audit(
     check_writable(folder)
     if summary and Path(summary).exists():
         append_text(summary, "")  # a pipe or a device is refused now, and not after the audit
+    if junit:
+        check_writable(Path(junit).parent)
     if every:
         needs_trainer("audit: --every, the checkpoints of a run of zerokl")
         from ..audit.over_run import audit_run, sentences
@@ -75,12 +79,12 @@ def audit(
         return _show_run(of_run, list(sentences(of_run)), folder)
     with Stages("audit") as stage:
         report = run_audit(target, trainer_model, n, settings, stage)
-    return _show(report, folder, settings.band, summary)
+    return _show(report, folder, settings, summary, junit)
 
 
-def _show(report: "Report", folder: Path, band: str | None, summary: str) -> int:
-    """Write and print an audit. summary: a file for the summary in Markdown, or "". Returns the exit code."""
-    from ..audit.command import append_summary, write_reports
+def _show(report: "Report", folder: Path, settings: AuditSettings, summary: str, junit: str) -> int:
+    """Write and print an audit. summary, junit: files for Markdown and XML, or "". Returns the exit code."""
+    from ..audit.command import append_summary, write_junit, write_reports
     from ..audit.conclusion.verdict import verdict
     from ..audit.figures.bands import band_lines
     from ..audit.page.tables import report_tables
@@ -90,8 +94,10 @@ def _show(report: "Report", folder: Path, band: str | None, summary: str) -> int
     for table in report_tables(report):
         console.print(table)
     if summary:
-        append_summary(report, band, Path(summary))
-    for line in (verdict(report), *report.log_notes, *band_lines(report.corrections, band)):
+        append_summary(report, settings.band, Path(summary))
+    if junit:
+        write_junit(report, settings.tolerances, Path(junit))
+    for line in (verdict(report), *report.log_notes, *band_lines(report.corrections, settings.band)):
         console.say(line)
     return _end(report.outcome, folder)
 

@@ -19,6 +19,7 @@ FILES = shipped.shipped()
 ROOMS = {
     "",
     "audit",
+    "audit.capsule",
     "audit.conclusion",
     "audit.engines",
     "audit.figures",
@@ -138,7 +139,7 @@ def third_party_at_the_top(roots: tuple[str, ...]) -> set[str]:
 
 def test_the_commands_that_only_zerokl_has_are_listed():
     names = {name for name in app if not name.startswith("-")}
-    assert names - set(OF_THE_TRAINER) == {"audit", "convert", "diff"}
+    assert names - set(OF_THE_TRAINER) == {"audit", "capsule", "convert", "diff"}
     assert set(OF_THE_TRAINER) < names
 
 
