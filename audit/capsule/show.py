@@ -35,8 +35,9 @@ def pair_line(pair: Pair) -> str:
     if figures.equal:
         return f"{pair.name}: equal to the bit ({figures.tokens:,} tokens)"
     return (
-        f"{pair.name}: {figures.frac_equal:.2%} of {figures.tokens:,} tokens are equal to the bit; the "
-        f"largest difference is {figures.max_abs:.4g} and k3 {figures.k3.value:.4g}; bits part first at {pair.first}"
+        f"{pair.name}: {figures.frac_equal:.2%} of {figures.tokens:,} tokens are equal to the bit; "
+        f"the largest difference is {figures.max_abs:.4g} and k3 {figures.k3.value:.4g}; "
+        f"bits part first at {pair.first}"
     )
 
 
