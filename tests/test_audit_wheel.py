@@ -68,6 +68,37 @@ def test_every_import_of_a_shipped_file_is_of_a_shipped_file():
             assert module in FILES, f"{name} imports {wanted}"
 
 
+# Names of the standard library that Python 3.10 has not, among those that were used here.
+AFTER_3_10 = {"StrEnum", "Self", "file_digest", "assert_never", "NotRequired", "Required", "TaskGroup"}
+
+
+def newer_than_3_10(text: str) -> set[str]:
+    """What Python 3.10 has not: names, and the imports of tomllib outside of a question of the version."""
+    tree = ast.parse(text, feature_version=(3, 10))
+    asked = {
+        n for x in tree.body if isinstance(x, ast.If) and "version_info" in ast.dump(x.test) for n in x.body
+    }
+    names = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom):
+            names |= {alias.name for alias in node.names} & AFTER_3_10
+        elif isinstance(node, ast.Attribute):
+            names |= {node.attr} & AFTER_3_10
+        elif isinstance(node, ast.Import) and node not in asked:
+            names |= {alias.name for alias in node.names} & {"tomllib"}
+    return names
+
+
+def test_the_files_are_for_python_3_10():
+    for name, file in FILES.items():
+        assert newer_than_3_10(file.read_text()) == set(), name
+
+
+@pytest.mark.parametrize("line", ["from enum import StrEnum", "import tomllib", "hashlib.file_digest(x, y)"])
+def test_control_what_python_3_10_has_not_is_found(line):
+    assert newer_than_3_10(line)
+
+
 def test_the_doors_are_these():
     doors = set()
     for file in FILES.values():
