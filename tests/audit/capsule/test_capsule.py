@@ -30,7 +30,7 @@ def log_lines(count: int = 3, apart: float = 1e-3) -> list[dict]:
     rows = []
     for _ in range(count):
         logprobs = (-rng.exponential(1.0, 9)).astype(np.float32)
-        trainer = (logprobs + rng.normal(0, apart, 9)).astype(np.float32)
+        trainer = np.minimum(logprobs + rng.normal(0, apart, 9), -1e-4).astype(np.float32)
         rows.append(
             {
                 "prompt_ids": rng.integers(0, 9, 4).tolist(),
