@@ -15,7 +15,9 @@ if TYPE_CHECKING:
     from ..audit.capsule.replay import Replay
 
 capsule_app = App(
-    name="capsule", help="Keep an engine's tokens and log-probabilities, and ask it again later."
+    name="capsule",
+    help="Keep an engine's tokens and log-probabilities, and ask it again later.",
+    help_prologue="Example: zerokl capsule check c.zkc",
 )
 app.command(capsule_app)
 # The sampler of an AuditConfig whose tokens are a capsule's.

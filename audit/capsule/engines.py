@@ -51,6 +51,12 @@ def _opened(cfg: AuditConfig, side: str) -> Iterator[tuple[Engine, dict[str, str
         yield engine, settings | {side: engine.name}
 
 
+def as_sampler(cfg: AuditConfig, name: str) -> AuditConfig:
+    """The configuration in which the engine `name` computes alone, in the dtypes of the sampler."""
+    dtypes = {"dtype": cfg.dtypes.sampler_dtype, "head_dtype": cfg.dtypes.sampler_head_dtype}
+    return cfg.model_copy(update={"trainer": name} | dtypes)
+
+
 def score_again(cfg: AuditConfig, side: str, rollouts: Sequence[LoggedRollout]) -> Computed:
     """The logprobs that the engine cfg.trainer gives to logged completions.
 
@@ -81,8 +87,9 @@ def draw_again(
     """Draw one completion of each prompt with the engine cfg.trainer, as `drawn` says."""
     generation = GenerationParams(params.check(), 1, drawn.max_tokens, frozenset(drawn.stop_ids))
     with _opened(cfg, "sampler") as (engine, settings):
-        rollouts = engine.generate(list(prompts), generation, drawn.seed)
-    return Computed([r.logprobs for r in rollouts], settings, [tuple(r.completion_ids) for r in rollouts])
+        rollouts = engine.generate([list(prompt) for prompt in prompts], generation, drawn.seed)
+    completions = [tuple(int(token) for token in rollout.completion_ids) for rollout in rollouts]
+    return Computed([rollout.logprobs for rollout in rollouts], settings, completions)
 
 
 def prompts_of(cfg: AuditConfig) -> tuple[list[list[int]], int, list[int]]:

@@ -32,13 +32,13 @@ def make_capsule(
     settings: dict[str, str] = {}
     drawn = None
     if source in SAMPLERS:
-        from .engines import draw_again, prompts_of
+        from .engines import as_sampler, draw_again, prompts_of
 
         stage(f"drawing {cfg.n} completions with {source}")
         prompts, max_tokens, stop_ids = prompts_of(cfg)
         drawn = Drawn(seed=cfg.seed, max_tokens=max_tokens, stop_ids=stop_ids)
         params = cfg.sampling_params
-        computed = draw_again(cfg.model_copy(update={"trainer": source}), drawn, prompts, params)
+        computed = draw_again(as_sampler(cfg, source), drawn, prompts, params)
         settings |= computed.settings
         columns = zip(prompts, computed.completions, computed.logprobs, strict=True)
         rollouts = [LoggedRollout(tuple(p), ids, logp, sampling_params=params) for p, ids, logp in columns]
@@ -73,8 +73,10 @@ def _check(source: str, out: Path, cfg: AuditConfig, trainer: str, bounds: Bound
         raise ValueError(f"capsule: {out} exists already; choose another --out")
     if trainer and trainer not in TRAINERS:
         raise ValueError(f"capsule: trainer {trainer} is not known; choose {', '.join(TRAINERS)}")
-    if cfg.n < 1:
-        raise ValueError(f"capsule: n ({cfg.n}) must be at least 1")
+    for name, low, high in (("n", 1, 1 << 20), ("max_tokens", 1, 1 << 20), ("seed", 0, (1 << 32) - 1)):
+        if not low <= getattr(cfg, name) <= high:
+            raise ValueError(f"capsule: {name} ({getattr(cfg, name)}) must lie in {low} to {high}")
+    cfg.sampling_params.check()
     bounds.tolerances.check()
     check_one_vllm(source, trainer)
     computes = source in SAMPLERS or trainer

@@ -131,10 +131,9 @@ def _sampler_now(
     The engine that drew the capsule draws again, with the same seed. Another one, or the engine of a log,
     scores the ids.
     """
-    from .engines import draw_again, score_again
+    from .engines import as_sampler, draw_again, score_again
 
-    dtypes = {"dtype": cfg.dtypes.sampler_dtype, "head_dtype": cfg.dtypes.sampler_head_dtype}
-    cfg = cfg.model_copy(update={"trainer": sampler} | dtypes)
+    cfg = as_sampler(cfg, sampler)
     header, rollouts = capsule.header, capsule.rollouts
     if header.drawn is None or sampler != header.sampler:
         computed = score_again(cfg, "sampler", rollouts)
