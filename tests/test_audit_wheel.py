@@ -72,9 +72,8 @@ def test_every_import_of_a_shipped_file_is_of_a_shipped_file():
 AFTER_3_10 = {"StrEnum", "Self", "file_digest", "assert_never", "NotRequired", "Required", "TaskGroup"}
 
 
-def newer_than_3_10(text: str) -> set[str]:
+def newer_than_3_10(tree: ast.Module) -> set[str]:
     """What Python 3.10 has not: names, and the imports of tomllib outside of a question of the version."""
-    tree = ast.parse(text, feature_version=(3, 10))
     asked = {
         n for x in tree.body if isinstance(x, ast.If) and "version_info" in ast.dump(x.test) for n in x.body
     }
@@ -89,20 +88,22 @@ def newer_than_3_10(text: str) -> set[str]:
     return names
 
 
+@pytest.mark.full
 def test_the_files_are_for_python_3_10():
     for name, file in FILES.items():
-        assert newer_than_3_10(file.read_text()) == set(), name
+        assert newer_than_3_10(shipped.parsed(file)) == set(), name
 
 
 @pytest.mark.parametrize("line", ["from enum import StrEnum", "import tomllib", "hashlib.file_digest(x, y)"])
 def test_control_what_python_3_10_has_not_is_found(line):
-    assert newer_than_3_10(line)
+    assert newer_than_3_10(ast.parse(line))
 
 
+@pytest.mark.full
 def test_the_doors_are_these():
     doors = set()
     for file in FILES.values():
-        tree = ast.parse(file.read_text())
+        tree = shipped.parsed(file)
         walked = {node.lineno for node in shipped.imports(tree)}
         behind = [n for n in ast.walk(tree) if isinstance(n, ast.ImportFrom) and n.lineno not in walked]
         typing = [n for n in ast.walk(tree) if isinstance(n, ast.If) and "TYPE_CHECKING" in ast.dump(n.test)]
@@ -131,6 +132,7 @@ def test_control_an_import_before_the_door_and_a_new_room_are_found(tmp_path):
         (f"def f():\n    needs_trainer('x')\ndef g():\n{line}", True),
     ):
         file.write_text(text)
+        shipped.parsed.cache_clear()
         assert ("engine.train.step" in shipped.shipped(tmp_path, ("audit.a",))) == found, text
 
 
@@ -156,7 +158,7 @@ def third_party_at_the_top(roots: tuple[str, ...]) -> set[str]:
         if name in seen or name not in FILES:
             continue
         seen.add(name)
-        tree = ast.parse(FILES[name].read_text())
+        tree = shipped.parsed(FILES[name])
         for node in (n for n in shipped.imports(tree) if not n.col_offset):
             if isinstance(node, ast.ImportFrom) and node.level:
                 base = [*room(FILES[name]).split(".")]

@@ -74,7 +74,7 @@ def check_commands(user: User) -> None:
     if "torch" in user.run("python", "-m", "pip", "list"):
         sys.exit("the wheel's dependencies bring torch")
     began = time.monotonic()
-    user.run("zerokl", "audit", str(SAMPLES / "train_data_step4.jsonl"), "--band", "1%", says="outcome:")
+    user.run("zerokl", "audit", str(SAMPLES / "trl.jsonl"), says="outcome: Sound")
     took_s = time.monotonic() - began
     print(f"the first audit of a log took {took_s:.1f} s")
     if took_s > MOST_S:

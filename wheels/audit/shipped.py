@@ -6,6 +6,7 @@ only `zerokl` has (files/installed.py). It is a door, and is not followed.
 
 import ast
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 # The package's root, from this file.
@@ -45,11 +46,17 @@ def shipped(root: Path = ROOT, entries: tuple[str, ...] = ENTRIES) -> dict[str, 
     return dict(sorted(found.items()))
 
 
+@cache
+def parsed(file: Path) -> ast.Module:
+    """A file's syntax tree. Raises SyntaxError for what Python 3.10 cannot parse."""
+    return ast.parse(file.read_text(encoding="utf-8"), feature_version=(3, 10))
+
+
 def imported(file: Path, root: Path = ROOT) -> set[str]:
     """What a file imports of the package behind no door: modules, and names that may be modules."""
     parts = ("zerokl", *file.relative_to(root).parent.parts)
     names = set()
-    for node in imports(ast.parse(file.read_text(encoding="utf-8"))):
+    for node in imports(parsed(file)):
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
             continue
