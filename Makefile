@@ -7,7 +7,7 @@ RUN    ?= runs/demo
 
 # TORCH: what pip is given for torch, e.g. TORCH='torch==2.13.0 --index-url ...' for another build.
 .PHONY: help demo demo-turns test test-rest test-full test-slow test-proofs vllm test-vllm test-vllm-0.33 test-triton test-trl test-trl-vllm test-trl-releases test-peft test-verl test-titan test-browser \
-  test-trackers test-worlds test-ray test-nodes real test-real lint docs package pictures bench bench-vllm clean
+  test-trackers test-worlds test-ray test-nodes real test-real lint docs package wheels pictures bench bench-vllm clean
 .DEFAULT_GOAL := help
 
 help:
@@ -34,6 +34,7 @@ help:
 	@echo "make real           SmolLM2-135M-Instruct: transformers, vLLM and zerokl audited, then exact RL of all weights and of LoRA of rank 16"
 	@echo "make test-real      the same model in short: converted, audited, trained two steps"
 	@echo "make docs           the documentation, in build/docs; a broken link fails"
+	@echo "make wheels         both wheels, zerokl and zerokl-audit, in dist; make package installs and uses them, too"
 	@echo "make lint           ruff"
 	@echo "make pictures       the pictures of README and documentation, from $(RUN) (needs Chromium)"
 	@echo "make bench          one RL step beside TRL, sampling beside transformers, the linear beside plain torch"
@@ -237,11 +238,16 @@ pictures: $(VENV)/.browser
 	$(BIN)/python docs/_pictures.py $(RUN)
 
 # sdist and wheel; each is installed in an empty environment and used there.
-package: $(STAMP)
+package: wheels
+	$(BIN)/python tests/package/check_audit.py dist
+	$(PYTHON) tests/package/check.py dist $(TORCH)
+
+# Both wheels, zerokl and zerokl-audit, from one source (wheels/audit/shipped.py says what the second one has).
+wheels: $(STAMP)
 	rm -rf dist build/lib build/bdist*
 	$(BIN)/python -m build --no-isolation --outdir dist .
-	rm -rf build/lib build/bdist*
-	$(PYTHON) tests/package/check.py dist $(TORCH)
+	$(BIN)/python -m build --no-isolation --wheel --outdir dist wheels/audit
+	rm -rf build/lib build/bdist* wheels/audit/build
 
 bench: $(STAMP) .venv-trl/.installed
 	$(BIN)/python benchmarks/bench_step.py --trl-python .venv-trl/bin/python

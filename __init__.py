@@ -15,6 +15,8 @@ The log-probabilities that the trainer computes are bit for bit those that the s
 from importlib import import_module
 from typing import Any
 
+from .files.installed import has_trainer
+
 _NAMES = {
     "CausalLM": "model.causal_lm",
     "Config": "engine.config",
@@ -40,4 +42,8 @@ def __getattr__(name: str) -> Any:
     """Import a public name at its first use, so that `zerokl --help` does not wait for torch."""
     if name not in _NAMES:
         raise AttributeError(f"module 'zerokl' has no attribute {name!r}")
+    if not has_trainer() and name != "mismatch_metrics":
+        raise ImportError(
+            f"zerokl.{name}: zerokl-audit, installed here, does not have it; pip install zerokl"
+        )
     return getattr(import_module(f".{_NAMES[name]}", __name__), name)

@@ -19,6 +19,7 @@ setup(
         "zerokl",
         "zerokl.cli",
         "zerokl.audit",
+        "zerokl.audit.capsule",
         "zerokl.audit.conclusion",
         "zerokl.audit.engines",
         "zerokl.audit.figures",

@@ -2,15 +2,21 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import asdict
 from itertools import count
 from pathlib import Path
 
 from ..engine.display.progress import silent
 from ..files.inputs import append_text
+from ..files.installed import needs_torch
+from ..files.writing import write_whole
 from .as_json import as_json
 from .columns import audit_columns
+from .conclusion.outcome import Tolerances
+from .conclusion.verdict import verdict
 from .config import COMPLETIONS, AuditConfig, AuditSettings, check_requests
 from .formats.registry import holds_logs
+from .junit import audit_cases, junit
 from .page.page import page
 from .page.summary import summary
 from .report import Report
@@ -65,6 +71,7 @@ def run_audit(
             stage(f"reading {log}")
             version, given = settings.weight_version, settings.given_params
             return audit_columns(log, settings.format, n or 0, version, given, settings.tolerances)
+    needs_torch("audit: --model" if log else f"audit: {target} is a model")
     from .audit import audit  # torch is loaded only where a model computes
 
     source = {"sampler": str(log)} if log else {"model": target, "trainer_model": trainer_model}
@@ -92,6 +99,17 @@ def write_json(report: Report | RunReport, folder: Path) -> None:
     """Write audit.json, and make the folder where it is missing. Raises OSError."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "audit.json").write_text(json.dumps(as_json(report), indent=1, allow_nan=False) + "\n")
+
+
+def write_junit(report: Report, tolerances: Tolerances, file: Path) -> None:
+    """Write the outcome, the tolerances that were given and the faults as JUnit's XML. Raises OSError."""
+    held = {
+        f"{name} {value}": Tolerances(**{name: value}).hold(report.figures, report.corrections)
+        for name, value in asdict(tolerances).items()
+        if value is not None
+    }
+    cases = audit_cases(report, verdict(report), held)
+    write_whole(file, junit(f"zerokl audit {report.model}", cases).encode())
 
 
 def append_summary(report: Report, band: str | None, file: Path) -> None:

@@ -40,7 +40,7 @@ Device = Literal["auto", "cpu", "cuda"]
 LogFormat = Literal[
     "auto", "zerokl", "nemo-rl", "tinker", "titanrl", "prime-rl", "skyrl", "slime", "trl", "verl"
 ]
-Band = Literal["strict", "1%", "5%"]
+Band = Literal["strict", "1%", "5%", "prime-rl", "slime", "skyrl", "verl", "nemo-rl"]
 DTYPES = ("float32", "bfloat16", "float16")
 # Completions that engines draw, or that a model scores, where nothing else is asked for.
 COMPLETIONS = 64
@@ -117,7 +117,7 @@ class AuditSettings(Section):
     """Tolerance: no log-probability may differ by more than this."""
     band: Band | None = None
     """Tolerance: the geometric mean ratio of every sequence lies in 0.999 to 1.002 (strict), or within 1% or
-    5% of 1.
+    5% of 1; or the figure that a project gates on lies within that project's bound.
     """
 
     @property

@@ -8,7 +8,7 @@ from importlib.metadata import PackageNotFoundError, version
 from ..kernels.sampling_params import SamplingParams
 from .as_json import OPTIONAL, PART
 
-_PACKAGES = ("zerokl", "torch", "transformers", "tokenizers", "vllm", "numpy")
+_PACKAGES = ("zerokl", "zerokl-audit", "torch", "transformers", "tokenizers", "vllm", "numpy")
 # Different sampling parameters of a log that are listed.
 _LISTED = 4
 
@@ -73,7 +73,6 @@ def assumed(
     dtypes: Dtypes, sampling_params: Iterable[SamplingParams], device: str, source: Source
 ) -> Assumed:
     """What the figures rest on. sampling_params: of every rollout."""
-    versions = {name: known for name in _PACKAGES if (known := _version(name))}
     return Assumed(
         [
             DrawnWith(
@@ -90,8 +89,14 @@ def assumed(
         dtypes,
         device,
         source,
-        versions | {"python": platform.python_version()},
+        versions(),
     )
+
+
+def versions() -> dict[str, str]:
+    """The versions of Python and of the installed packages that decide bits."""
+    known = {name: found for name in _PACKAGES if (found := _version(name))}
+    return known | {"python": platform.python_version()}
 
 
 def distribution(params: DrawnWith) -> str:

@@ -3,16 +3,18 @@
 import os
 import resource
 import sys
-from importlib import import_module
 
 import cyclopts
 
+from ..files.installed import check_together, has_trainer
 from .app import app
 from .command_line import error_message, failure_line, foreseen, memory_ran_out, spelt_out
 from .exit_codes import ExitCode
 
-for _name in ("runs", "models", "checks", "audits"):  # each registers its commands; help keeps this order
-    import_module(f".{_name}", __name__)
+# Each registers its commands; help keeps this order.
+if has_trainer():
+    from . import runs, models, checks  # noqa: F401, I001
+from . import audits, capsules  # noqa: F401
 
 # Open files that a command may need: it has two dozen, and a library that can open no more may print pages.
 _OPEN_FILES = 64
@@ -42,6 +44,7 @@ def _outcome(argv: list[str] | None) -> tuple[int, Exception | None]:
     try:
         try:
             _check_open_files()
+            check_together()
             return app(words, exit_on_error=False, print_error=False) or ExitCode.DONE, None
         except cyclopts.CycloptsError as error:
             raise ValueError(error_message(error)) from error

@@ -1,4 +1,4 @@
-"""Commands about training-inference mismatch: audit, convert."""
+"""Commands about training-inference mismatch: audit, diff, convert."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -7,6 +7,7 @@ from cyclopts import Parameter
 
 from ..audit.config import AuditSettings, LogFormat
 from ..files.inputs import append_text
+from ..files.installed import needs_trainer
 from ..files.writing import check_writable
 from .app import CountOrAll, command
 from .exit_codes import ExitCode
@@ -30,6 +31,7 @@ def audit(
     every: int = 0,
     out: str | None = None,
     summary: str = "",
+    junit: str = "",
     settings: Settings = _NO_SETTINGS,
 ) -> int:
     """Measure how far a sampler and a trainer are apart, where their bits part, and what causes it.
@@ -49,14 +51,15 @@ def audit(
         out: Folder for audit.json and audit.html; it must not hold an audit. By default audits/NAME, NAME
             being the target's, or audits/NAME-2 and so on where that exists.
         summary: File to which a summary in GitHub's Markdown is appended, such as $GITHUB_STEP_SUMMARY.
+        junit: File to write in JUnit's XML: the outcome, each tolerance, each fault that is named.
     """
     from ..audit.command import free_folder, run_audit
     from ..engine.display.progress import Stages
 
     settings.tolerances.check()
-    if every and (trainer_model or settings.model or summary):
+    if every and (trainer_model or settings.model or summary or junit):
         raise ValueError(
-            "audit: --every audits the models of a run; a second model, --model and --summary do "
+            "audit: --every audits the models of a run; a second model, --model, --summary and --junit do "
             "not go with it"
         )
     folder = Path(out) if out else free_folder(target)
@@ -65,20 +68,23 @@ def audit(
     check_writable(folder)
     if summary and Path(summary).exists():
         append_text(summary, "")  # a pipe or a device is refused now, and not after the audit
+    if junit:
+        check_writable(Path(junit).parent)
     if every:
-        from ..audit.over_run import audit_run
+        needs_trainer("audit: --every, the checkpoints of a run of zerokl")
+        from ..audit.over_run import audit_run, sentences
 
         with Stages("audit") as stage:
             of_run = audit_run(Path(target), every, n, settings, folder, stage)
-        return _show_run(of_run, folder)
+        return _show_run(of_run, list(sentences(of_run)), folder)
     with Stages("audit") as stage:
         report = run_audit(target, trainer_model, n, settings, stage)
-    return _show(report, folder, settings.band, summary)
+    return _show(report, folder, settings, summary, junit)
 
 
-def _show(report: "Report", folder: Path, band: str | None, summary: str) -> int:
-    """Write and print an audit. summary: a file for the summary in Markdown, or "". Returns the exit code."""
-    from ..audit.command import append_summary, write_reports
+def _show(report: "Report", folder: Path, settings: AuditSettings, summary: str, junit: str) -> int:
+    """Write and print an audit. summary, junit: files for Markdown and XML, or "". Returns the exit code."""
+    from ..audit.command import append_summary, write_junit, write_reports
     from ..audit.conclusion.verdict import verdict
     from ..audit.figures.bands import band_lines
     from ..audit.page.tables import report_tables
@@ -88,21 +94,21 @@ def _show(report: "Report", folder: Path, band: str | None, summary: str) -> int
     for table in report_tables(report):
         console.print(table)
     if summary:
-        append_summary(report, band, Path(summary))
-    for line in (verdict(report), *report.log_notes, *band_lines(report.corrections, band)):
+        append_summary(report, settings.band, Path(summary))
+    if junit:
+        write_junit(report, settings.tolerances, Path(junit))
+    for line in (verdict(report), *report.log_notes, *band_lines(report.corrections, settings.band)):
         console.say(line)
     return _end(report.outcome, folder)
 
 
-def _show_run(report: "RunReport", folder: Path) -> int:
+def _show_run(report: "RunReport", lines: list[str], folder: Path) -> int:
     """Write and print the audits of a run's checkpoints. Returns the exit code."""
     from ..audit.command import write_json
-    from ..audit.over_run import sentences
     from ..audit.page.page import run_page
     from ..audit.page.tables import run_tables
     from ..engine.display.terminal import console
 
-    lines = list(sentences(report))
     write_json(report, folder)
     (folder / "audit.html").write_text(run_page(report, lines), encoding="utf-8")
     for table in run_tables(report):
@@ -119,6 +125,28 @@ def _end(outcome: "Outcome", folder: Path) -> int:
     console.print(f"outcome: {outcome.words}")
     console.print(f"report {folder / 'audit.html'}")
     return ExitCode.DONE if outcome.passed else ExitCode.DIFFERS
+
+
+@command("zerokl diff runs/a runs/b")
+def diff(a: str, b: str, /) -> int:
+    """Name the first difference of two runs: its step, and the first quantity of this step in causal order.
+
+    Two traces, two logs of rollouts or two files of metrics are compared as well; the framework that wrote
+    them does not matter. The exit code is 0 when both are equal to the bit, and 1 when not.
+
+    Args:
+        a: Run folder, a trace that `zerokl replay` wrote (.safetensors), a log of rollouts, or a file of
+            metrics (.jsonl, .json, .csv).
+        b: Another one of the same kind.
+    """
+    from ..audit.logs.diff import are_logs, diff_logs
+
+    if are_logs(Path(a), Path(b)):
+        return diff_logs(Path(a), Path(b))
+    needs_trainer("diff: two runs or two traces of zerokl")
+    from ..engine.commands.diff import diff
+
+    return diff(Path(a), Path(b))
 
 
 @command("zerokl convert trl-log.jsonl rollouts.jsonl")

@@ -1,13 +1,19 @@
-"""Commands that check a machine or a run, and compare two: verify, diff, replay."""
+"""Commands that check a machine or a run: verify, replay."""
 
 import os
 from importlib.util import find_spec
 from pathlib import Path
 
+from cyclopts import App
+
 from ..files.writing import check_writable
-from .app import NO_SETTINGS, Device, Dtype, Settings, command, verify_app
+from .app import Device, Dtype, app, command
 from .command_line import given_settings
 from .exit_codes import ExitCode
+from .settings import NO_SETTINGS, Settings
+
+verify_app = App(name="verify", help_prologue="Example: zerokl verify runs/demo/base")
+app.command(verify_app)
 
 
 @verify_app.default
@@ -95,24 +101,6 @@ def verify_run(
         console.print(f"{finding.mark:<4}  {finding.what}: {finding.result}")
     console.print(f"steps to replay were drawn with --draw {seed}")
     return ExitCode.DONE if holds else ExitCode.DIFFERS
-
-
-@command("zerokl diff runs/a runs/b")
-def diff(a: str, b: str, /) -> int:
-    """Name the first difference of two runs: its step, and the first quantity of this step in causal order.
-
-    Two traces, two logs of rollouts or two files of metrics are compared as well; the framework that wrote
-    them does not matter. The exit code is 0 when both are equal to the bit, and 1 when not.
-
-    Args:
-        a: Run folder, a trace that `zerokl replay` wrote (.safetensors), a log of rollouts, or a file of
-            metrics (.jsonl, .json, .csv).
-        b: Another one of the same kind.
-    """
-    from ..audit.logs.diff import are_logs, diff_logs
-    from ..engine.commands.diff import diff
-
-    return diff_logs(Path(a), Path(b)) if are_logs(Path(a), Path(b)) else diff(Path(a), Path(b))
 
 
 @command("zerokl replay runs/demo --step 12 --trace step-12.safetensors")

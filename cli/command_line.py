@@ -3,7 +3,6 @@
 import json
 import traceback
 from collections.abc import Sequence
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from platform import python_version
 from typing import Any
@@ -14,6 +13,7 @@ from pydantic import BaseModel, ValidationError
 from ..engine.config import FREE_SECTIONS, Config
 from ..engine.config_file import check_key, known_keys, validation_message
 from ..engine.precision import full_dtype
+from ..files.installed import has_trainer, installed_version, needs_trainer
 from ..files.reading import one_line, parse_toml, read_toml
 from ..files.writing import os_error_line
 from ..kernels.sampling_params import PENALTIES, WHY_NO_PENALTY
@@ -29,6 +29,21 @@ _NO_MEMORY = (
 )
 
 
+# Commands that zerokl has, and zerokl-audit does not.
+OF_THE_TRAINER = (
+    "ablate",
+    "eval",
+    "init",
+    "merge",
+    "replay",
+    "report",
+    "sample",
+    "train",
+    "variants",
+    "verify",
+    "watch",
+    "weights",
+)
 # Options that have another name now, by the command that takes them.
 _RENAMED = {"audit": {"own": "batch_invariance", "full": "full_vocab"}}
 
@@ -54,16 +69,10 @@ def given_settings(settings: Config) -> dict[str, Any]:
 def version_line() -> str:
     """The version of zerokl, and those of what decides bits beside it. Nothing is loaded for it."""
     names = ("torch", "triton", "transformers", "vllm")
-    others = [f"{name} {found}" for name in names if (found := _version(name))]
-    own = _version("zerokl") or _source_version()
-    return f"zerokl {own} ({', '.join([f'Python {python_version()}', *others])})"
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
+    others = [f"{name} {found}" for name in names if (found := installed_version(name))]
+    own = "zerokl" if has_trainer() else "zerokl-audit"
+    versions = ", ".join([f"Python {python_version()}", *others])
+    return f"{own} {installed_version(own) or _source_version()} ({versions})"
 
 
 def _source_version() -> str:
@@ -115,6 +124,8 @@ def _names_dtype(option: str) -> bool:
 def error_message(error: cyclopts.CycloptsError) -> str:
     """What is wrong with the command line, in one line. Raises ValueError for an unknown setting."""
     command = error.command_chain[-1] if error.command_chain else ""
+    if isinstance(error, cyclopts.UnknownCommandError) and error.unused_tokens[0] in OF_THE_TRAINER:
+        needs_trainer(error.unused_tokens[0])
     if isinstance(error, cyclopts.UnknownOptionError):
         option = (error.token.keyword or error.token.value).partition("=")[0]
         option = option.removeprefix("--").replace("-", "_")

@@ -2,9 +2,10 @@
 
 from pathlib import Path
 
-from .app import Count, Device, Dtype, TaskOptions, TaskReward, command
+from .app import Count, Device, Dtype, command
 from .command_line import toml_values
 from .exit_codes import ExitCode
+from .settings import TaskOptions, TaskReward
 
 
 @command("zerokl sample runs/demo/base --prompt 3+14= --n 4")

@@ -6,9 +6,10 @@ from pathlib import Path
 
 from ..engine.config_file import load_config
 from ..files.reading import one_line
-from .app import NO_SETTINGS, Preset, Settings, TaskOptions, command
+from .app import command
 from .command_line import failure_line, given_settings, toml_values
 from .exit_codes import ExitCode
+from .settings import NO_SETTINGS, Preset, Settings, TaskOptions
 
 # Lines about differences that `zerokl ablate` prints; its page has all of them.
 _MOST_EFFECTS = 12

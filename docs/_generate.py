@@ -365,7 +365,8 @@ def commands() -> str:
     parts: list[str] = []
     for name in (n for n in cli if not n.startswith("-")):
         sub = cli[name]
-        parts += _command(f"zerokl {name}", sub.default_command)
+        if sub.default_command:
+            parts += _command(f"zerokl {name}", sub.default_command)
         for inner in (n for n in sub if not n.startswith("-")):
             parts += _command(f"zerokl {name} {inner}", sub[inner].default_command)
     return "\n".join(parts)

@@ -4,7 +4,7 @@ The text under a field gives its meaning and unit. `zerokl train --help` and doc
 compatibility.py says which settings go together.
 """
 
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, field_validator, model_validator
 
@@ -158,7 +158,7 @@ class SamplingConfig(Section):
         return values
 
     @model_validator(mode="after")
-    def _ids(self) -> Self:
+    def _ids(self) -> "SamplingConfig":
         self.sampling_params.check()
         return self
 

@@ -1,6 +1,6 @@
 """The settings of LoRA: adapters are trained in place of the weights (model/adapters.py)."""
 
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
@@ -62,7 +62,7 @@ class LoraConfig(Section):
         return values
 
     @model_validator(mode="after")
-    def _on(self) -> Self:
+    def _on(self) -> "LoraConfig":
         if not self.rank and self != LoraConfig.model_construct():
             raise ValueError("lora.alpha, targets and adapter need lora.rank; set it, 16 for example")
         return self

@@ -6,12 +6,17 @@ else. Every error is a ValueError of one line. It says what is wrong; the caller
 
 import json
 import math
-import tomllib
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from .inputs import LINE_BYTES, read_bytes
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
 
 # Nested lists and tables: the deepest of our own files has six.
 DEPTH = 32

@@ -24,6 +24,8 @@ from .reading import read_json
 MANIFEST = "manifest.json"
 # The file of a folder's lock, and in it who holds it.
 LOCK = ".lock"
+# Bytes that are hashed at once.
+_CHUNK = 1 << 20
 _REMEDIES = {
     errno.ENOSPC: "make room on this disk",
     errno.ENOMEM: "memory ran out; take a smaller model, micro_batch or number of workers",
@@ -172,7 +174,10 @@ def first_free(names: Iterable[Path]) -> Path:
 
 def _hash_file(path: Path) -> str:
     with open_input(path) as handle:
-        return hashlib.file_digest(handle, "sha256").hexdigest()
+        digest = hashlib.sha256()
+        while chunk := handle.read(_CHUNK):
+            digest.update(chunk)
+        return digest.hexdigest()
 
 
 def write_manifest(folder: Path) -> None:

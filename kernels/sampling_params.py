@@ -7,7 +7,7 @@ import math
 import re
 from collections.abc import Iterable, Mapping
 from itertools import pairwise
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 # The smallest and the largest temperature. Logits divided by a smaller one leave the range of fp32.
 TEMPERATURES = (1e-5, 1e5)
@@ -53,7 +53,7 @@ class SamplingParams(NamedTuple):
         min_p: float = 0.0,
         logit_bias: Mapping[int, float] | Iterable[tuple[int, float]] | None = None,
         allowed_token_ids: Iterable[int] | None = None,
-    ) -> Self:
+    ) -> "SamplingParams":
         """Parameters whose tokens are in order. Equal distributions have equal parameters.
 
         logit_bias: token id -> bias, or pairs of both. Raises ValueError where it holds something else, and
@@ -72,7 +72,7 @@ class SamplingParams(NamedTuple):
             raise ValueError(f"allowed_token_ids ({allowed_token_ids!r}) must be token ids") from None
         return cls(temperature, top_k, top_p, min_p, bias, allowed)
 
-    def check(self, vocab_size: int | None = None) -> Self:
+    def check(self, vocab_size: int | None = None) -> "SamplingParams":
         """These parameters. Raises ValueError for a value out of range.
 
         vocab_size: token ids are below it; None where the model is not known yet.
@@ -110,7 +110,7 @@ class SamplingParams(NamedTuple):
         return self.truncates or self.allowed_token_ids is not None
 
     @property
-    def uncut(self) -> Self:
+    def uncut(self) -> "SamplingParams":
         """The same temperature and bias over the whole vocabulary."""
         return self._replace(top_k=0, top_p=1.0, min_p=0.0, allowed_token_ids=None)
 

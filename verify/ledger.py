@@ -26,14 +26,16 @@ from functools import cache
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 
 from ..files.inputs import read_bytes
 from ..files.reading import parse_json
 from ..files.writing import check_in_place, hash_json, naming, whole_lines
+
+if TYPE_CHECKING:
+    import torch
 
 # The name of the file in a run's folder.
 LEDGER = "ledger.jsonl"
@@ -42,7 +44,7 @@ FORMAT = 6
 _LEAF = 32
 
 
-def digest(*arrays: np.ndarray | torch.Tensor) -> str:
+def digest(*arrays: "np.ndarray | torch.Tensor") -> str:
     """SHA-256 over the dtype, the shape and the bytes of each array."""
     h = hashlib.sha256()
     for x in arrays:
@@ -51,8 +53,10 @@ def digest(*arrays: np.ndarray | torch.Tensor) -> str:
     return h.hexdigest()
 
 
-def _bytes(x: np.ndarray | torch.Tensor) -> np.ndarray:
-    if isinstance(x, torch.Tensor):
+def _bytes(x: "np.ndarray | torch.Tensor") -> np.ndarray:
+    if not isinstance(x, np.ndarray | np.generic):
+        import torch  # whoever compares two logs has no tensor, and may have no torch
+
         return x.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
     return np.ascontiguousarray(x).reshape(-1).view(np.uint8)
 

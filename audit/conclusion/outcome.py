@@ -23,7 +23,7 @@ sampler's column, a log with doubled lines, a trainer column with an error of it
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from enum import StrEnum
+from enum import Enum
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from ..report import Measurements
 
 
-class Kind(StrEnum):
+class Kind(str, Enum):
     """The kinds of outcome, the best first; see the table above."""
 
     EQUAL = "equal"
@@ -44,6 +44,10 @@ class Kind(StrEnum):
     FAULT = "fault"
     BEYOND = "beyond"
     DIFFERS = "differs"
+
+    def __str__(self) -> str:
+        """The value: Python 3.10 has no StrEnum."""
+        return self.value
 
 
 # The words, the sign before them, and the class of the page's headline, which has its colour.
@@ -66,7 +70,7 @@ class Tolerances:
 
     max_k3: float | None = None  # nats a token
     max_abs: float | None = None  # nats, of every log-probability
-    band: str | None = None  # a name in bands.BANDS
+    band: str | None = None  # a name in bands.BANDS or in gates.py
 
     def check(self) -> None:
         """Raise ValueError for a tolerance below 0."""

@@ -7,12 +7,13 @@ sequence. A band looks at the geometric mean of r over each sequence, as sequenc
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from ...verify.mismatch import log_ratios, ratios
 from ...verify.mismatch import mean as mean_of
+from .gates import GateFigure, gate_figures
 
 # Lowest and highest geometric mean of a sequence's ratios. strict: the bounds with which NeMo-RL masks
 # sequences in its guide to ProRL v2.
@@ -48,9 +49,12 @@ class Corrections:
     geometric_mean_min: float
     geometric_mean_max: float
     cut: list[Cut]  # by rising bound
+    gates: dict[str, GateFigure] = field(default_factory=dict)  # by the project that gates on it
 
     def in_band(self, band: str) -> bool:
-        """Whether every sequence lies in a band."""
+        """Whether every sequence lies in a band, or a project's bound holds."""
+        if band in self.gates:
+            return self.gates[band].holds
         return self.bands[band].sequences_outside == 0.0
 
 
@@ -82,6 +86,7 @@ def band_figures(trainer: Sequence[np.ndarray], sampler: Sequence[np.ndarray]) -
             )
             for bound in _BOUNDS
         ],
+        gate_figures(trainer, sampler),
     )
 
 
@@ -92,7 +97,11 @@ def _share(marked: np.ndarray) -> float:
 def band_lines(corrections: Corrections, band: str | None) -> list[str]:
     """The figures as sentences for the terminal. band: the one that was asked for."""
     lines = []
-    if band is not None:
+    if band in corrections.gates:
+        gate = corrections.gates[band]
+        held = "holds" if gate.holds else "does not hold"
+        lines.append(f"Band {band} {held}: {gate.figure}, is {gate.value:.4g}; the bound is {gate.bound:g}.")
+    elif band is not None:
         row = corrections.bands[band]
         held = "holds" if corrections.in_band(band) else "does not hold"
         lines.append(

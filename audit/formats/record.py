@@ -3,7 +3,7 @@
 Shapes: C completion tokens.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -48,6 +48,14 @@ class LoggedRollout:
     def drawn(self) -> np.ndarray:
         """Which tokens were drawn, [C] bool."""
         return np.ones(len(self.completion_ids), bool) if self.mask is None else self.mask
+
+    def with_trainer(self, logprobs: np.ndarray) -> "LoggedRollout":
+        """This completion with another trainer column, [C] fp32, whose numbers were not cut."""
+        return replace(self, trainer_logprobs=logprobs, trainer_decimals=None)
+
+    def drawn_with(self, params: SamplingParams | None) -> "LoggedRollout":
+        """This completion, drawn with these parameters where its log says none."""
+        return replace(self, sampling_params=self.sampling_params or params)
 
     def check_scored(self, remedy: str) -> None:
         """Raise ValueError where there are no token ids, or no logprobs of the sampler. remedy: or empty."""

@@ -1,6 +1,7 @@
 """The summary of an audit in GitHub's Markdown, for $GITHUB_STEP_SUMMARY."""
 
 from ..conclusion.verdict import verdict
+from ..markdown import escaped
 from ..report import Report
 
 
@@ -32,21 +33,14 @@ def summary(report: Report, band: str | None) -> str:
     lines = [
         f"### zerokl audit: {'passed' if report.outcome.passed else 'failed'}{asked}",
         "",
-        f"**{_escaped(report.outcome.words)}**",
+        f"**{escaped(report.outcome.words)}**",
         "",
-        _escaped(verdict(report)),
+        escaped(verdict(report)),
         "",
         "| figure | value |",
         "| --- | --- |",
         *(f"| {name} | {value} |" for name, value in rows),
     ]
     if report.log_notes:
-        lines += ["", *(f"- {_escaped(note)}" for note in report.log_notes)]
+        lines += ["", *(f"- {escaped(note)}" for note in report.log_notes)]
     return "\n".join(lines) + "\n"
-
-
-def _escaped(text: str) -> str:
-    """Text of a report as Markdown that shows it and does nothing else."""
-    for character, entity in (("&", "&amp;"), ("<", "&lt;"), (">", "&gt;"), ("|", "&#124;"), ("`", "&#96;")):
-        text = text.replace(character, entity)
-    return text

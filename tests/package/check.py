@@ -2,7 +2,8 @@
 
 usage: check.py FOLDER REQUIREMENT ...
 
-FOLDER holds one wheel and one sdist. The requirements (a build of torch) are what pip installs before them.
+FOLDER holds both wheels and one sdist; check_audit.py uses zerokl-audit without torch. The requirements (a
+build of torch) are what pip installs before them.
 
 The environments are made outside of the repository, so nothing can come from the sources by accident.
 """
@@ -16,7 +17,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 # Folders at the root that are no part of the package.
-OUTSIDE = {".ci", "benchmarks", "docs", "tests"}
+OUTSIDE = {".ci", "benchmarks", "docs", "tests", "wheels"}
 # What a user does first, in short: `make demo` has all steps. An exit code other than 0 fails.
 WHEEL_COMMANDS = """
 zerokl --version
@@ -26,6 +27,16 @@ zerokl report demo
 zerokl sample demo/base --prompt 3+14= --n 2
 zerokl eval demo/checkpoints/step-000020 --task add --problems 8
 zerokl audit demo/base --sampler native --n 4 --max_tokens 5 --out audit
+"""
+# With zerokl-audit beside it, the same works. Where zerokl-audit is alone, with torch, a model can compute.
+BESIDE_COMMANDS = """
+zerokl --version
+zerokl verify run demo --replays 1
+"""
+ALONE_COMMANDS = """
+zerokl audit demo/base --sampler native --n 4 --max_tokens 5 --out audit-alone
+zerokl capsule make native --model demo/base --trainer zerokl --n 2 --max_tokens 4 --out c.zkc
+zerokl capsule replay c.zkc --sampler native --trainer zerokl
 """
 SDIST_COMMANDS = """
 python -m zerokl --version
@@ -81,21 +92,40 @@ def use(artefact: Path, requirements: list[str], commands: str, folder: Path) ->
     run(sys.executable, "-m", "venv", "env")
     for wanted in (requirements, [str(artefact)]):
         run("env/bin/python", "-m", "pip", "install", "-q", *wanted)
+    run_lines(commands, folder)
+
+
+def run_lines(commands: str, folder: Path) -> None:
+    """Run commands of the environment in `folder`, a line each."""
     for line in commands.strip().splitlines():
         print(f"$ {line}", flush=True)
         program, *words = line.split()
-        run(f"env/bin/{program}", *words)
+        subprocess.run([f"env/bin/{program}", *words], cwd=folder, check=True)
+
+
+def use_audit(wheel: Path, folder: Path) -> None:
+    """Install zerokl-audit beside zerokl, and then in its place, in the environment of `use`."""
+    pip = [folder / "env/bin/python", "-m", "pip"]
+    install = [*pip, "install", "-q", "--no-deps", "--force-reinstall", wheel]
+    subprocess.run(install, cwd=folder, check=True)
+    run_lines(BESIDE_COMMANDS, folder)
+    subprocess.run([*pip, "uninstall", "-q", "-y", "zerokl"], cwd=folder, check=True)
+    subprocess.run(install, cwd=folder, check=True)
+    run_lines(ALONE_COMMANDS, folder)
 
 
 def main(folder: Path, *requirements: str) -> None:
     """Check the wheel and the sdist in `folder`."""
-    (wheel,), (sdist,) = folder.glob("*.whl"), folder.glob("*.tar.gz")
+    (wheel,), (sdist,) = folder.glob("zerokl-*.whl"), folder.glob("*.tar.gz")
+    (audit,) = folder.glob("zerokl_audit-*.whl")
     expected = tracked()
     compare(expected, wheel_files(wheel), wheel.name, whole=True)
     compare(expected, sdist_files(sdist), sdist.name, whole=False)
     for artefact, commands in ((wheel, WHEEL_COMMANDS), (sdist, SDIST_COMMANDS)):
         with tempfile.TemporaryDirectory() as work:
             use(artefact.resolve(), list(requirements), commands, Path(work))
+            if artefact is wheel:
+                use_audit(audit.resolve(), Path(work))
 
 
 if __name__ == "__main__":

@@ -1,0 +1,197 @@
+"""The wheel zerokl-audit: which files it has, what they import, and the doors to what it has not."""
+
+import ast
+import importlib
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from zerokl.cli import app
+from zerokl.cli.command_line import OF_THE_TRAINER
+from zerokl.verify.environment import PACKAGE_ROOT
+
+sys.path.insert(0, str(PACKAGE_ROOT / "wheels" / "audit"))
+shipped = importlib.import_module("shipped")
+
+FILES = shipped.shipped()
+# The rooms of the wheel, and the modules of it that stand at the root of engine/.
+ROOMS = {
+    "",
+    "audit",
+    "audit.capsule",
+    "audit.conclusion",
+    "audit.engines",
+    "audit.figures",
+    "audit.formats",
+    "audit.hypotheses",
+    "audit.logs",
+    "audit.operations",
+    "audit.page",
+    "cli",
+    "engine",
+    "engine.display",
+    "engine.loss",
+    "engine.rollout",
+    "engine.rollout.vllm",
+    "engine.tasks",
+    "files",
+    "integrations",
+    "kernels",
+    "model",
+    "verify",
+}
+# What a log is audited with: the dependencies of the wheel, and the standard library.
+WITHOUT_A_MODEL = {"numpy", "pydantic", "cyclopts", "rich", "filelock", "tomli_w", "tomli"}
+# Blocks in which an import need not be the wheel's: file, and what the import is of.
+DOORS = {
+    ("cli/__init__.py", "runs, models, checks"),
+    ("cli/audits.py", "audit_run, sentences"),
+    ("cli/audits.py", "diff"),
+}
+
+
+def room(file: Path) -> str:
+    return ".".join(file.relative_to(PACKAGE_ROOT).parent.parts)
+
+
+def test_the_wheel_has_these_rooms_and_no_others():
+    assert {room(file) for file in FILES.values()} == ROOMS
+    assert 200 < len(FILES) < 300
+    assert sum(file.stat().st_size for file in FILES.values()) < 1_600_000
+
+
+def test_every_import_of_a_shipped_file_is_of_a_shipped_file():
+    for name, file in FILES.items():
+        for wanted in shipped.imported(file):
+            module = wanted if shipped.module_file(wanted) else wanted.rpartition(".")[0]
+            assert module in FILES, f"{name} imports {wanted}"
+
+
+# Names of the standard library that Python 3.10 has not, among those that were used here.
+AFTER_3_10 = {"StrEnum", "Self", "file_digest", "assert_never", "NotRequired", "Required", "TaskGroup"}
+
+
+def newer_than_3_10(tree: ast.Module) -> set[str]:
+    """What Python 3.10 has not: names, and the imports of tomllib outside of a question of the version."""
+    asked = {
+        n for x in tree.body if isinstance(x, ast.If) and "version_info" in ast.dump(x.test) for n in x.body
+    }
+    names = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom):
+            names |= {alias.name for alias in node.names} & AFTER_3_10
+        elif isinstance(node, ast.Attribute):
+            names |= {node.attr} & AFTER_3_10
+        elif isinstance(node, ast.Import) and node not in asked:
+            names |= {alias.name for alias in node.names} & {"tomllib"}
+    return names
+
+
+@pytest.mark.full
+def test_the_files_are_for_python_3_10():
+    for name, file in FILES.items():
+        assert newer_than_3_10(shipped.parsed(file)) == set(), name
+
+
+@pytest.mark.parametrize("line", ["from enum import StrEnum", "import tomllib", "hashlib.file_digest(x, y)"])
+def test_control_what_python_3_10_has_not_is_found(line):
+    assert newer_than_3_10(ast.parse(line))
+
+
+@pytest.mark.full
+def test_the_doors_are_these():
+    doors = set()
+    for file in FILES.values():
+        tree = shipped.parsed(file)
+        walked = {node.lineno for node in shipped.imports(tree)}
+        behind = [n for n in ast.walk(tree) if isinstance(n, ast.ImportFrom) and n.lineno not in walked]
+        typing = [n for n in ast.walk(tree) if isinstance(n, ast.If) and "TYPE_CHECKING" in ast.dump(n.test)]
+        for_types = {n.lineno for block in typing for n in ast.walk(block) if isinstance(n, ast.ImportFrom)}
+        doors |= {
+            (str(file.relative_to(PACKAGE_ROOT)), ", ".join(a.name for a in node.names))
+            for node in behind
+            if node.lineno not in for_types
+        }
+    assert doors == DOORS
+
+
+def test_control_an_import_before_the_door_and_a_new_room_are_found(tmp_path):
+    for folder in ("audit", "engine", "engine/train"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "__init__.py").write_text("")
+    (tmp_path / "__init__.py").write_text("")
+    (tmp_path / "engine" / "train" / "step.py").write_text("")
+    file, line = tmp_path / "audit" / "a.py", "    from ..engine.train.step import x\n"
+    for text, found in (
+        (f"def f():\n    needs_trainer('x')\n{line}", False),
+        (f"def f():\n{line}    needs_trainer('x')\n", True),
+        (f"if has_trainer():\n{line}", False),
+        (f"if other():\n{line}", True),
+        (f"if TYPE_CHECKING:\n{line}", False),
+        (f"def f():\n    needs_trainer('x')\ndef g():\n{line}", True),
+    ):
+        file.write_text(text)
+        shipped.parsed.cache_clear()
+        assert ("engine.train.step" in shipped.shipped(tmp_path, ("audit.a",))) == found, text
+
+
+def test_a_log_is_audited_with_the_dependencies_of_the_wheel_and_no_more():
+    """The modules that `zerokl audit LOG`, `diff` and `convert` load, at their beginning and inside."""
+    code = (
+        "import sys; from zerokl.cli import main; import zerokl.audit.command, zerokl.audit.logs.diff, "
+        "zerokl.audit.logs.convert, zerokl.integrations.recorder, zerokl.integrations.verl; "
+        "print(*{m.partition('.')[0] for m in sys.modules})"
+    )
+    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert not {"torch", "transformers", "safetensors", "triton"} & set(loaded.split())
+    assert {"numpy", "pydantic", "cyclopts", "rich"} <= set(loaded.split())
+    roots = ("audit.command", "audit.logs.diff", "audit.logs.convert", "cli", "integrations.recorder")
+    assert third_party_at_the_top(roots) <= WITHOUT_A_MODEL
+
+
+def third_party_at_the_top(roots: tuple[str, ...]) -> set[str]:
+    """The packages that modules import when they are loaded, and all that these load of ours."""
+    found, seen, waiting = set(), set(), list(roots)
+    while waiting:
+        name = waiting.pop()
+        if name in seen or name not in FILES:
+            continue
+        seen.add(name)
+        tree = shipped.parsed(FILES[name])
+        for node in (n for n in shipped.imports(tree) if not n.col_offset):
+            if isinstance(node, ast.ImportFrom) and node.level:
+                base = [*room(FILES[name]).split(".")]
+                base = base[: len(base) - node.level + 1] + (node.module.split(".") if node.module else [])
+                waiting += [".".join(base), *(".".join([*base, a.name]) for a in node.names)]
+            else:
+                names = [node.module] if isinstance(node, ast.ImportFrom) else [a.name for a in node.names]
+                found |= {name.partition(".")[0] for name in names}
+    return {name for name in found if name not in sys.stdlib_module_names}
+
+
+def test_the_commands_that_only_zerokl_has_are_listed():
+    names = {name for name in app if not name.startswith("-")}
+    assert names - set(OF_THE_TRAINER) == {"audit", "capsule", "convert", "diff"}
+    assert set(OF_THE_TRAINER) < names
+
+
+@pytest.mark.parametrize(
+    ("versions", "trainer", "refused"),
+    [
+        ({"zerokl": "1", "zerokl-audit": "1"}, True, ""),
+        ({"zerokl": "1", "zerokl-audit": "2"}, True, "are of versions 1 and 2"),
+        ({"zerokl": "1", "zerokl-audit": "1"}, False, "lie in two folders"),
+        ({"zerokl": "1", "zerokl-audit": None}, True, ""),
+        ({"zerokl": None, "zerokl-audit": "1"}, False, ""),
+    ],
+)
+def test_both_distributions_together_are_one_version_or_refused(monkeypatch, versions, trainer, refused):
+    installed = importlib.import_module("zerokl.files.installed")
+    monkeypatch.setattr(installed, "installed_version", versions.get)
+    monkeypatch.setattr(installed, "has_trainer", lambda: trainer)
+    if refused:
+        with pytest.raises(ValueError, match=f"{refused}; pip uninstall zerokl-audit"):
+            installed.check_together()
+    else:
+        installed.check_together()
