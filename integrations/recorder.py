@@ -10,7 +10,7 @@ import math
 import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 
@@ -92,7 +92,7 @@ class Recorder:
             self.flush()
             self._file.close()
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> "Recorder":
         return self
 
     def __exit__(self, *exception: object) -> None:
