@@ -51,5 +51,9 @@ def command(example: str, name: str | None = None, of: App = app) -> Callable[[F
     return of.command(name=name, help_prologue=f"Example: {example}")
 
 
+attest_app = App(
+    name="attest", help_prologue="Example: zerokl attest runs/demo --key ~/.ssh/id_ed25519 --out B"
+)
+app.command(attest_app)
 verify_app = App(name="verify", help_prologue="Example: zerokl verify runs/demo/base")
 app.command(verify_app)

@@ -1,5 +1,6 @@
-"""Commands about training-inference mismatch: audit, convert."""
+"""Commands about training-inference mismatch: audit, convert, record."""
 
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -135,3 +136,41 @@ def convert(file: str, out: str = "", /, *, format: LogFormat = "auto") -> int:
     from ..audit.logs.convert import convert
 
     return convert(Path(file), Path(out) if out else None, format)
+
+
+@command("zerokl record --upstream http://localhost:8000 --out log.jsonl")
+def record(
+    *,
+    upstream: str,
+    out: str,
+    host: str = "127.0.0.1",
+    port: int = 8001,
+    temperature: float | None = None,
+    top_p: float | None = None,
+    top_k: int | None = None,
+) -> int:
+    """Stand before an inference server and log the completions that pass, until Ctrl-C. Nothing is changed.
+
+    Clients call this address in the place of the server's. An answer is recorded where the request asks for
+    token ids and log-probabilities: of vLLM return_token_ids and logprobs, of SGLang return_logprob.
+
+    Args:
+        upstream: Address of the server, such as http://localhost:8000.
+        out: Log to write (.jsonl); it must not exist.
+        host: Address to listen on. Whoever reaches it reaches the server.
+        port: Port to listen on; 0 takes a free one.
+        temperature: Of a request that names none; without it such a line has no temperature.
+        top_p: Of a request that names none.
+        top_k: Of a request that names none; 0 keeps all tokens.
+    """
+    if not find_spec("aiohttp"):
+        raise ValueError("record: aiohttp is not installed; pip install 'zerokl[record]'")
+    from ..engine.display.terminal import console
+    from ..integrations.proxy import record as serve
+
+    given = {"temperature": temperature, "top_p": top_p, "top_k": top_k}
+    constant = {name: value for name, value in given.items() if value is not None}
+    counts = serve(upstream, Path(out), host, port, console.print, **constant)
+    for line in counts.lines(Path(out)):
+        console.print(line)
+    return ExitCode.DONE

@@ -1,11 +1,11 @@
-"""Commands that check a machine or a run, and compare two: verify, diff, replay."""
+"""Commands that check a machine or a run, attest one, and compare two: verify, attest, diff, replay."""
 
 import os
 from importlib.util import find_spec
 from pathlib import Path
 
 from ..files.writing import check_writable
-from .app import NO_SETTINGS, Device, Dtype, Settings, command, verify_app
+from .app import NO_SETTINGS, Device, Dtype, Settings, attest_app, command, verify_app
 from .command_line import given_settings
 from .exit_codes import ExitCode
 
@@ -97,16 +97,63 @@ def verify_run(
     return ExitCode.DONE if holds else ExitCode.DIFFERS
 
 
+@attest_app.default
+def attest(run: str, /, *, key: str, out: str, replays: int = 3) -> int:
+    """Write a signed bundle of a run, whose steps others can do again: `zerokl attest verify`.
+
+    It holds configuration, ledger, metrics, rollouts, the first model and the checkpoints that the sampled
+    steps begin at. The ledger's last hash chooses the steps. Prompts and completions are in it; code of
+    yours is not.
+
+    Args:
+        run: Run folder.
+        key: SSH key that signs, a private one or a public one whose private key an agent holds.
+        out: Folder to write; it must not exist.
+        replays: Number of steps to sample.
+    """
+    from ..engine.commands.attest_bundle import attest
+    from ..engine.display.terminal import console
+
+    statement = attest(Path(run), Path(key), Path(out), replays)
+    steps = ", ".join(map(str, statement["sampled"]))
+    console.print(f"{out}: steps {steps} of {statement['steps']}, fingerprint {statement['fingerprint']}")
+    console.print(f"check it           zerokl attest verify {out}")
+    return ExitCode.DONE
+
+
+@command("zerokl attest verify B --signers allowed_signers", name="verify", of=attest_app)
+def attest_verify(bundle: str, /, *, signers: str = "", settings: Settings = NO_SETTINGS) -> int:
+    """Check a bundle: the signature, every byte, the run, and the sampled steps, done again here.
+
+    The exit code is 0 when all checks hold, and 1 when not. Another kind of machine has other bits: a step
+    that differs there is said, and is no failure. Settings that decide no bit can follow.
+
+    Args:
+        bundle: Folder that `zerokl attest` wrote.
+        signers: File of the keys that may have signed, as ssh-keygen's allowed signers (NAME KEYTYPE KEY).
+    """
+    from ..engine.commands.attest_check import check_bundle
+    from ..engine.display.terminal import console
+
+    holds = True
+    for finding in check_bundle(Path(bundle), Path(signers) if signers else None, given_settings(settings)):
+        holds = holds and finding.holds
+        console.print(f"{finding.mark:<4}  {finding.what}: {finding.result}")
+    return ExitCode.DONE if holds else ExitCode.DIFFERS
+
+
 @command("zerokl diff runs/a runs/b")
 def diff(a: str, b: str, /) -> int:
     """Name the first difference of two runs: its step, and the first quantity of this step in causal order.
 
     Two traces, two logs of rollouts or two files of metrics are compared as well; the framework that wrote
-    them does not matter. The exit code is 0 when both are equal to the bit, and 1 when not.
+    them does not matter. Folders may have both: rollouts and metrics are then joined. Of a run that was
+    resumed it says which state was lost, or what shows that none was.
+    The exit code is 0 when both are equal to the bit, and 1 when not.
 
     Args:
-        a: Run folder, a trace that `zerokl replay` wrote (.safetensors), a log of rollouts, or a file of
-            metrics (.jsonl, .json, .csv).
+        a: Run folder, a trace that `zerokl replay` wrote (.safetensors), a log of rollouts, a file of
+            metrics (.jsonl, .json, .csv), or a folder with both.
         b: Another one of the same kind.
     """
     from ..audit.logs.diff import are_logs, diff_logs

@@ -82,7 +82,7 @@ class Side:
 
 
 def split(path: Path) -> tuple[list[Path], Path | None]:
-    """The files of rollouts and the file of metrics of a log. A file is one of them, a folder may have both."""
+    """The files of rollouts and the file of metrics. A file is one of them, a folder may have both."""
     if path.is_file():
         return ([], path) if is_metrics(path) else ([path], None)
     metrics = metric_files(path)
