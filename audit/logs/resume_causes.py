@@ -246,9 +246,16 @@ def _update(logs: Logs, step: int) -> Iterator[str]:
         )
         return
     doubt = "" if rates else " The learning rate was not logged: it may be the cause as well."
+    if logs.resumed:
+        lost = (
+            f"its moments, its count of steps, or fp32 master weights.{first} Other settings of the optimizer"
+        )
+    else:
+        lost = (
+            "its moments, its count of steps, or fp32 master weights, if B was resumed here. Other settings"
+        )
     yield (
-        "So the optimizer's state was lost: its moments, its count of steps, or fp32 master "
-        f"weights.{first} Other settings of the optimizer (betas, eps, weight decay, clipping) look the "
+        f"So the optimizer's state was lost: {lost} (betas, eps, weight decay, clipping) look the "
         f"same.{doubt}"
     )
 

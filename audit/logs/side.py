@@ -171,8 +171,12 @@ def _done_again(before: list[Digest], after: list[Digest]) -> bool:
 
 def _read_rows(side: Side, file: Path) -> None:
     newest: int | None = None
-    for index, (step, row, number) in enumerate(read_metrics(file)):
-        place = step if side.numbered and step is not None else index
+    rows = list(read_metrics(file))
+    named = side.numbered and any(step is not None for step, _, _ in rows)
+    for index, (step, row, number) in enumerate(rows):
+        if named and step is None:
+            continue  # a header among rows that name their steps
+        place = step if named else index
         if place in side.metrics and place == newest:
             side.metrics[place] = side.metrics[place] | row  # of one step: training, then evaluation
             continue

@@ -156,7 +156,7 @@ def _copy_data(config: Config, to: Path) -> None:
 
 
 def needed_code(config: Config) -> list[str]:
-    """Modules of the user's that decide bits. A bundle carries no code, which its reader would have to run."""
+    """Modules of the user's that decide bits. A bundle carries no code: its reader would run it."""
     settings = (config.task.name, config.task.reward, config.task.equivalence, config.loss.surrogate)
     return sorted({value.partition(":")[0] for value in settings if value and ":" in value})
 

@@ -121,6 +121,26 @@ def test_metrics_alone_name_what_they_can(resumed, lost):
     assert ("optimizer's state, or the data" in words) == (lost == "optimizer")
 
 
+@pytest.mark.parametrize("lost", [(), ("optimizer",), ("scheduler",)])
+def test_metrics_that_are_a_step_ahead_of_rollouts_are_joined(whole, tmp_path, capsys, lost):
+    """TRL names rollouts by the updates before them, and metrics by the updates after them."""
+    a, state = whole
+    loop = Loop()
+    loop.load(state, lost)
+    run(loop, tmp_path / "b", range(RESUME, STEPS))
+    shutil.copytree(a, tmp_path / "a")
+    for side in ("a", "b"):
+        file = tmp_path / side / "metrics.jsonl"
+        rows = [json.loads(line) for line in file.read_text().splitlines()]
+        history = [row | {"step": row["step"] + 1} for row in rows]
+        file.with_name("trainer_state.json").write_text(json.dumps({"log_history": history}))
+        file.unlink()
+    assert main(["diff", str(tmp_path / "a"), str(tmp_path / "b")]) == bool(lost)
+    words = " ".join(capsys.readouterr().out.split())
+    assert [state for state in STATES if SAID[state] in words] == list(lost)
+    assert ("learning rate, and other weights at step 5" in words) == (lost == ("optimizer",))
+
+
 def test_a_log_that_does_steps_twice_is_taken_at_its_last_word(whole, tmp_path, capsys):
     """A crash after step 5 and a resume at 4 leave steps 4 and 5 twice in files that are appended to."""
     a, _ = whole

@@ -210,7 +210,7 @@ def chained_again(run: Path, chosen: Callable[[dict], bool]) -> None:
 
 
 def test_a_forged_chain_is_found_where_the_hash_looks(bundle, check, keys):
-    """Every step's gradient is another one in a ledger that fits itself: the sampled steps do not come out."""
+    """Every gradient is another one in a ledger that fits itself: the sampled steps do not come out."""
     run = bundle / "contents" / "run"
     chained_again(run, lambda line: True)
     ledger = read_ledger(run / "ledger.jsonl").whole()
