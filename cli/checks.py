@@ -143,7 +143,7 @@ def attest_verify(bundle: str, /, *, signers: str = "", settings: Settings = NO_
 
 
 @command("zerokl diff runs/a runs/b")
-def diff(a: str, b: str, /) -> int:
+def diff(a: str, b: str, /, *, resumed_at: int | None = None) -> int:
     """Name the first difference of two runs: its step, and the first quantity of this step in causal order.
 
     Two traces, two logs of rollouts or two files of metrics are compared as well; the framework that wrote
@@ -155,11 +155,16 @@ def diff(a: str, b: str, /) -> int:
         a: Run folder, a trace that `zerokl replay` wrote (.safetensors), a log of rollouts, a file of
             metrics (.jsonl, .json, .csv), or a folder with both.
         b: Another one of the same kind.
+        resumed_at: Of logs: the first step of b after its resume, where its log has the steps before too.
     """
     from ..audit.logs.diff import are_logs, diff_logs
     from ..engine.commands.diff import diff
 
-    return diff_logs(Path(a), Path(b)) if are_logs(Path(a), Path(b)) else diff(Path(a), Path(b))
+    if are_logs(Path(a), Path(b)):
+        return diff_logs(Path(a), Path(b), resumed_at)
+    if resumed_at is not None:
+        raise ValueError("diff: --resumed_at is for logs; a ledger says where its run was resumed")
+    return diff(Path(a), Path(b))
 
 
 @command("zerokl replay runs/demo --step 12 --trace step-12.safetensors")

@@ -18,7 +18,7 @@ from aiohttp import ClientError, ClientResponse, ClientSession, ClientTimeout, T
 from multidict import CIMultiDict, CIMultiDictProxy
 from yarl import URL
 
-from .proxy_answers import completions, is_recorded
+from .proxy_answers import Exchange, completions, is_recorded
 from .recorder import Recorder
 
 # Of one connection, not of a message (RFC 9110, section 7.6.1), and the host that the client called.
@@ -59,19 +59,17 @@ class _Log:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="record")
         self._flushed_s = time.monotonic()
 
-    def take(self, path: str, request: bytes, answer: list[bytes], content_type: str, encoding: str) -> None:
+    def take(self, exchange: Exchange) -> None:
         self.counts.requests += 1
-        self._thread.submit(self._write, path, request, answer, content_type, encoding)
+        self._thread.submit(self._write, exchange)
 
     def refuse(self, why: str) -> None:
         self.counts.requests += 1
         self.counts.refused[why] += 1
 
-    def _write(
-        self, path: str, request: bytes, answer: list[bytes], content_type: str, encoding: str
-    ) -> None:
+    def _write(self, exchange: Exchange) -> None:
         try:
-            for c in completions(path, request, b"".join(answer), content_type, encoding):
+            for c in completions(exchange):
                 self.recorder.record(c.prompt_ids, c.completion_ids, c.logprobs, **c.fields)
                 self.counts.completions += 1
         except ValueError as error:  # also of the recorder: a penalty, which no score has
@@ -121,6 +119,9 @@ class Proxy:
                 data=body or None,
                 allow_redirects=False,
             )
+        except asyncio.CancelledError:
+            self._log.refuse("the client ended early")
+            raise
         except (ClientError, OSError) as error:
             self._log.refuse("the server was not reached")
             return web.Response(
@@ -142,6 +143,9 @@ class Proxy:
                 await response.write(piece)
                 if recorded:
                     copy.append(piece)
+        except asyncio.CancelledError:
+            self._log.refuse("the client ended early")
+            raise
         except (ClientError, ConnectionError):
             # One of the two ended early. The other one sees that, and not a whole answer.
             self._log.refuse("the answer was cut")
@@ -150,8 +154,7 @@ class Proxy:
             return response
         await response.write_eof()
         if recorded and answer.status == 200:
-            get = answer.headers.get
-            self._log.take(request.path, body, copy, get("Content-Type", ""), get("Content-Encoding", ""))
+            self._log.take(Exchange(request.path, request.headers, body, answer.headers, copy))
         elif recorded:
             self._log.refuse(f"the server answered {answer.status}")
         return response
@@ -196,7 +199,10 @@ async def _serve(
     stopped = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, stopped.set)
-    runner = web.AppRunner(app, access_log=None, shutdown_timeout=5.0)
+    # A request's body is passed as it came; and where a client hangs up, the server is to know.
+    runner = web.AppRunner(
+        app, access_log=None, shutdown_timeout=5.0, auto_decompress=False, handler_cancellation=True
+    )
     await runner.setup()
     try:
         site = web.TCPSite(runner, host, port)

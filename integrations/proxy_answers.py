@@ -46,30 +46,39 @@ class Completion:
     fields: dict[str, Any] = field(default_factory=dict)
 
 
+@dataclass(frozen=True)
+class Exchange:
+    """A request and its answer, with their headers. answer: the pieces of its body."""
+
+    path: str
+    request_headers: Mapping[str, str]
+    request: bytes
+    answer_headers: Mapping[str, str]
+    answer: list[bytes]
+
+
 def is_recorded(path: str) -> bool:
     """Whether the answers of a path hold completions."""
     return path.endswith(PATHS)
 
 
-def completions(
-    path: str, request: bytes, answer: bytes, content_type: str, encoding: str
-) -> Iterator[Completion]:
-    """The completions of an answer. content_type, encoding: its headers.
+def completions(exchange: Exchange) -> Iterator[Completion]:
+    """The completions of an answer.
 
     Raises NotRecordedError for an answer without ids or logprobs, and for what cannot be read.
     """
-    asked = _json(request, "the request")
+    asked = _json(_decoded(exchange.request, exchange.request_headers, "request"), "the request")
     if not isinstance(asked, dict):
         raise NotRecordedError("the request is no JSON object")
-    body = _decoded(answer, encoding)
-    if "event-stream" in content_type:
+    body = _decoded(b"".join(exchange.answer), exchange.answer_headers, "answer")
+    if "event-stream" in exchange.answer_headers.get("Content-Type", ""):
         events = list(_events(body))
     else:
         whole = _json(body, "the answer")
         events = whole if isinstance(whole, list) else [whole]
     if not all(isinstance(event, dict) for event in events):
         raise NotRecordedError("the answer is no JSON object")
-    if path.endswith("/generate"):
+    if exchange.path.endswith("/generate"):
         yield from _sglang(asked, events)
     else:
         yield from _openai(asked, events)
@@ -82,7 +91,8 @@ def _json(content: bytes, what: str) -> Any:
         raise NotRecordedError(f"{what} is no JSON") from None
 
 
-def _decoded(body: bytes, encoding: str) -> bytes:
+def _decoded(body: bytes, headers: Mapping[str, str], what: str) -> bytes:
+    encoding = headers.get("Content-Encoding", "")
     try:
         if encoding in ("", "identity"):
             return body
@@ -91,8 +101,8 @@ def _decoded(body: bytes, encoding: str) -> bytes:
         if encoding == "deflate":
             return zlib.decompress(body)
     except (OSError, EOFError, zlib.error):
-        raise NotRecordedError(f"the answer is no {encoding}") from None
-    raise NotRecordedError(f"the answer is compressed by {encoding}")
+        raise NotRecordedError(f"the {what} is no {encoding}") from None
+    raise NotRecordedError(f"the {what} is compressed by {encoding}")
 
 
 def _events(body: bytes) -> Iterator[Any]:

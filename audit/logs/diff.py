@@ -10,7 +10,7 @@ from .metrics import is_machines
 from .resume_causes import Logs, conclude, shift_of
 from .seeds import conclude_seeds
 from .shown_state import shown
-from .side import Side, has_steps, read_side
+from .side import Side, has_steps, read_side, without_steps_before
 
 _SUFFIXES = (".jsonl", ".json", ".csv", ".parquet", ".pt")
 
@@ -31,18 +31,22 @@ def are_logs(a: Path, b: Path) -> bool:
     return is_log(a)
 
 
-def diff_logs(a: Path, b: Path) -> int:
+def diff_logs(a: Path, b: Path, resumed_at: int | None = None) -> int:
     """Print the first difference of A and B, and what follows from it.
 
-    Returns 0 where there is none and no fault is seen, else 1. Raises ValueError for bad input.
+    resumed_at: B's first step after a resume, where its log has the steps before as well. Returns 0 where
+    there is none and no fault is seen, else 1. Raises ValueError for bad input.
     """
     try:
         numbered = all(has_steps(path) for path in (a, b))
-        sides = read_side(a, numbered), read_side(b, numbered)
-        _check_comparable(*sides)
+        of_a, of_b = read_side(a, numbered), read_side(b, numbered)
+        shift = shift_of(of_a, of_b)
+        if resumed_at is not None:
+            of_b = without_steps_before(of_b, resumed_at, shift)
+        _check_comparable(of_a, of_b, shift)
     except ValueError as error:
         raise ValueError(f"diff: {error}") from None
-    logs = Logs.of(*sides, shift_of(*sides))
+    logs = Logs.of(of_a, of_b, shift)
     for note in _notes(logs):
         console.say(note)
     found = first_difference(logs.a, logs.b, logs.shift)
@@ -58,9 +62,9 @@ def diff_logs(a: Path, b: Path) -> int:
     return 1 if found or seeds else 0
 
 
-def _check_comparable(a: Side, b: Side) -> None:
+def _check_comparable(a: Side, b: Side, shift: int) -> None:
     """Raise ValueError where the two have nothing in common that can be compared."""
-    if not common_steps(a, b, shift_of(a, b)):
+    if not common_steps(a, b, shift):
         if a.steps and b.steps and a.numbered:
             raise ValueError(
                 f"{a.path} has steps {min(a.steps)} to {max(a.steps)}, and {b.path} steps {min(b.steps)} to "
@@ -96,7 +100,9 @@ def _notes(logs: Logs) -> Iterator[str]:
     for what, a, b in (("rollouts", logs.a.steps, logs.b.steps), ("metrics", logs.a.metrics, logs.b.metrics)):
         if a and b and logs.a.numbered and min(a) != min(b):
             earlier, step = ("A", min(b)) if min(a) < min(b) else ("B", min(a))
-            yield f"{what} before step {step} are in {earlier} only, and are not compared"
+            yield f"{what} before step {step} are taken of {earlier} only, and are not compared"
+            if earlier == "B":
+                yield "B is taken as the resumed run, and A begins later: name the run without a break first"
         elif bool(a) != bool(b):
             yield f"{what} are in {'A' if a else 'B'} only, and are not compared"
 

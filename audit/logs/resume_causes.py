@@ -235,28 +235,27 @@ def _weights(logs: Logs, found: Difference) -> Iterator[str]:
 
 def _update(logs: Logs, step: int) -> Iterator[str]:
     """The update of an equal step made other weights."""
-    first = " It is the first after the resume." if logs.resumed and step == logs.common[0] else ""
+    if not logs.resumed:
+        yield (
+            f"If B was resumed at step {step}, the optimizer's state was lost; if at step {step + 1}, "
+            "other weights were restored; --resumed_at tells them apart. If it was not resumed, settings "
+            "of the optimizer differ."
+        )
+        return
+    first = " It is the first after the resume." if step == logs.common[0] else ""
     norms, rates = (
         [n for n in logs.names(p) if n in logs.rows(step)[0]] for p in (GRADIENT_NORM, LEARNING_RATE)
     )
     if not norms:
         yield (
-            f"So the update of step {step} differs: the optimizer's state, or the gradient, of which no "
-            f"norm was logged.{first}"
+            f"So the update of step {step} differs: the optimizer's state, or the gradient, of which no norm "
+            f"was logged.{first}"
         )
         return
     doubt = "" if rates else " The learning rate was not logged: it may be the cause as well."
-    if logs.resumed:
-        lost = (
-            f"its moments, its count of steps, or fp32 master weights.{first} Other settings of the optimizer"
-        )
-    else:
-        lost = (
-            "its moments, its count of steps, or fp32 master weights, if B was resumed here. Other settings"
-        )
     yield (
-        f"So the optimizer's state was lost: {lost} (betas, eps, weight decay, clipping) look the "
-        f"same.{doubt}"
+        "So the optimizer's state was lost: its moments, its count of steps, or fp32 master weights."
+        f"{first} Other settings of the optimizer (betas, eps, weight decay, clipping) look the same.{doubt}"
     )
 
 

@@ -6,7 +6,7 @@ step again.
 
 import hashlib
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -119,6 +119,18 @@ def read_side(path: Path, numbered: bool) -> Side:
         _read_rows(side, metrics)
     side.steps, side.metrics = (dict(sorted(table.items())) for table in (side.steps, side.metrics))
     return side
+
+
+def without_steps_before(side: Side, step: int, shift: int) -> Side:
+    """A side from a step of its rollouts on. shift: what its metrics are ahead by.
+
+    Raises ValueError where nothing is left.
+    """
+    steps = {s: x for s, x in side.steps.items() if s >= step}
+    metrics = {s: x for s, x in side.metrics.items() if s >= step + shift}
+    if not side.numbered or not (steps or metrics):
+        raise ValueError(f"--resumed_at ({step}) is no step that {side.path} names")
+    return replace(side, steps=steps, metrics=metrics)
 
 
 def rollouts_of(side: Side, step: int) -> list[Placed]:

@@ -21,7 +21,8 @@ def logprobs(seed: int, count: int = TOKENS) -> list[float]:
 
 async def complete(request: web.Request) -> web.StreamResponse:
     """vLLM, chat and completions; `n` choices. A request may say `tokens`, and `wait_s`, the time of one."""
-    asked = json.loads(await request.read())
+    body = await request.read()
+    asked = json.loads(gzip.decompress(body) if "Content-Encoding" in request.headers else body)
     chat, wait_s = "chat" in request.path, asked.get("wait_s", 0.0)
     if asked.get("fail"):
         return web.json_response({"error": {"message": "no such model"}}, status=404)
@@ -91,6 +92,20 @@ async def generate(request: web.Request) -> web.StreamResponse:
     return response
 
 
+async def hang(request: web.Request) -> web.Response:
+    """Answers after a minute; counts the clients that did not wait for it."""
+    try:
+        await asyncio.sleep(60)
+    except asyncio.CancelledError:
+        request.app["left"].append(1)
+        raise
+    return web.Response()
+
+
+async def left(request: web.Request) -> web.Response:
+    return web.Response(text=str(len(request.app["left"])))
+
+
 async def echo(request: web.Request) -> web.Response:
     """All that arrived, so that a test sees what a proxy changed."""
     body = await request.read()
@@ -104,12 +119,15 @@ def app() -> web.Application:
     server.router.add_post("/v1/completions", complete)
     server.router.add_post("/v1/chat/completions", complete)
     server.router.add_post("/generate", generate)
+    server["left"] = []
+    server.router.add_post("/hang", hang)
+    server.router.add_get("/left", left)
     server.router.add_route("*", "/{path:.*}", echo)
     return server
 
 
 async def main(port_file: Path) -> None:
-    runner = web.AppRunner(app(), access_log=None)
+    runner = web.AppRunner(app(), access_log=None, auto_decompress=False, handler_cancellation=True)
     await runner.setup()
     site = web.TCPSite(runner, "127.0.0.1", 0)
     await site.start()

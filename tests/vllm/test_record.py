@@ -3,6 +3,7 @@
 The server answers in vLLM's and SGLang's forms. aiohttp is there where vLLM is.
 """
 
+import gzip
 import http.client
 import json
 import re
@@ -108,6 +109,26 @@ def test_any_request_arrives_as_it_was_sent(recording):
             assert through == direct
     large = {"x": "y" * (8 << 20)}
     assert ask(recording.port, "/big", large) == ask(recording.server, "/big", large)
+
+
+def test_a_compressed_request_passes_and_a_client_that_hangs_up_is_known_to_the_server(recording):
+    for port in (recording.server, recording.port):
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+        connection.request(
+            "POST", PATHS[0], gzip.compress(json.dumps(IDS).encode()), {"Content-Encoding": "gzip"}
+        )
+        assert json.loads(connection.getresponse().read())["choices"][0]["token_ids"] == ids(0)
+    connection = http.client.HTTPConnection("127.0.0.1", recording.port, timeout=60)
+    connection.request("POST", "/hang", b"{}")
+    time.sleep(0.5)
+    connection.close()
+    until = time.monotonic() + 20
+    while ask(recording.server, "/left", {}, "GET")[2] != b"1":
+        assert time.monotonic() < until
+        time.sleep(0.1)
+    words = recording.stop()
+    assert "1 completions of 2 requests" in words
+    assert "not recorded, 1 times: the client ended early" in words
 
 
 def test_errors_pass_and_what_lacks_ids_or_was_cut_is_counted(recording):

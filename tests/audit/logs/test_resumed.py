@@ -51,7 +51,7 @@ def resumed(whole, tmp_path, capsys):
 def test_a_sound_resume_is_equal_and_says_what_shows_it(resumed):
     code, words = resumed()
     assert code == 0
-    assert "rollouts before step 4 are in A only, and are not compared" in words
+    assert "rollouts before step 4 are taken of A only, and are not compared" in words
     assert "equal: 24 completions and 5 metrics of 4 rows" in words
     for shown in (
         "weights: equal, shown by log-probabilities of 144 tokens",
