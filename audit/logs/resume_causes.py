@@ -118,7 +118,8 @@ def _moved_words(logs: Logs, step: int, start: int, others: dict[int, list]) -> 
     if start == min(logs.a.steps):
         return f"{here}: the data loader was not restored, and restarted at its beginning."
     way = "skipped" if start > step else "repeated"
-    return f"{here}: the data loader {way} {abs(start - step)} steps."
+    count = abs(start - step)
+    return f"{here}: the data loader {way} {count} {'step' if count == 1 else 'steps'}."
 
 
 def _schedule(logs: Logs) -> Iterator[str]:

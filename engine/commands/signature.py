@@ -4,6 +4,7 @@ Users have such keys, agents and hardware keys hold them, and forges publish the
 library nor a directory of keys is needed.
 """
 
+import base64
 import subprocess
 from pathlib import Path
 
@@ -13,6 +14,8 @@ from ...files.reading import one_line
 # A signature is of a purpose: one that was made for another cannot be taken for ours.
 _NAMESPACE = "zerokl-attest"
 SUFFIX = ".sig"
+# Characters of a line of a signature's base64.
+_WIDTH = 70
 
 
 class SignatureError(ValueError):
@@ -32,9 +35,14 @@ def sign(file: Path, key: Path) -> None:
 def check_signature(file: Path, signers: Path | None) -> str:
     """Who signed a file, in words. signers: a file of allowed signers, as ssh-keygen(1) has it.
 
-    Without it only the key is known, by its fingerprint. Raises SignatureError.
+    Without it only the key is known, by its fingerprint. Raises SignatureError, and ValueError where there is
+    no such file.
     """
     signature = file.with_name(file.name + SUFFIX)
+    if signers is not None and not signers.is_file():
+        raise ValueError(f"attest: --signers ({signers}) is no file")
+    if not signature.is_file() or not _is_canonical(read_bytes(signature)):
+        raise SignatureError(f"{signature.name} is not there, or not as ssh-keygen writes it")
     content = read_bytes(file)
     if signers is None:
         process = _run(["check-novalidate", "-n", _NAMESPACE, "-s", str(signature)], content)
@@ -50,6 +58,17 @@ def check_signature(file: Path, signers: Path | None) -> str:
     if process.returncode:
         raise SignatureError(f"is not of these bytes, or not by {one_line(names[0])} ({_reason(process)})")
     return f"{one_line(names[0])}, {_key(process)}"
+
+
+def _is_canonical(armor: bytes) -> bool:
+    """Whether a signature has the one form that ssh-keygen writes, which its readers are not strict about."""
+    lines = armor.split(b"\n")
+    try:
+        blob = base64.b64encode(base64.b64decode(b"".join(lines[1:-2]), validate=True))
+    except ValueError:
+        return False
+    wrapped = [blob[i : i + _WIDTH] for i in range(0, len(blob), _WIDTH)]
+    return lines == [b"-----BEGIN SSH SIGNATURE-----", *wrapped, b"-----END SSH SIGNATURE-----", b""]
 
 
 def _run(words: list[str], content: bytes | None = None) -> subprocess.CompletedProcess[bytes]:

@@ -101,7 +101,7 @@ def test_data_in_another_order_and_other_data(resumed):
     def one_batch_on(loop):
         loop.loader.next()
 
-    assert "the data loader skipped 1 steps" in resumed(change=one_batch_on)[1]
+    assert "the data loader skipped 1 step." in resumed(change=one_batch_on)[1]
 
     def other(loop):
         loop.loader.next = lambda: [40, 41]

@@ -113,7 +113,7 @@ def alter(file: Path, old: str, new: str) -> None:
 FILES = ("ledger.jsonl", "metrics.jsonl", "rollouts.jsonl", "config.toml", "summary.json")
 
 
-def test_a_changed_byte_anywhere_is_found(bundle, check):
+def test_a_changed_byte_anywhere_is_found(bundle, check, made):
     """One bit of every file, one at a time. Nothing is looked at behind a byte that was not signed."""
     files = [p for p in bundle.rglob("*") if p.is_file()]
     assert {"statement.json.sig", "model.safetensors", *FILES} <= {p.name for p in files}
@@ -125,6 +125,10 @@ def test_a_changed_byte_anywhere_is_found(bundle, check):
         assert (code, len(failures(words))) == (1, 1), file
         assert "replay" not in words
         file.write_bytes(good)
+    signature = bundle / "statement.json.sig"
+    signature.write_bytes(signature.read_bytes().replace(b"\n", b"\v", 2))
+    assert "or not as ssh-keygen writes it" in check(bundle)[1]  # ssh-keygen itself reads over it
+    shutil.copy(made / signature.name, signature)
     (bundle / "contents" / "run" / "more.py").write_text("")
     assert "is foreign" in check(bundle)[1]
 
