@@ -449,6 +449,8 @@ def engine_pairs() -> str:
     files = sorted((ROOT / "benchmarks" / "results" / "pairs").glob("*.json"))
     order = ["float32", "bfloat16", "float16"]
     rows = sorted((json.loads(f.read_text()) for f in files), key=lambda r: order.index(r["dtype"]))
+    if not rows:
+        return "No row has been made for these versions yet."
     head = ["dtype", "sampler", "trainer", "equal tokens", "largest", "k3", "bits part at", "with", "date"]
     return _table(head, [_pair(row) for row in rows])
 
