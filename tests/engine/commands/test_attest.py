@@ -16,6 +16,7 @@ from zerokl.engine.runs.run import train
 from zerokl.files.writing import MANIFEST, hash_json, write_manifest
 from zerokl.verify.ledger import Line, read_ledger
 
+pytestmark = pytest.mark.full
 STEPS = 6
 
 
