@@ -1,5 +1,6 @@
-"""Commands about training-inference mismatch: audit, diff, convert."""
+"""Commands about training-inference mismatch: audit, diff, convert, record."""
 
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -128,21 +129,26 @@ def _end(outcome: "Outcome", folder: Path) -> int:
 
 
 @command("zerokl diff runs/a runs/b")
-def diff(a: str, b: str, /) -> int:
+def diff(a: str, b: str, /, *, resumed_at: int | None = None) -> int:
     """Name the first difference of two runs: its step, and the first quantity of this step in causal order.
 
     Two traces, two logs of rollouts or two files of metrics are compared as well; the framework that wrote
-    them does not matter. The exit code is 0 when both are equal to the bit, and 1 when not.
+    them does not matter. Folders may have both: rollouts and metrics are then joined. Of a run that was
+    resumed it says which state was lost, or what shows that none was.
+    The exit code is 0 when both are equal to the bit, and 1 when not.
 
     Args:
-        a: Run folder, a trace that `zerokl replay` wrote (.safetensors), a log of rollouts, or a file of
-            metrics (.jsonl, .json, .csv).
+        a: Run folder, a trace that `zerokl replay` wrote (.safetensors), a log of rollouts, a file of
+            metrics (.jsonl, .json, .csv), or a folder with both.
         b: Another one of the same kind.
+        resumed_at: Of logs: the first step of b after its resume, where its log has the steps before too.
     """
     from ..audit.logs.diff import are_logs, diff_logs
 
     if are_logs(Path(a), Path(b)):
-        return diff_logs(Path(a), Path(b))
+        return diff_logs(Path(a), Path(b), resumed_at)
+    if resumed_at is not None:
+        raise ValueError("diff: --resumed_at is for logs; a ledger says where its run was resumed")
     needs_trainer("diff: two runs or two traces of zerokl")
     from ..engine.commands.diff import diff
 
@@ -163,3 +169,41 @@ def convert(file: str, out: str = "", /, *, format: LogFormat = "auto") -> int:
     from ..audit.logs.convert import convert
 
     return convert(Path(file), Path(out) if out else None, format)
+
+
+@command("zerokl record --upstream http://localhost:8000 --out log.jsonl")
+def record(
+    *,
+    upstream: str,
+    out: str,
+    host: str = "127.0.0.1",
+    port: int = 8001,
+    temperature: float | None = None,
+    top_p: float | None = None,
+    top_k: int | None = None,
+) -> int:
+    """Stand before an inference server and log the completions that pass, until Ctrl-C. Nothing is changed.
+
+    Clients call this address in the place of the server's. An answer is recorded where the request asks for
+    token ids and log-probabilities: of vLLM return_token_ids and logprobs, of SGLang return_logprob.
+
+    Args:
+        upstream: Address of the server, such as http://localhost:8000.
+        out: Log to write (.jsonl); it must not exist.
+        host: Address to listen on. Whoever reaches it reaches the server.
+        port: Port to listen on; 0 takes a free one.
+        temperature: Of a request that names none; without it such a line has no temperature.
+        top_p: Of a request that names none.
+        top_k: Of a request that names none; 0 keeps all tokens.
+    """
+    if not find_spec("aiohttp"):
+        raise ValueError("record: aiohttp is not installed; pip install 'zerokl[record]'")
+    from ..engine.display.terminal import console
+    from ..integrations.proxy import record as serve
+
+    given = {"temperature": temperature, "top_p": top_p, "top_k": top_k}
+    constant = {name: value for name, value in given.items() if value is not None}
+    counts = serve(upstream, Path(out), host, port, console.print, **constant)
+    for line in counts.lines(Path(out)):
+        console.print(line)
+    return ExitCode.DONE

@@ -1,4 +1,4 @@
-"""Commands that check a machine or a run: verify, replay."""
+"""Commands that check a machine or a run, or attest one: verify, attest, replay."""
 
 import os
 from importlib.util import find_spec
@@ -12,6 +12,10 @@ from .command_line import given_settings
 from .exit_codes import ExitCode
 from .settings import NO_SETTINGS, Settings
 
+attest_app = App(
+    name="attest", help_prologue="Example: zerokl attest runs/demo --key ~/.ssh/id_ed25519 --out B"
+)
+app.command(attest_app)
 verify_app = App(name="verify", help_prologue="Example: zerokl verify runs/demo/base")
 app.command(verify_app)
 
@@ -100,6 +104,51 @@ def verify_run(
         holds = holds and finding.holds
         console.print(f"{finding.mark:<4}  {finding.what}: {finding.result}")
     console.print(f"steps to replay were drawn with --draw {seed}")
+    return ExitCode.DONE if holds else ExitCode.DIFFERS
+
+
+@attest_app.default
+def attest(run: str, /, *, key: str, out: str, replays: int = 3) -> int:
+    """Write a signed bundle of a run, whose steps others can do again: `zerokl attest verify`.
+
+    It holds configuration, ledger, metrics, rollouts, the first model and the checkpoints that the sampled
+    steps begin at. The ledger's last hash chooses the steps. Prompts and completions are in it; code of
+    yours is not.
+
+    Args:
+        run: Run folder.
+        key: SSH key that signs, a private one or a public one whose private key an agent holds.
+        out: Folder to write; it must not exist.
+        replays: Number of steps to sample.
+    """
+    from ..engine.commands.attest_bundle import attest
+    from ..engine.display.terminal import console
+
+    statement = attest(Path(run), Path(key), Path(out), replays)
+    steps = ", ".join(map(str, statement["sampled"]))
+    console.print(f"{out}: steps {steps} of {statement['steps']}, fingerprint {statement['fingerprint']}")
+    console.print(f"check it           zerokl attest verify {out}")
+    return ExitCode.DONE
+
+
+@command("zerokl attest verify B --signers allowed_signers", name="verify", of=attest_app)
+def attest_verify(bundle: str, /, *, signers: str = "", settings: Settings = NO_SETTINGS) -> int:
+    """Check a bundle: the signature, every byte, the run, and the sampled steps, done again here.
+
+    The exit code is 0 when all checks hold, and 1 when not. Another kind of machine has other bits: a step
+    that differs there is said, and is no failure. Settings that decide no bit can follow.
+
+    Args:
+        bundle: Folder that `zerokl attest` wrote.
+        signers: File of the keys that may have signed, as ssh-keygen's allowed signers (NAME KEYTYPE KEY).
+    """
+    from ..engine.commands.attest_check import check_bundle
+    from ..engine.display.terminal import console
+
+    holds = True
+    for finding in check_bundle(Path(bundle), Path(signers) if signers else None, given_settings(settings)):
+        holds = holds and finding.holds
+        console.print(f"{finding.mark:<4}  {finding.what}: {finding.result}")
     return ExitCode.DONE if holds else ExitCode.DIFFERS
 
 

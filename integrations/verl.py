@@ -1,4 +1,8 @@
-"""A recorder for verl's RayPPOTrainer (verl 0.9): a class to put before it.
+"""A recorder for verl's RayPPOTrainer (verl 0.9): a line before trainer.fit().
+
+    record(trainer)
+
+Where the trainer's class is chosen and the trainer is not at hand, there is a class to put before it:
 
     class RecordedTrainer(RecordsRollouts, RayPPOTrainer):
         pass
@@ -8,6 +12,7 @@ ROLLOUT_DATA_DIR.zerokl/STEP.jsonl with token ids and both columns, and then ver
 actor_rollout_ref.rollout.calculate_log_probs = True gives the sampler's column.
 """
 
+from functools import wraps
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +20,41 @@ from ..kernels.sampling_params import PENALTIES
 from .recorder import Recorder
 
 
+def record(trainer: Any) -> None:
+    """Record each step's batch of a RayPPOTrainer; call it before trainer.fit().
+
+    Raises ValueError for another kind of trainer, and where verl would not log: then nothing is recorded.
+    """
+    log = getattr(trainer, "_log_rollout_data", None)
+    if not callable(log):
+        raise ValueError(f"verl.record: {type(trainer).__name__} is no RayPPOTrainer of verl 0.9")
+    if not trainer.config.trainer.get("rollout_data_dir", None):
+        raise ValueError(
+            "verl.record: trainer.rollout_data_dir is not set; verl logs, and we record, beside it"
+        )
+
+    @wraps(log)
+    def record_and_log(batch: Any, *arguments: Any, **named: Any) -> Any:
+        _record_step(trainer, batch, arguments, named)
+        return log(batch, *arguments, **named)
+
+    trainer._log_rollout_data = record_and_log
+
+
 class RecordsRollouts:
     """Records each step's batch before verl logs it. The batch is only read."""
 
     def _log_rollout_data(self, batch: Any, *arguments: Any, **named: Any) -> None:
-        folder = Path(named["rollout_data_dir"] if "rollout_data_dir" in named else arguments[-1])
-        step = int(self.global_steps)
-        path = folder.with_name(f"{folder.name}.zerokl") / f"{step}.jsonl"
-        record_batch(batch, path, step, self.config)
+        _record_step(self, batch, arguments, named)
         super()._log_rollout_data(batch, *arguments, **named)
+
+
+def _record_step(trainer: Any, batch: Any, arguments: tuple, named: dict[str, Any]) -> None:
+    """Write a batch beside the folder that verl logs to. arguments, named: of verl's call."""
+    folder = Path(named["rollout_data_dir"] if "rollout_data_dir" in named else arguments[-1])
+    step = int(trainer.global_steps)
+    path = folder.with_name(f"{folder.name}.zerokl") / f"{step}.jsonl"
+    record_batch(batch, path, step, trainer.config)
 
 
 def record_batch(batch: Any, path: str | Path, step: int, config: Any) -> None:

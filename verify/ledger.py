@@ -33,12 +33,11 @@ import numpy as np
 from ..files.inputs import read_bytes
 from ..files.reading import parse_json
 from ..files.writing import check_in_place, hash_json, naming, whole_lines
+from .run_files import LEDGER as LEDGER
 
 if TYPE_CHECKING:
     import torch
 
-# The name of the file in a run's folder.
-LEDGER = "ledger.jsonl"
 FORMAT = 6
 # Hexadecimal digits of a leaf: 128 bits, so that two different weights never share one by chance.
 _LEAF = 32

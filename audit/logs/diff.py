@@ -1,36 +1,27 @@
-"""The first difference of two logs of rollouts, or of two files of metrics, of any framework."""
+"""`zerokl diff` of two logs of any framework: their first difference, and what it tells of a resume."""
 
-from collections.abc import Iterator, Sequence
-from itertools import groupby, zip_longest
+from collections.abc import Iterator
 from pathlib import Path
 
-import numpy as np
-
 from ...engine.display.terminal import console
-from ...verify.ledger import LEDGER
-from ..formats.record import LoggedRollout
-from ..formats.registry import holds_logs, read_rollouts
-from .metrics_diff import diff_metrics, is_metrics
+from ...verify.run_files import LEDGER
+from .first_difference import common_steps, first_difference
+from .metrics import is_machines
+from .resume_causes import Logs, conclude, shift_of
+from .seeds import conclude_seeds
+from .shown_state import shown
+from .side import Side, has_steps, read_side, without_steps_before
 
-# What a first difference tells, by how its words begin.
-_MEANINGS = {
-    "prompt": "So the two were given other prompts, or their tokenizers differ: no engine computed yet.",
-    "sampler's logprob": "So the sampler computed other numbers for the same tokens: other weights, kernels, "
-    "caches or requests beside it. Seeds are not the cause.",
-    "completion token": "So the sampler computed the same numbers and drew otherwise: compare seeds, and the "
-    "order of requests where one generator draws for all.",
-    "trainer's logprob": "So the rollouts are equal, and the trainer computed other numbers for them: other "
-    "weights, kernels or micro-batches.",
-    "reward": "So the rollouts are equal, and the reward is not a function of them.",
-}
-Placed = tuple[str, LoggedRollout]
+_SUFFIXES = (".jsonl", ".json", ".csv", ".parquet", ".pt")
 
 
 def is_log(path: Path) -> bool:
     """Whether a path looks like a log or like metrics, and not like a run or a trace."""
     if path.is_file():
-        return path.suffix in (".jsonl", ".json", ".csv", ".parquet", ".pt") and path.name != LEDGER
-    return path.is_dir() and not (path / LEDGER).exists() and holds_logs(path)
+        return path.suffix in _SUFFIXES and path.name != LEDGER
+    return (
+        path.is_dir() and not (path / LEDGER).exists() and any(f.suffix in _SUFFIXES for f in path.rglob("*"))
+    )
 
 
 def are_logs(a: Path, b: Path) -> bool:
@@ -40,160 +31,88 @@ def are_logs(a: Path, b: Path) -> bool:
     return is_log(a)
 
 
-def diff_logs(a: Path, b: Path) -> int:
-    """Print the first difference. Returns 0 when there is none, else 1. Raises ValueError for bad input."""
+def diff_logs(a: Path, b: Path, resumed_at: int | None = None) -> int:
+    """Print the first difference of A and B, and what follows from it.
+
+    resumed_at: B's first step after a resume, where its log has the steps before as well. Returns 0 where
+    there is none and no fault is seen, else 1. Raises ValueError for bad input.
+    """
     try:
-        if is_metrics(a) and is_metrics(b):
-            (difference, seen), meaning = diff_metrics(a, b), ""
-        else:
-            difference, meaning, seen = _first_difference(a, b)
+        numbered = all(has_steps(path) for path in (a, b))
+        of_a, of_b = read_side(a, numbered), read_side(b, numbered)
+        shift = shift_of(of_a, of_b)
+        if resumed_at is not None:
+            of_b = without_steps_before(of_b, resumed_at, shift)
+        _check_comparable(of_a, of_b, shift)
     except ValueError as error:
         raise ValueError(f"diff: {error}") from None
-    console.print(f"first difference {difference}" if difference else f"equal: {seen}")
-    if meaning:
-        console.say(meaning)
-    return 1 if difference else 0
+    logs = Logs.of(of_a, of_b, shift)
+    for note in _notes(logs):
+        console.say(note)
+    found = first_difference(logs.a, logs.b, logs.shift)
+    if found is not None:
+        console.print(f"first difference {found.words}")
+        lines = list(conclude(logs, found))
+    else:
+        console.print(f"equal: {_compared(logs)}")
+        lines = list(shown(logs)) if _is_certificate(logs) else []
+    seeds = list(conclude_seeds(logs.a, logs.b, found is None))
+    for line in lines + seeds:
+        console.say(line)
+    return 1 if found or seeds else 0
 
 
-def _first_difference(a: Path, b: Path) -> tuple[str, str, str]:
-    """The first difference in words, or "", what it means, and how much was compared."""
-    by_step = all(_has_steps(path) for path in (a, b))
-    count = 0
-    for chunk_a, chunk_b in zip_longest(_chunks(a, by_step), _chunks(b, by_step), fillvalue=[]):
-        if not chunk_a or not chunk_b:
-            longer, place = (a, chunk_a[0][0]) if chunk_a else (b, chunk_b[0][0])
-            shorter = b if longer is a else a
-            return f"after {count} completions: {shorter} ends, and {longer} goes on at {place}", "", ""
-        if difference := _of_step(chunk_a, chunk_b):
-            return *difference, ""
-        count += len(chunk_a)
-    return "", "", f"{count} completions"
+def _check_comparable(a: Side, b: Side, shift: int) -> None:
+    """Raise ValueError where the two have nothing in common that can be compared."""
+    if not common_steps(a, b, shift):
+        if a.steps and b.steps and a.numbered:
+            raise ValueError(
+                f"{a.path} has steps {min(a.steps)} to {max(a.steps)}, and {b.path} steps {min(b.steps)} to "
+                f"{max(b.steps)}; they have none in common"
+            )
+        kinds = ["rollouts" if side.steps else "metrics" for side in (a, b)]
+        raise ValueError(
+            f"{a.path} holds {kinds[0]} and {b.path} {kinds[1]}, of no common step; give both sides the same"
+        )
+    if not (a.steps and b.steps) and not _shared_metrics(a, b):
+        raise ValueError(f"{a.path} and {b.path} have no metric in common")
 
 
-def _has_steps(path: Path) -> bool:
-    """Whether the first completion of a log names its step. Raises ValueError where there is none."""
-    for _, rollout in read_rollouts(path):
-        return rollout.step is not None
-    raise ValueError(f"{path} holds no completion")
+def _shared_metrics(a: Side, b: Side) -> set[str]:
+    steps = a.metrics.keys() & b.metrics.keys()
+    shared = {n for s in steps for n in a.metrics[s] if n in b.metrics[s]}
+    return {name for name in shared if not is_machines(name)}
 
 
-def _chunks(path: Path, by_step: bool) -> Iterator[list[Placed]]:
-    """The completions of each step, in the order of the log; or each completion alone."""
-    rollouts = read_rollouts(path)
-    if not by_step:
-        yield from ([placed] for placed in rollouts)
-        return
-    for _, group in groupby(rollouts, key=lambda placed: placed[1].step):
-        yield list(group)
+def _is_certificate(logs: Logs) -> bool:
+    """Whether more was asked than whether two files are equal."""
+    joined = all(side.steps and side.metrics for side in (logs.a, logs.b))
+    return logs.b.numbered and (joined or logs.resumed)
 
 
-def _of_step(a: list[Placed], b: list[Placed]) -> tuple[str, str] | None:
-    """The first difference of a step in causal order, and what it means.
-
-    The order is: prompts, tokens and logprobs, the trainer's logprobs, rewards and advantages.
-    """
-    step_a, step_b = a[0][1].step, b[0][1].step
-    if step_a != step_b and step_a is not None and step_b is not None:
-        return f"{a[0][0]} is of step {step_a}, and {b[0][0]} of step {step_b}", ""
-    step = "" if step_a is None else f"at step {step_a}: "
-    pairs = _paired(a, b)
-    if len(a) != len(b):
-        return f"{step}{len(a)} and {len(b)} completions ({a[0][0]} and {b[0][0]})", ""
-    for compare in (_prompts, _completions, _trainer, _values):
-        for (place_a, x), (place_b, y) in pairs:
-            if difference := compare(x, y):
-                meaning = next(
-                    (text for start, text in _MEANINGS.items() if difference.startswith(start)), ""
-                )
-                return f"{step}{difference} ({place_a} and {place_b})", meaning
-    return None
+def _notes(logs: Logs) -> Iterator[str]:
+    """What is not compared, and which of two tries counts."""
+    for name, side in (("A", logs.a), ("B", logs.b)):
+        if side.repeated:
+            yield (
+                f"{name} did steps {min(side.repeated)} to {max(side.repeated)} again; the last time counts"
+            )
+    for what, a, b in (("rollouts", logs.a.steps, logs.b.steps), ("metrics", logs.a.metrics, logs.b.metrics)):
+        if a and b and logs.a.numbered and min(a) != min(b):
+            earlier, step = ("A", min(b)) if min(a) < min(b) else ("B", min(a))
+            yield f"{what} before step {step} are taken of {earlier} only, and are not compared"
+            if earlier == "B":
+                yield "B is taken as the resumed run, and A begins later: name the run without a break first"
+        elif bool(a) != bool(b):
+            yield f"{what} are in {'A' if a else 'B'} only, and are not compared"
 
 
-def _paired(a: list[Placed], b: list[Placed]) -> list[tuple[Placed, Placed]]:
-    """The completions of a step in pairs: by prompt and sample where both name them, else by their order."""
-    keys_a, keys_b = ([_key(rollout) for _, rollout in side] for side in (a, b))
-    named = len(set(keys_a)) == len(a) and set(keys_a) == set(keys_b)
-    if not named:
-        return list(zip(a, b, strict=False))
-    by_key = dict(zip(keys_b, b, strict=True))
-    return [(placed, by_key[key]) for key, placed in zip(keys_a, a, strict=True)]
-
-
-def _key(rollout: LoggedRollout) -> tuple:
-    return (rollout.prompt, rollout.sample, rollout.turn)
-
-
-def _prompts(x: LoggedRollout, y: LoggedRollout) -> str:
-    if x.prompt_ids is not None and y.prompt_ids is not None:
-        return _sequences("prompt token", x.prompt_ids, y.prompt_ids)
-    return _texts("prompt", x.prompt_text, y.prompt_text)
-
-
-def _completions(x: LoggedRollout, y: LoggedRollout) -> str:
-    """The first place where a drawn token or its logprob differs."""
-    if x.completion_ids is None or y.completion_ids is None:
-        return _texts("completion", x.completion_text, y.completion_text)
-    token = _first(x.completion_ids, y.completion_ids)
-    logprob = _first_number(x.logprobs, y.logprobs)
-    if token is not None and (logprob is None or token <= logprob):
-        before = "" if x.logprobs is None else ", and every logprob before it is equal"
-        return _sequences("completion token", x.completion_ids, y.completion_ids) + before
-    if logprob is not None:
-        a, b = float(x.logprobs[logprob]), float(y.logprobs[logprob])
-        later = "" if token is None else f"; the first other token follows at position {token}"
-        return f"sampler's logprob at position {logprob}: {a!r} and {b!r}{later}"
-    return _sequences("mask", x.drawn().tolist(), y.drawn().tolist())
-
-
-def _trainer(x: LoggedRollout, y: LoggedRollout) -> str:
-    position = _first_number(x.trainer_logprobs, y.trainer_logprobs)
-    if position is None:
-        return ""
-    a, b = float(x.trainer_logprobs[position]), float(y.trainer_logprobs[position])
-    return f"trainer's logprob at position {position}: {a!r} and {b!r}"
-
-
-def _values(x: LoggedRollout, y: LoggedRollout) -> str:
-    """What comes after the tokens; a value that only one log has is no difference."""
-    for name in ("reward", "advantage", "weight_span"):
-        a, b = getattr(x, name), getattr(y, name)
-        if a is not None and b is not None and a != b and not (a != a and b != b):
-            return f"{name.replace('weight_span', 'weight version')} {a!r} and {b!r}"
-    experts = (x.routed_experts, y.routed_experts)
-    if all(e is not None for e in experts) and not np.array_equal(*experts):
-        return "routed experts"
-    return ""
-
-
-def _sequences(name: str, x: Sequence, y: Sequence) -> str:
-    position = _first(x, y)
-    if position is None:
-        return ""
-    if position == min(len(x), len(y)):
-        return f"{name}s: {len(x)} and {len(y)}, equal as far as both go"
-    return f"{name} at position {position}: {x[position]!r} and {y[position]!r}"
-
-
-def _texts(name: str, x: str | None, y: str | None) -> str:
-    if x is None or y is None or x == y:
-        return ""
-    position = _first(x, y)
-    a, b = (text[position : position + 20] for text in (x, y))
-    return f"{name} at character {position}: {a!r} and {b!r}"
-
-
-def _first(x: Sequence, y: Sequence) -> int | None:
-    """The first index at which two sequences differ; the length of the shorter where it is their only one."""
-    if x == y:
-        return None
-    return next((i for i, (p, q) in enumerate(zip(x, y, strict=False)) if p != q), min(len(x), len(y)))
-
-
-def _first_number(x: np.ndarray | None, y: np.ndarray | None) -> int | None:
-    """The first index at which the bits of two fp32 columns differ, as far as both go."""
-    if x is None or y is None:
-        return None
-    length = min(len(x), len(y))
-    a, b = x[:length], y[:length]
-    different = np.flatnonzero((a.view(np.int32) != b.view(np.int32)) & ~(np.isnan(a) & np.isnan(b)))
-    return int(different[0]) if len(different) else None
+def _compared(logs: Logs) -> str:
+    parts = []
+    if logs.a.steps and logs.b.steps:
+        steps = [s for s in logs.b.steps if s in logs.a.steps]
+        parts.append(f"{sum(len(logs.b.steps[s].rollouts) for s in steps)} completions")
+    if logs.a.metrics and logs.b.metrics:
+        rows = len(logs.a.metrics.keys() & logs.b.metrics.keys())
+        parts.append(f"{len(_shared_metrics(logs.a, logs.b))} metrics of {rows} rows")
+    return " and ".join(parts)

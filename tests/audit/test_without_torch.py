@@ -63,6 +63,13 @@ def test_a_log_is_converted(tmp_path):
     assert without_torch(RUN, *words).returncode == 0
 
 
+def test_logs_are_compared_and_the_recorders_load():
+    code = "from zerokl.integrations import openrlhf, proxy_answers, recorder, skyrl, verl\n" + RUN
+    process = without_torch(code, "diff", *[str(SAMPLES / "trl.jsonl")] * 2)
+    assert process.returncode == 0, process.stderr
+    assert process.stdout.startswith("equal: ")
+
+
 def test_control_an_import_of_torch_is_refused(tmp_path):
     process = without_torch("import zerokl.audit.audit")
     assert process.returncode == 1

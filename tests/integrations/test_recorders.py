@@ -1,4 +1,4 @@
-"""The recorders for one's own loop and for verl: what they write is read to the bit, and nothing changes."""
+"""The recorders for loops and frameworks: what they write is read to the bit, and nothing changes."""
 
 import json
 from pathlib import Path
@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from zerokl.audit.formats import zerokl as own
 from zerokl.audit.formats.registry import read_rollouts
 from zerokl.cli import main
+from zerokl.integrations import openrlhf, skyrl, verl
 from zerokl.integrations.recorder import FIELDS, Recorder
 from zerokl.integrations.trl import record
 from zerokl.integrations.verl import RecordsRollouts
@@ -109,7 +110,9 @@ class Logs:
         rollout = SimpleNamespace(temperature=0.9, get=sampling.get)
         correction = {"rollout_correction": {"bypass_mode": bypass}}
         self.config = SimpleNamespace(
-            actor_rollout_ref=SimpleNamespace(rollout=rollout), algorithm=correction
+            actor_rollout_ref=SimpleNamespace(rollout=rollout),
+            algorithm=correction,
+            trainer={"rollout_data_dir": "dump"},
         )
 
     def _log_rollout_data(self, batch, extra, timing, rollout_data_dir):
@@ -154,6 +157,20 @@ def test_verls_batch_is_recorded_without_its_padding(tmp_path, bypass):
     assert (first.trainer_logprobs is None) == bypass
 
 
+def test_a_trainer_of_verl_is_recorded_by_one_line_as_by_the_class(tmp_path):
+    for name, trainer in (("class", RecordedLogs()), ("line", Logs())):
+        if name == "line":
+            verl.record(trainer)
+        trainer._log_rollout_data(verl_batch(), {"a": 1}, {}, str(tmp_path / name))
+        assert len(trainer.logged) == 1
+    logs = [(tmp_path / f"{name}.zerokl" / "3.jsonl").read_bytes() for name in ("class", "line")]
+    assert logs[0] == logs[1]
+    trainer.config.trainer = {}
+    for wrong, reason in ((trainer, "rollout_data_dir is not set"), (object(), "no RayPPOTrainer")):
+        with pytest.raises(ValueError, match=reason):
+            verl.record(wrong)
+
+
 def test_verls_filters_are_recorded_and_its_penalties_refused(tmp_path):
     trainer = RecordedLogs(min_p=0.1, logit_bias={"3": 1.0})
     trainer._log_rollout_data(verl_batch(), {}, {}, str(tmp_path / "dump"))
@@ -188,3 +205,85 @@ def test_trls_filters_are_recorded_and_its_penalties_refused_before_it_trains(tm
         with pytest.raises(ValueError, match=r"_penalty \(.*\) is refused: a penalty makes"):
             record(trl_trainer(**args), tmp_path / "refused.jsonl")
     assert not (tmp_path / "refused.jsonl").exists()
+
+
+class Maker:
+    """In place of OpenRLHF's RemoteExperienceMaker: sequences padded on the right, columns one shorter."""
+
+    def make_experience_batch(self, rollout_samples):
+        mask = torch.tensor([[0, 0, 1, 0, 1, 0], [0, 1, 1, 1, 1, 1]])
+        return [
+            SimpleNamespace(
+                sequences=torch.tensor([[7, 8, 9, 4, 5, 6, 0], [7, 1, 2, 3, 4, 5, 6]]),
+                attention_mask=torch.tensor([[1, 1, 1, 1, 1, 1, 0], [1] * 7]),
+                action_mask=mask,
+                rollout_log_probs=-0.5 * torch.arange(12).view(2, 6),
+                action_log_probs=-0.25 * torch.arange(12).view(2, 6),
+                rewards=torch.tensor([0.5, rollout_samples]),
+            )
+        ]
+
+
+def test_openrlhfs_experiences_are_recorded_by_one_line(tmp_path):
+    maker = Maker()
+    recorder = openrlhf.record(maker, tmp_path / "log.jsonl", first_step=4, temperature=0.8)
+    for samples in (1.0, 2.0):
+        assert len(maker.make_experience_batch(samples)) == 1
+    recorder.close()
+    first, second, third, _ = (r for _, r in read_rollouts(tmp_path / "log.jsonl"))
+    # Entry t of a column is of token t + 1: the first action, entry 2, is token 3.
+    assert (first.prompt_ids, first.completion_ids) == ((7, 8, 9), (4, 5, 6))
+    assert first.mask.tolist() == [True, False, True]
+    assert first.logprobs[[0, 2]].tolist() == [-1.0, -2.0]
+    assert first.trainer_logprobs[[0, 2]].tolist() == [-0.5, -1.0]
+    assert (second.prompt_ids, second.completion_ids) == ((7, 1), (2, 3, 4, 5, 6))
+    assert second.logprobs.tolist() == [-3.5, -4.0, -4.5, -5.0, -5.5]
+    assert (second.step, third.step, second.reward, second.sampling_params.temperature) == (4, 5, 1.0, 0.8)
+    with pytest.raises(ValueError, match="no experience maker"):
+        openrlhf.record(object(), tmp_path / "other.jsonl")
+
+
+class Callback:
+    """In place of SkyRL's TrainingCallback."""
+
+    def on_step_end(self, trainer, callback_input, control) -> None:
+        raise AssertionError("is overridden")
+
+    def on_save(self, trainer, callback_input, control) -> None:
+        """Events that the recorder leaves alone are the base's."""
+
+
+def skyrl_step(**sampling: Any) -> tuple[SimpleNamespace, SimpleNamespace]:
+    batch = {
+        "sequences": torch.tensor([[0, 7, 4, 5, 6, 0], [8, 9, 1, 2, 3, 4]]),
+        "attention_mask": torch.tensor([[0, 1, 1, 1, 1, 0], [1] * 6]),
+        "response_mask": torch.tensor([[1, 1, 1, 0], [1, 1, 1, 1]]),
+        "loss_mask": torch.tensor([[1, 0, 1, 0], [1, 1, 1, 1]]),
+        "rollout_logprobs": -0.5 * torch.arange(8).view(2, 4),
+        "action_log_probs": -0.25 * torch.arange(8).view(2, 4),
+    }
+    params = {"temperature": 0.6, "top_p": 0.9, "top_k": -1, "repetition_penalty": 1.0} | sampling
+    trainer = SimpleNamespace(cfg=SimpleNamespace(generator=SimpleNamespace(sampling_params=params)))
+    return trainer, SimpleNamespace(batch=batch, global_step=3)
+
+
+def test_skyrls_callback_records_a_step(tmp_path):
+    callback = skyrl.recording(Callback, tmp_path / "log.jsonl")
+    trainer, given = skyrl_step()
+    before = {name: tensor.clone() for name, tensor in given.batch.items()}
+    callback.on_step_end(trainer, given, None)
+    callback.on_save(trainer, given, None)
+    callback.on_train_end(trainer, given, None)
+    assert all(torch.equal(before[name], tensor) for name, tensor in given.batch.items())
+    first, second = (r for _, r in read_rollouts(tmp_path / "log.jsonl"))
+    assert (first.prompt_ids, first.completion_ids) == ((7,), (4, 5, 6))
+    assert first.mask.tolist() == [True, False, True]
+    assert (second.prompt_ids, second.completion_ids) == ((8, 9), (1, 2, 3, 4))
+    assert second.logprobs.tolist() == [-2.0, -2.5, -3.0, -3.5]
+    assert second.trainer_logprobs.tolist() == [-1.0, -1.25, -1.5, -1.75]
+    assert (first.step, first.weight_span, first.sampling_params) == (3, (2, 2), SamplingParams(0.6, 0, 0.9))
+    with pytest.raises(ValueError, match="exists"):
+        skyrl.recording(Callback, tmp_path / "log.jsonl")
+    trainer, given = skyrl_step(presence_penalty=0.5)
+    with pytest.raises(ValueError, match="presence_penalty"):
+        skyrl.recording(Callback, tmp_path / "other.jsonl").on_step_end(trainer, given, None)

@@ -189,7 +189,11 @@ def test_metrics_are_compared_without_those_of_the_clock(tmp_path, capsys, form)
     [
         ('{"x": 1}', '{"y": 1}', "have no metric in common"),
         ('{"x": 1', '{"x": 1}', "line 1: is not JSON"),
-        ('{"prompt_ids": [1], "completion_ids": [2], "logprobs": [-1]}', '{"x": 1}', "not of a known format"),
+        (
+            '{"prompt_ids": [1], "completion_ids": [2], "logprobs": [-1]}',
+            '{"x": 1}',
+            "a.jsonl holds rollouts and ",
+        ),
     ],
 )
 def test_bad_input_is_one_line(tmp_path, capsys, a, b, reason):

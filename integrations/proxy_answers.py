@@ -1,0 +1,200 @@
+"""The completions in what went over the wire: a request to an inference server, and its answer.
+
+| server | the request asks for | the answer has |
+| --- | --- | --- |
+| vLLM, /v1/completions and /v1/chat/completions | return_token_ids, logprobs | prompt_token_ids, token_ids,
+logprobs | | SGLang, /generate | return_logprob | meta_info.output_token_logprobs |
+
+Streams are server-sent events. Those of vLLM hold what is new; those of SGLang hold all so far, or what is
+new.
+"""
+
+import gzip
+import zlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..files.reading import parse_json
+
+# Paths whose answers hold completions, without the prefix that a server may stand under.
+PATHS = ("/v1/completions", "/v1/chat/completions", "/generate")
+_SAMPLING = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "logit_bias",
+    "allowed_token_ids",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+)
+
+
+class NotRecordedError(ValueError):
+    """Why an answer leaves no line."""
+
+
+@dataclass
+class Completion:
+    """One completion of an answer, as fields of a log."""
+
+    prompt_ids: list[int] | None = None
+    completion_ids: list[int] = field(default_factory=list)
+    logprobs: list[float | None] = field(default_factory=list)
+    fields: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """A request and its answer, with their headers. answer: the pieces of its body."""
+
+    path: str
+    request_headers: Mapping[str, str]
+    request: bytes
+    answer_headers: Mapping[str, str]
+    answer: list[bytes]
+
+
+def is_recorded(path: str) -> bool:
+    """Whether the answers of a path hold completions."""
+    return path.endswith(PATHS)
+
+
+def completions(exchange: Exchange) -> Iterator[Completion]:
+    """The completions of an answer.
+
+    Raises NotRecordedError for an answer without ids or logprobs, and for what cannot be read.
+    """
+    asked = _json(_decoded(exchange.request, exchange.request_headers, "request"), "the request")
+    if not isinstance(asked, dict):
+        raise NotRecordedError("the request is no JSON object")
+    body = _decoded(b"".join(exchange.answer), exchange.answer_headers, "answer")
+    if "event-stream" in exchange.answer_headers.get("Content-Type", ""):
+        events = list(_events(body))
+    else:
+        whole = _json(body, "the answer")
+        events = whole if isinstance(whole, list) else [whole]
+    if not all(isinstance(event, dict) for event in events):
+        raise NotRecordedError("the answer is no JSON object")
+    if exchange.path.endswith("/generate"):
+        yield from _sglang(asked, events)
+    else:
+        yield from _openai(asked, events)
+
+
+def _json(content: bytes, what: str) -> Any:
+    try:
+        return parse_json(content, non_finite=True)
+    except ValueError:
+        raise NotRecordedError(f"{what} is no JSON") from None
+
+
+def _decoded(body: bytes, headers: Mapping[str, str], what: str) -> bytes:
+    encoding = headers.get("Content-Encoding", "")
+    try:
+        if encoding in ("", "identity"):
+            return body
+        if encoding == "gzip":
+            return gzip.decompress(body)
+        if encoding == "deflate":
+            return zlib.decompress(body)
+    except (OSError, EOFError, zlib.error):
+        raise NotRecordedError(f"the {what} is no {encoding}") from None
+    raise NotRecordedError(f"the {what} is compressed by {encoding}")
+
+
+def _events(body: bytes) -> Iterator[Any]:
+    """The objects of a stream of server-sent events. Its last event is [DONE], or the stream was cut."""
+    ended = False
+    for block in body.replace(b"\r\n", b"\n").split(b"\n\n"):
+        lines = [line[5:].strip() for line in block.split(b"\n") if line.startswith(b"data:")]
+        data = b"\n".join(lines)
+        if data == b"[DONE]":
+            ended = True
+        elif data:
+            yield _json(data, "an event of the answer")
+    if not ended:
+        raise NotRecordedError("the answer was cut")
+
+
+def _sampling(params: Mapping[str, Any]) -> dict[str, Any]:
+    """What a request says of its distribution. The server chooses what it does not say; no line has that."""
+    values = {name: params[name] for name in _SAMPLING if params.get(name) is not None}
+    if "top_k" in values:
+        values["top_k"] = max(0, values["top_k"])
+    return values
+
+
+def _openai(asked: dict[str, Any], events: list[dict[str, Any]]) -> Iterator[Completion]:
+    """An answer of vLLM, whole or as events: each adds to the completions of its choices."""
+    found: dict[int, Completion] = {}
+    shared: list[int] | None = None  # a chat has one prompt, which stands beside the choices
+    request_id = None
+    for event in events:
+        if "error" in event:
+            raise NotRecordedError("the answer is an error")
+        request_id = request_id or event.get("id")
+        shared = shared or event.get("prompt_token_ids")
+        for choice in event.get("choices") or ():
+            completion = found.setdefault(choice.get("index", 0), Completion())
+            completion.prompt_ids = completion.prompt_ids or choice.get("prompt_token_ids")
+            ids = choice.get("token_ids") or []
+            completion.completion_ids += ids
+            completion.logprobs += _openai_logprobs(choice.get("logprobs"), len(ids))
+    if asked.get("echo"):
+        raise NotRecordedError("the request echoes the prompt")
+    for index, completion in sorted(found.items()):
+        completion.prompt_ids = completion.prompt_ids or shared
+        completion.fields = _sampling(asked) | {"sample": index, "prompt": request_id}
+        yield _checked(completion, "return_token_ids and logprobs")
+
+
+def _openai_logprobs(logprobs: Any, count: int) -> list[float | None]:
+    """The logprobs of a choice's tokens. A chat has a list of objects, a completion lists side by side."""
+    if not isinstance(logprobs, dict):
+        return [None] * count
+    if logprobs.get("content") is not None:
+        return [token.get("logprob") for token in logprobs["content"]]
+    return list(logprobs.get("token_logprobs") or [None] * count)
+
+
+def _sglang(asked: dict[str, Any], events: list[dict[str, Any]]) -> Iterator[Completion]:
+    """An answer of SGLang: one object or event for each prompt, by index, with all tokens or the new ones."""
+    found: dict[int, Completion] = {}
+    streamed = bool(asked.get("stream"))
+    for position, event in enumerate(events):
+        if "error" in event:
+            raise NotRecordedError("the answer is an error")
+        meta = event.get("meta_info") or {}
+        index = event.get("index", 0 if streamed else position)
+        completion = found.setdefault(index, Completion())
+        pairs = meta.get("output_token_logprobs") or []
+        if len(pairs) == meta.get("completion_tokens"):
+            completion.completion_ids, completion.logprobs = [], []
+        completion.completion_ids += [pair[1] for pair in pairs]
+        completion.logprobs += [pair[0] for pair in pairs]
+        if inputs := meta.get("input_token_logprobs"):
+            completion.prompt_ids = [pair[1] for pair in inputs]
+        completion.fields = {"prompt": meta.get("id"), "sample": index}
+        if str(version := meta.get("weight_version", "")).isdecimal():
+            completion.fields["weight_version"] = int(version)
+    params = asked.get("sampling_params") or {}
+    for index, completion in sorted(found.items()):
+        own = params[index] if isinstance(params, list) else params
+        given = asked.get("input_ids")
+        if given:
+            completion.prompt_ids = given[index] if isinstance(given[0], list) else given
+        completion.fields |= _sampling(own)
+        yield _checked(completion, "return_logprob, and input_ids in place of text")
+
+
+def _checked(completion: Completion, remedy: str) -> Completion:
+    """A completion with all that a line needs. Raises NotRecordedError."""
+    ids, logprobs = completion.completion_ids, completion.logprobs
+    if not ids or not completion.prompt_ids:
+        raise NotRecordedError(f"no token ids in the answer; ask for {remedy}")
+    if len(logprobs) != len(ids) or all(x is None for x in logprobs):
+        raise NotRecordedError(f"no logprobs in the answer; ask for {remedy}")
+    return completion
