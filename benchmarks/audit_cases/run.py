@@ -27,13 +27,19 @@ def build(root: Path, seed: int, only: str) -> None:
     """Draw every case, the families in turn, and write its log and its options."""
     import ids  # noqa: F401  registers its plants
     from plants import PLANTS
+
+    first = len(PLANTS)
+    import models_changed  # noqa: F401
+    import some_lines  # noqa: F401
     from sampling import row
     from sound import SOUND
     from world import World
 
     worlds = [World(family, seed, root / "models") for family in FAMILIES]
-    # The families take turns; another seed gives each case to the other family.
-    cases = [(worlds[(i + seed) % 2], case) for i, case in enumerate([*PLANTS, *SOUND])]
+    # The families take turns; another seed gives each case to the other family. New plants come last, so
+    # that a case keeps its family.
+    ordered = [*PLANTS[:first], *SOUND, *PLANTS[first:]]
+    cases = [(worlds[(i + seed) % 2], case) for i, case in enumerate(ordered)]
     for world, case in cases:
         folder = root / f"seed-{seed}" / f"{case.group}-{case.name}-{world.family}"
         if (folder / "case.json").exists() or only not in folder.name:
@@ -46,7 +52,7 @@ def build(root: Path, seed: int, only: str) -> None:
         (folder / "log.jsonl").write_text("\n".join(lines) + "\n")
         model = {"model": str(world.folder)} if log.with_model else {}
         said = {"group": case.group, "name": case.name, "named": case.named, "family": world.family}
-        settings = {"settings": {"dtype": "float32"} | log.options | model}
+        settings = {"settings": {"dtype": "float32"} | model | log.options}
         (folder / "case.json").write_text(json.dumps(said | settings))
         print(f"{folder.name}: {time.perf_counter() - start:.1f} s", flush=True)
 
