@@ -161,8 +161,13 @@ def _periodic(places: Masks, odd: Masks, of: str) -> Iterator[tuple[str, Masks]]
         counts = np.bincount(at % k)
         if counts[first := int(counts.argmax())] >= _ALIKE * len(at):
             of_sequence = " of a sequence" if of == "sequence" else ""
-            words = f"every {k}th token{of_sequence}, from place {first} on"
+            words = f"every {_nth(k)} token{of_sequence}, from place {first} on"
             yield words, [p % k == first for p in places]
+
+
+def _nth(k: int) -> str:
+    endings = {1: "st", 2: "nd", 3: "rd"}
+    return f"{k}{'th' if k % 100 in (11, 12, 13) else endings.get(k % 10, 'th')}"
 
 
 def _from_a_place(places: Masks, odd: Masks, of: str) -> Iterator[tuple[str, Masks]]:
@@ -199,7 +204,7 @@ def _line_words(whole: Sequence[bool], lines: Sequence[Line]) -> str:
         many = len(prompts) > 1
         return f"{words}, all those of {len(prompts)} prompt{'s' * many} ({listed})"
     if period := _period(odd, lines):
-        return f"{words}, every {period[0]}th from line {period[1] + 1} on"
+        return f"{words}, every {_nth(period[0])} from line {period[1] + 1} on"
     for name, length in _LENGTHS:
         if (least := min(map(length, odd))) > max(map(length, sound)):
             return f"{words}, all those with {name} of {least} tokens or more"
