@@ -21,6 +21,7 @@ from .conclusion.conclude import concluded
 from .config import AuditConfig, check
 from .drawing import SUMS, draw, requests
 from .engines.engine import Engine
+from .engines.generation_config import not_obeyed
 from .engines.make import device_of, library_errors, make_engines, tiles_of
 from .engines.settings import machine_settings
 from .figures.batch_invariance import batch_invariance
@@ -123,7 +124,8 @@ def _audit_engine(setup: _Setup, sampler: Engine) -> Measurements:
             vocab = compare_full_vocab(sampler, setup.trainer, rollouts)
         if cfg.batch_invariance:
             invariance = _batch_invariance(setup, sampler)
-    measured = _measured(setup, rollouts, source, comparison, [])
+    notes = not_obeyed(setup.folders[0], sampler.name)
+    measured = _measured(setup, rollouts, source, comparison, notes)
     return replace(measured, full_vocab=vocab, batch_invariance=invariance)
 
 

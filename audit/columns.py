@@ -27,8 +27,8 @@ from .settings import LOGGED, Source, assumed, assumed_words
 _MOST_TOKENS = 2**23
 # Sequences and tokens of each that audit.html shows.
 _SEQUENCES, _TOKENS = 12, 500
-# Completions on which hypotheses are tried: the first ones.
-_EXPLAINED = 256
+# Tokens of the completions among which hypotheses are tried: the first ones, prompts included.
+_EXPLAINED = 2**20
 # Weight versions that the report shows at most.
 _MOST_VERSIONS = 1000
 
@@ -49,6 +49,7 @@ class _Columns:
         self.versions: list[np.ndarray] = []
         self.count = 0
         self.first: list[LoggedRollout] = []
+        self._explained = 0
 
     def add(self, place: str, rollout: LoggedRollout, both: np.ndarray) -> None:
         """Take the tokens of a rollout that have both columns, [C] bool."""
@@ -68,7 +69,8 @@ class _Columns:
             version = span[0] if span is not None and span[0] == span[1] else -1
             self.versions.append(np.full(int(both.sum()), version))
         self.count += int(both.sum())
-        if len(self.first) < _EXPLAINED:
+        if self._explained < _EXPLAINED:
+            self._explained += len(rollout.completion_ids) + len(rollout.prompt_ids or ())
             self.first.append(rollout)
 
     def drawn(self) -> list[Drawn]:

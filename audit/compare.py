@@ -66,7 +66,7 @@ def compare_log(
     stage("scoring some of them alone and token by token")
     comparison = _compared(rollouts, tokenizer, scored, trainer_logprobs, sampling_logprobs, positions)
     stage("trying what may explain a difference")
-    causes = log_causes(rollouts, scored, log.lines, scorer)
+    causes = log_causes(rollouts, scored, log.lines, scorer, log.longest_prompt)
     section = LogSection(
         logged=log.logged,
         distribution=check_distribution(_as_drawn(rollouts, scored, log), is_doubled(causes.log_faults)),

@@ -1,10 +1,15 @@
 """What an audit concludes from its figures, each derived once: the outcome, the likely cause, the notes."""
 
+from dataclasses import replace
+
 from ..report import Measurements, Report
 from .causes import cause
 from .faults import faults
 from .notes import notes
 from .outcome import Kind, Tolerances, outcome_of
+
+# Causes under which both engines do what the checkpoint says.
+_ROUNDINGS = ("rounding", "dtype")
 
 
 def concluded(measured: Measurements, tolerances: Tolerances) -> Report:
@@ -14,6 +19,8 @@ def concluded(measured: Measurements, tolerances: Tolerances) -> Report:
     likely = cause(measured)
     if named_faults and (outcome.kind is Kind.FAULT or likely.kind in ("unknown", "rounding")):
         likely = named_faults[0]
+    if outcome.kind is Kind.DIFFERS and not named_faults and likely.kind in _ROUNDINGS:
+        outcome = replace(outcome, kind=Kind.ROUNDING)
     return Report(
         **{name: getattr(measured, name) for name in Measurements.__dataclass_fields__},
         outcome=outcome,

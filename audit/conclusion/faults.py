@@ -38,7 +38,9 @@ def _not_batch_invariant(measured: Measurements) -> Finding | None:
 def _not_drawn_from_the_columns(measured: Measurements) -> Finding | None:
     """Tokens that were not drawn from a column: by the checks of a log, or by k1 and the mean ratio."""
     if measured.log:
-        return measured.log.distribution.found
+        # Of two columns alone, one whose numbers are known to be wrong is no witness against the other.
+        witness = not (measured.columns_alone and trainer_column_fault(measured))
+        return measured.log.distribution.found if witness else None
     if not not_drawn_from(measured.figures):
         return None
     return Finding(

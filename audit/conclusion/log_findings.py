@@ -12,7 +12,17 @@ def log_notes(measured: Measurements) -> list[str]:
         return []
     tried = measured.log.trainer_column
     texts = [f"In the log, {fault.name}: {fault.text} {fault.remedy}" for fault in measured.log.log_faults]
-    return texts + ([_trainer_column(tried, True)] if tried and not measured.columns_alone else [])
+    if tried and not measured.columns_alone:
+        texts.append(f"{_trainer_column(tried, True)} {_trainer_remedy(tried)}".strip())
+    return texts
+
+
+def _trainer_remedy(tried: TrainerColumn) -> str:
+    """What to do about the fault that `_trainer_column` names; empty where it names none."""
+    beside = tried.distribution.found
+    if beside and beside.kind.startswith("trainer"):
+        return beside.remedy
+    return tried.found.remedy if tried.distance and not tried.is_rounding and tried.found else ""
 
 
 def _trainer_column(tried: TrainerColumn, beside_model: bool) -> str:
@@ -21,11 +31,11 @@ def _trainer_column(tried: TrainerColumn, beside_model: bool) -> str:
     distance = f"The log's trainer column differs from {judge} by {tried.distance:.3g} nats a token"
     beside = tried.distribution.found
     if beside and beside.kind.startswith("trainer"):
-        return f"{distance}: {beside.text} {beside.remedy}"
+        return f"{distance}: {beside.text}"
     if not tried.distance or tried.is_rounding:
         return "The log's trainer column is the model's, to within rounding."
     if row := tried.found:
-        return f"{distance}, and {row.name} fits it: {row.what}. {row.remedy}"
+        return f"{distance}, and {row.name} fits it: {row.what}."
     return f"{distance}, and no hypothesis fits it.{_sits(tried)}"
 
 

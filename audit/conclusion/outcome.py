@@ -12,6 +12,9 @@ report, from the faults that the report names, and from the tolerances that were
     sound              not equal; of a log, the whole difference is what rounding makes    yes
                        (hypotheses/noise.py), and no tolerance was given
     within             not equal, and the tolerances that were given hold                   yes
+    rounding           two engines that are not equal, though each does what the            no
+                       checkpoint says: only sums and roundings are in another order, or
+                       in another dtype; no tolerance was given
     fault              the above, and the audit names a fault beside it                     no
     beyond             a tolerance that was given does not hold                             no
     differs            not equal, and no tolerance was given                                no
@@ -41,6 +44,7 @@ class Kind(str, Enum):
     ROUNDED_COLUMNS = "rounded columns"
     SOUND = "sound"
     WITHIN = "within"
+    ROUNDING = "rounding"
     FAULT = "fault"
     BEYOND = "beyond"
     DIFFERS = "differs"
@@ -56,8 +60,9 @@ _SHOWN = {
     Kind.ROUNDED: ("Equal within the log's rounding", "≈", "equal"),
     Kind.EQUAL_COLUMNS: ("Equal columns, no proof", "=", "unproven"),
     Kind.ROUNDED_COLUMNS: ("Columns equal within the log's rounding, no proof", "≈", "unproven"),
-    Kind.SOUND: ("Sound: rounding", "≈", "unproven"),
+    Kind.SOUND: ("Sound: rounding", "≈", "rounding"),
     Kind.WITHIN: ("Within the tolerance", "≈", "equal"),
+    Kind.ROUNDING: ("Not equal: rounding", "≈", "rounding"),
     Kind.FAULT: ("Fault", "≠", "unequal"),
     Kind.BEYOND: ("Beyond the tolerance", "≠", "unequal"),
     Kind.DIFFERS: ("Not equal", "≠", "unequal"),
@@ -112,13 +117,14 @@ class Outcome:
     @property
     def passed(self) -> bool:
         """Whether the exit code is 0."""
-        return self.kind not in (Kind.FAULT, Kind.BEYOND, Kind.DIFFERS)
+        return self.kind not in (Kind.ROUNDING, Kind.FAULT, Kind.BEYOND, Kind.DIFFERS)
 
     @property
     def words(self) -> str:
         """The outcome in words, as every place shows it."""
         words = _SHOWN[self.kind][0]
-        return f"{words}: {'; '.join(self.faults)}" if self.kind is Kind.FAULT else words
+        named = self.faults and self.kind in (Kind.FAULT, Kind.DIFFERS)
+        return f"{words}: {'; '.join(self.faults)}" if named else words
 
     @property
     def sign(self) -> str:
@@ -127,7 +133,7 @@ class Outcome:
 
     @property
     def css_class(self) -> str:
-        """The class of the page's headline: equal, unproven or unequal."""
+        """The class of the page's headline: equal, unproven, rounding or unequal."""
         return _SHOWN[self.kind][2]
 
     def as_json(self) -> dict[str, Any]:

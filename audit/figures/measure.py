@@ -265,7 +265,7 @@ def _by_position(d: np.ndarray, lengths: Sequence[int]) -> list[Bucket]:
 def _histogram(d: np.ndarray) -> Histogram:
     """The histogram of the ratio r, with buckets of equal width in d."""
     edge = max(float(np.abs(d).max(initial=0.0)), 1e-12)
-    counts, edges = np.histogram(d, bins=41, range=(-edge, edge))
+    counts, edges = np.histogram(d, bins=45, range=(-edge, edge))
     with np.errstate(over="ignore"):
         ratio_edges = np.exp(edges)
     return Histogram(ratio_edges.tolist(), edges.tolist(), counts.tolist())

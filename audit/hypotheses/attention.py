@@ -1,27 +1,57 @@
 """Hypotheses about attention: rounded keys and values, a window, a soft cap, a sink.
 
-    scores = q k^T / sqrt(D),  s = cap tanh(scores / cap),  o = softmax(s over the window, and a sink) v
+    k', v' = stored(k), stored(v),    stored(x) = s round(clip(x / s)) in fp8 or int8
+    scores = q k'^T / sqrt(D),  s = cap tanh(scores / cap),  o = softmax(s over the window, and a sink) v'
 
 Attention is computed again from what the decoder gives its own, and written over its output.
 Shapes: T tokens of packed sequences, q [T, Hq, D], k and v [T, Hkv, D].
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import pairwise
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
+from ...model.checkpoint import DTYPES
 from ...model.decoder import Decoder, Hook, PackedContext
-from .evidence import Evidence
+from .evidence import Evidence, Scores
+from .noise import measured
 from .prediction import Prediction
 from .scorer import decoder_scores
 
 # Windows that are tried, in tokens, and soft caps.
 _WINDOWS = (8, 16, 24, 32, 40, 48, 64, 96, 128, 256, 512, 1024, 2048, 4096, 8192)
 _CAPS = (2.0, 3.0, 4.0, 6.0, 10.0, 15.0, 20.0, 30.0, 50.0)
-_CACHES = {"fp8 e4m3": torch.float8_e4m3fn, "fp8 e5m2": torch.float8_e5m2}
+
+
+def stored(x: torch.Tensor, dtype: torch.dtype, share: float = 0.0) -> torch.Tensor:
+    """x [T, H, D] as a cache of `dtype` gives it back, in fp32.
+
+    share: of the largest value, which takes the largest number of the dtype; larger ones are clipped. 0 is no
+    scale. int8 has a scale for each token and head, fp8 one for all.
+    """
+    x = x.float()
+    if dtype == torch.int8:
+        scale = (x.abs().amax(-1, keepdim=True) / 127.0).clamp(min=1e-12)
+        return (x / scale).round() * scale
+    most = torch.finfo(dtype).max
+    scale = (x.abs().max() * share / most).clamp(min=1e-12) if share else torch.ones(())
+    return (x / scale).clamp(-most, most).to(dtype).float() * scale
+
+
+_E4M3 = torch.float8_e4m3fn
+_CACHES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "fp8 e4m3": partial(stored, dtype=_E4M3),
+    "fp8 e5m2": partial(stored, dtype=torch.float8_e5m2),
+    "fp8 e4m3, scaled by their largest value": partial(stored, dtype=_E4M3, share=1.0),
+    "fp8 e4m3, clipped at half of their largest value": partial(stored, dtype=_E4M3, share=0.5),
+    "fp8 e4m3, clipped at a quarter of their largest value": partial(stored, dtype=_E4M3, share=0.25),
+    "int8, scaled by token and head": partial(stored, dtype=torch.int8),
+}
 
 
 class Variant(NamedTuple):
@@ -30,15 +60,31 @@ class Variant(NamedTuple):
     window: int = 0  # keys that a token reads, itself included; 0 is all
     cap: float = 0.0
     sink: bool = False  # a further score of 0 in the softmax
+    store: Callable[[torch.Tensor], torch.Tensor] | None = None  # what keys and values go through
 
 
 def rounded_cache(evidence: Evidence) -> Iterator[Prediction]:
-    """Keys and values in fp8."""
-    model = evidence.scorer.model()
-    for name, dtype in _CACHES.items():
-        numerics = model.numerics._replace(cache=dtype)
-        decoder = Decoder(model.config, model.flat.detach(), model.layout, numerics)
-        yield Prediction(f"the sampler's keys and values are in {name}", decoder_scores(decoder, evidence))
+    """Keys and values in 8 bits.
+
+    Whether such a value rounds up or down depends on the bits below it. So the same cache is computed in fp32
+    and in bf16, and how far these two are apart is what two engines with it may be.
+    """
+    scorer, name = evidence.scorer, str(evidence.scorer.dtype).removeprefix("torch.")
+    other = "bfloat16" if name == "float32" else "float32"
+    decoders = {name: scorer.model(), other: scorer.decoder(dtype=DTYPES[other])}
+    plain = {dtype: _scores(evidence, Variant(), decoder) for dtype, decoder in decoders.items()}
+    for words, store in _CACHES.items():
+        rounded = {t: _scores(evidence, Variant(store=store), decoder) for t, decoder in decoders.items()}
+        noise = measured(other, *(list(x.values()) for x in rounded.values()))
+        for t, scores in rounded.items():
+            effect = {i: _moved(x.scored, scores[i], plain[t][i]) for i, x in enumerate(evidence.lines)}
+            yield Prediction(f"the sampler's keys and values are in {words}", effect, noise=noise)
+
+
+def _moved(scored: np.ndarray, changed: np.ndarray, plain: np.ndarray) -> np.ndarray:
+    """scored + (changed - plain), [C] fp32."""
+    with np.errstate(invalid="ignore"):
+        return (scored.astype(np.float64) + changed - plain).astype(np.float32)
 
 
 def another_attention(evidence: Evidence) -> Iterator[Prediction]:
@@ -54,9 +100,10 @@ def another_attention(evidence: Evidence) -> Iterator[Prediction]:
     yield Prediction(what, _scores(evidence, Variant(sink=True)))
 
 
-def _scores(evidence: Evidence, variant: Variant):
-    model = evidence.scorer.model()
-    return decoder_scores(model, evidence, hook_of=lambda context: _over(model, context, variant))
+def _scores(evidence: Evidence, variant: Variant, decoder: Decoder | None = None) -> Scores:
+    """What the lines would hold. decoder: by default the trainer's model."""
+    decoder = decoder or evidence.scorer.model()
+    return decoder_scores(decoder, evidence, hook_of=lambda context: _over(decoder, context, variant))
 
 
 def _over(decoder: Decoder, context: PackedContext, variant: Variant) -> Hook:
@@ -70,6 +117,8 @@ def _over(decoder: Decoder, context: PackedContext, variant: Variant) -> Hook:
         if op == "attention":
             q, k = inputs["rope"].split([c.heads, c.kv_heads], dim=1)
             v = inputs["qkv"][:, c.heads + c.kv_heads :]
+            if variant.store is not None:
+                k, v = variant.store(k), variant.store(v)
             for part in (slice(*ends) for ends in pairwise(starts)):
                 x[part] = attend(q[part], k[part], v[part], variant).to(x.dtype).view_as(x[part])
         inputs[op] = x

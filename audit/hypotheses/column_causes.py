@@ -22,7 +22,7 @@ def try_columns(lines: Sequence[LoggedRollout]) -> tuple[Tried, Tried]:
                 np.where(line.drawn(), line.logprobs, np.float32(np.nan)),
                 np.where(line.drawn(), line.trainer_logprobs, np.float32(np.nan)),
                 line.sampling_params,
-                is_masked(line),
+                *said(line),
             )
             for i, line in enumerate(lines)
         ]
@@ -32,6 +32,8 @@ def try_columns(lines: Sequence[LoggedRollout]) -> tuple[Tried, Tried]:
     return explain(evidence, PREDICTORS), explain(of_trainer, PREDICTORS)
 
 
-def is_masked(line: LoggedRollout) -> bool:
-    """Whether the log says that some tokens were not drawn."""
-    return line.mask is not None and not line.mask.all()
+def said(line: LoggedRollout) -> tuple[bool, int | None, int | None, int | None]:
+    """The last fields of a Line: masked, version, step, turn."""
+    masked = line.mask is not None and not line.mask.all()
+    first, last = line.weight_span or (None, None)
+    return masked, first if first == last else None, line.step, line.turn

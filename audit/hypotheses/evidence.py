@@ -28,6 +28,10 @@ class Line:
     scored: np.ndarray  # [C] fp32, the trainer's; NaN where there is none
     params: SamplingParams | None = None
     masked: bool = False  # whether the log says that some tokens were not drawn
+    # As the log says them: the weights that drew all of it, the step, the turn of a conversation.
+    version: int | None = None
+    step: int | None = None
+    turn: int | None = None
 
     @property
     def pair(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -40,7 +44,8 @@ class Evidence:
     """The lines on which hypotheses are tried. scorer: None where the log has both columns and no model.
 
     side: whose numbers `logged` are, "sampler" or "trainer". by_dtype: our decoder's scores of all lines in
-    each dtype, where a model is at hand. longest_prompt: of the whole log, in tokens.
+    each dtype, where a model is at hand. longest_prompt: of the whole log, in tokens. log: all lines that
+    `lines` were chosen from, where these are fewer.
     """
 
     lines: list[Line]
@@ -48,6 +53,19 @@ class Evidence:
     side: str = "sampler"
     by_dtype: dict[str, Scores] = field(default_factory=dict)
     longest_prompt: int = 0
+    log: list[Line] = field(default_factory=list)
+
+    @property
+    def all_lines(self) -> list[Line]:
+        """The lines that are tried, and those that are not."""
+        return self.log or self.lines
+
+    def beside(self, line: Line, by: int) -> Line | None:
+        """The line `by` lines after another one in the log; None where it is not known."""
+        known = {x.index: x for x in self.all_lines}
+        at = line.index + by
+        # Where all lines are known, the last one stands before the first one.
+        return known.get(at % len(known) if len(known) == max(known) + 1 else at)
 
     def params(self) -> list[SamplingParams]:
         """The sampling parameters of each line."""

@@ -10,6 +10,7 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import numpy as np
 
@@ -38,8 +39,8 @@ _SCREENED, _PROMISE, _PROMISE_ERRORS = 4, 0.9, 4.0
 _EDGE = 0.03
 # Fewer tokens can be hit by chance: some hypotheses try dozens of values.
 _FEWEST = 8
-# Lines that are scored, those farthest apart first.
-_LINES = 32
+# Lines that are tried, with a model and without: those farthest apart, and the lines beside them.
+_LINES, _COLUMNS = 32, 64
 _FP32 = rounding_of.FP32
 
 
@@ -98,20 +99,38 @@ class _Judge:
     noise: Noise | None  # of the dtypes that round most
     alike: Noise | None  # the least noise that the whole difference is like
 
+    @cached_property
+    def gaps(self) -> list[tuple[np.ndarray, np.ndarray]]:
+        """|logged - scored| and |logged - base| of each line's tokens."""
+        pairs = []
+        for i, x in enumerate(self.evidence.lines):
+            now = _gaps(x, x.scored)
+            pairs.append((now, now if self.base[i] is x.scored else _gaps(x, self.base[i])))
+        return pairs
+
+    @cached_property
+    def total(self) -> float:
+        """The difference from the trainer's scores, in nats."""
+        return _total(self.evidence)
+
     @property
     def before(self) -> float:
         """The difference from the base, in nats."""
         return float(sum(np.nansum(_gaps(x, self.base[i])) for i, x in enumerate(self.evidence.lines)))
 
-    def is_rounding(self, left: Sequence[np.ndarray], scores: Sequence[np.ndarray]) -> bool:
-        """Whether what is left of the difference is rounding."""
+    def is_rounding(
+        self, left: Sequence[np.ndarray], scores: Sequence[np.ndarray], fault: Noise | None = None
+    ) -> bool:
+        """Whether what is left of the difference is rounding. fault: the noise of a fault itself."""
         noises = [self.noise] if self.evidence.scorer and self.noise else rounding_of.band(left, scores)
+        noises += [fault] if fault else []
         return any(is_rounding(noise, left, scores, signed=False) for noise in noises)
 
 
 def explain(evidence: Evidence, predictors: Mapping[str, Predictor]) -> Tried:
     """Try the hypotheses that have a predictor, by name; the others need a model."""
-    evidence = replace(evidence, lines=_farthest(_inside(evidence)))
+    evidence = _inside(evidence)
+    evidence = replace(evidence, lines=_chosen(evidence), log=evidence.lines)
     gaps = np.concatenate([np.empty(0), *(_gaps(line, line.scored) for line in evidence.lines)])
     gaps = gaps[~np.isnan(gaps)]
     result = Tried(float(gaps.mean()) if len(gaps) else 0.0, len(gaps))
@@ -317,11 +336,19 @@ def _total(evidence: Evidence) -> float:
     return float(sum(np.nansum(_gaps(line, line.scored)) for line in evidence.lines))
 
 
-def _farthest(evidence: Evidence) -> list[Line]:
-    """The lines farthest apart, in the order of the log. Lines without a comparable token are left out."""
+def _chosen(evidence: Evidence) -> list[Line]:
+    """The lines that are tried, in the order of the log. Lines without a comparable token are left out.
+
+    Each of the farthest ones comes with the two beside it: what a line may have in common with its
+    neighbours must be there, and so must sound lines where only some are at fault.
+    """
     known = [x for x in evidence.lines if (~np.isnan(_gaps(x, x.scored))).any()]
-    totals = [np.nansum(_gaps(x, x.scored)) for x in known]
-    return [known[i] for i in sorted(np.argsort(totals)[::-1][:_LINES])]
+    most = _LINES if evidence.scorer else _COLUMNS
+    if len(known) <= most:
+        return known
+    order = np.argsort([-np.nansum(_gaps(x, x.scored)) for x in known], kind="stable").tolist()
+    beside = (j for i in order for j in (i, i + 1, i - 1) if 0 <= j < len(known))
+    return [known[i] for i in sorted(list(dict.fromkeys(beside))[:most])]
 
 
 def _without_edge(scores: Scores, evidence: Evidence) -> Scores:
@@ -348,19 +375,19 @@ def _fit(hypothesis: Hypothesis, prediction: Prediction, judge: _Judge) -> Row |
     """
     evidence, compared = judge.evidence, _Compared()
     for i, scores in _without_edge(prediction.scores, evidence).items():
-        compared.add(evidence.lines[i], scores, judge.base[i])
+        compared.add(evidence.lines[i], scores, judge.base[i], judge.gaps[i])
     if compared.tokens < _FEWEST or not compared.before:
         return None
     exact = compared.after / compared.before
     # It must speak of most of the difference, or of the lines that were chosen as the farthest apart.
-    most = prediction.searched or compared.before >= 0.5 * _total(evidence)
+    most = prediction.searched or compared.before >= 0.5 * judge.total
     angle, errors = slope(compared.effects, compared.differences, compared.scores)
     share = compared.after_base / compared.before_base if compared.before_base else 1.0
     least = _DIMMED if hypothesis.name in DIMMED else _SLOPE[0]
     follows = least <= angle <= _SLOPE[1] and share <= _LESS
     follows = follows and errors >= (_SURE if judge.alike else _ERRORS)
     follows = follows and not (judge.alike and hypothesis.name in ROUNDINGS)
-    fits = exact <= _LEFT or (follows and judge.is_rounding(compared.left, compared.scores))
+    fits = exact <= _LEFT or (follows and judge.is_rounding(compared.left, compared.scores, prediction.noise))
     left = compared.after if exact <= share else compared.after_base
     return Row(
         name=hypothesis.name,
@@ -390,11 +417,13 @@ class _Compared:
         self.scores: list[np.ndarray] = []
         self.left: list[np.ndarray] = []
 
-    def add(self, line: Line, scores: np.ndarray, base: np.ndarray) -> None:
-        """Take a line. scores, base: the prediction, and the column nearest to the log, [C]."""
+    def add(
+        self, line: Line, scores: np.ndarray, base: np.ndarray, gaps: tuple[np.ndarray, np.ndarray]
+    ) -> None:
+        """Take a line. scores, base: the prediction and the nearest column, [C]. gaps: those of _Judge."""
         shifted = _shifted(line.scored, scores, base)
-        now, direct = _gaps(line, line.scored), _gaps(line, scores)
-        of_base, follows = _gaps(line, base), _gaps(line, shifted)
+        (now, of_base), direct = gaps, _gaps(line, scores)
+        follows = direct if shifted is scores else _gaps(line, shifted)
         both = ~(np.isnan(now) | np.isnan(direct) | np.isnan(of_base) | np.isnan(follows))
         a, b, c, d = (float(x[both].sum()) for x in (now, direct, of_base, follows))
         self.before, self.after = self.before + a, self.after + min(a, b)

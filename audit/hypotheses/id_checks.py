@@ -22,6 +22,7 @@ _PROMPTS, _LINES = 3, 3
 # Nats of evidence (one in a million) against a token that every line has by chance.
 _EVIDENCE = 14.0
 _SHARE = 0.1  # of the lines that are cut short
+_TAIL = 4  # tokens that a template writes after an end token, at most
 
 
 def doubled_start(lines: Sequence[LoggedRollout]) -> LogFault | None:
@@ -86,6 +87,25 @@ def _generation_prompt(tokenizer: "Tokenizer") -> tuple[int, ...]:
     if not with_prompt.startswith(without) or with_prompt == without:
         return ()
     return tuple(tokenizer.encode_plain(with_prompt[len(without) :]))
+
+
+def after_the_end(lines: Sequence[LoggedRollout], tokenizer: "Tokenizer") -> LogFault | None:
+    """Completions that go on after their end token, all with the same few ids of the template."""
+    tails: Counter[tuple[int, ...]] = Counter()
+    for x in lines:
+        ends = [i for i, token in enumerate(x.completion_ids) if token in tokenizer.stop_ids]
+        if ends and ends[0] < len(x.completion_ids) - 1 and x.drawn()[ends[0] + 1 :].all():
+            tails[x.completion_ids[ends[0] + 1 :]] += 1
+    tail, count = tails.most_common(1)[0] if tails else ((), 0)
+    if count < max(_LINES, sum(tails.values())) or len(tail) > _TAIL:
+        return None
+    return LogFault(
+        name="a token that was never drawn",
+        text=f"{count} completions go on after their end token, all with {tokenizer.text(tail)!r}: the chat "
+        "template wrote it, and it is trained as if it had been drawn.",
+        remedy="End a completion with its end token; what the template writes after it belongs to the next "
+        "prompt.",
+    )
 
 
 def cut_short(lines: Sequence[LoggedRollout], tokenizer: "Tokenizer") -> LogFault | None:
@@ -218,6 +238,7 @@ def _rendered(tokenizer: "Tokenizer", roles: Sequence[str], opening: bool) -> st
 ALONE: tuple[Callable[[Sequence[LoggedRollout]], LogFault | None], ...] = (doubled_start, never_drawn)
 BESIDE_TOKENIZER: tuple[Callable[[Sequence[LoggedRollout], "Tokenizer"], LogFault | None], ...] = (
     template_in_completion,
+    after_the_end,
     cut_short,
     end_without_logprob,
 )

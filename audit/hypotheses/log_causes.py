@@ -17,7 +17,7 @@ from ..figures.drawn_from import check
 from ..figures.repeats import Drawn, group_of
 from ..formats.record import LoggedRollout
 from ..log_section import TrainerColumn
-from .column_causes import is_masked
+from .column_causes import said
 from .evidence import Evidence, Line
 from .fit import Tried, explain
 from .log_checks import check_log
@@ -44,18 +44,20 @@ def log_causes(
     scored: Sequence[np.ndarray],
     lines: Sequence[LoggedRollout],
     scorer: Scorer,
+    longest_prompt: int = 0,
 ) -> LogCauses:
     """Why a log and a model differ.
 
-    scored: the trainer's logprobs [C] of each rollout. lines: what the log says beside them.
+    scored: the trainer's logprobs [C] of each rollout. lines: what the log says beside them. longest_prompt:
+    of the whole log, where `rollouts` are a part of it.
     """
     evidence = Evidence(
         [
-            Line(i, r.prompt_ids, r.completion_ids, r.logprobs, scores, params, is_masked(line))
+            Line(i, r.prompt_ids, r.completion_ids, r.logprobs, scores, params, *said(line))
             for i, ((r, params), scores, line) in enumerate(zip(rollouts, scored, lines, strict=True))
         ],
         scorer,
-        longest_prompt=max(len(r.prompt_ids) for r, _ in rollouts),
+        longest_prompt=max(longest_prompt, *(len(r.prompt_ids) for r, _ in rollouts), 0),
     )
     trainer_column = None
     if any(x.trainer_logprobs is not None for x in lines):

@@ -120,8 +120,8 @@ def another_lines_numbers(evidence: Evidence) -> Iterator[Prediction]:
     for i, line in enumerate(evidence.lines):
         candidates = [
             other.scored
-            for j, other in enumerate(evidence.lines)
-            if j != i and len(other.scored) == len(line.scored)
+            for other in evidence.all_lines
+            if other.index != line.index and len(other.scored) == len(line.scored)
         ]
         if candidates:
             scores[i] = closest(line, candidates)

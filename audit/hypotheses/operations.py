@@ -1,8 +1,10 @@
 """Hypotheses about single operations: another rotary embedding or epsilon, and intermediates in 16 bits."""
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
+import numpy as np
 import torch
 
 from ...kernels.rope import rope_table
@@ -15,10 +17,12 @@ from .scorer import decoder_scores
 # Bases of the rotary embedding of the supported families, and epsilons of their norms.
 _THETAS = (1e4, 1e5, 5e5, 1e6)
 _EPSILONS = (1e-5, 1e-6, 1e-8)
+# Of the search for a base: lines, its ends, and how often the step is halved.
+_FEW, _LOW, _HIGH, _ROUNDS = 6, 1e3, 1e7, 5
 
 
 def another_rotation(evidence: Evidence) -> Iterator[Prediction]:
-    """Another base of the rotary embedding, or one without the checkpoint's scaling."""
+    """Another base of the rotary embedding, usual ones and a searched one, or no scaling of it."""
     config = evidence.scorer.model().config
     for theta in dict.fromkeys((*_THETAS, config.rope_theta / 2, config.rope_theta * 2)):
         if theta != config.rope_theta:
@@ -31,6 +35,32 @@ def another_rotation(evidence: Evidence) -> Iterator[Prediction]:
             if theta != config.rope_theta:
                 words = f"{what}, and its rope_theta is {theta:g}"
                 yield _with_config(evidence, words, replace(config, rope_llama3=None, rope_theta=theta))
+    theta = _nearest_theta(evidence, config)
+    if theta != config.rope_theta:
+        what = f"the sampler's rope_theta is about {theta:.2g}, the checkpoint's {config.rope_theta:g}"
+        yield _with_config(evidence, what, replace(config, rope_theta=theta))
+
+
+def _nearest_theta(evidence: Evidence, config: ModelConfig) -> float:
+    """The base that comes nearest to the log, searched on a few lines."""
+    few = replace(evidence, lines=evidence.lines[:: max(1, len(evidence.lines) // _FEW)][:_FEW])
+    tried: dict[float, float] = {}
+
+    def loss(theta: float) -> float:
+        if theta not in tried:
+            scores = _with_config(few, "", replace(config, rope_theta=theta)).scores
+            gaps = [np.abs(x.logged - scores[i]) for i, x in enumerate(few.lines)]
+            tried[theta] = sum(float(np.nansum(np.minimum(gap, 1.0))) for gap in gaps)
+        return tried[theta]
+
+    points = [config.rope_theta, *np.geomspace(_LOW, _HIGH, 9).tolist()]
+    for _ in range(_ROUNDS):
+        min(points, key=loss)
+        known = sorted(tried)
+        at = known.index(min(known, key=loss))
+        ends = known[max(at - 1, 0)], known[min(at + 1, len(known) - 1)]
+        points = [math.sqrt(known[at] * end) for end in ends if end != known[at]]
+    return min(points + list(tried), key=loss)
 
 
 def another_epsilon(evidence: Evidence) -> Iterator[Prediction]:

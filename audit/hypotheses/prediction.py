@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from .evidence import Evidence, Scores
+from .noise import Noise
 
 if TYPE_CHECKING:
     import numpy as np
@@ -27,6 +28,8 @@ class Prediction:
     decoder: "Decoder | None" = None
     # Of a change of the numbers themselves: the numbers before it.
     undone: "Callable[[np.ndarray], np.ndarray] | None" = None
+    # How far two engines with this fault are apart, where that is more than rounding.
+    noise: Noise | None = None
 
 
 Predictor = Callable[[Evidence], Iterator[Prediction]]

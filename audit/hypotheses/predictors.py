@@ -4,6 +4,7 @@ from . import (
     adapters,
     attention,
     distributions,
+    likeliest,
     numbers,
     operations,
     settings_search,
@@ -15,6 +16,7 @@ from .prediction import Predictor
 # By the name in registry.py.
 PREDICTORS: dict[str, Predictor] = {
     **numbers.PREDICTORS,
+    "wrong numbers at some places": likeliest.wrong_numbers,
     "raw logits": distributions.raw_logits,
     "temperature not applied": distributions.without_temperature,
     "top-p and top-k not renormalised": distributions.not_renormalised,

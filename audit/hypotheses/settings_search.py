@@ -12,13 +12,14 @@ Shapes: C completion tokens, V vocabulary.
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import combinations
 
 import numpy as np
 import torch
 
-from ...files.reading import read_json
 from ...kernels.sampling_params import SamplingParams
 from ...kernels.truncation import scaled_logits
+from ..engines.generation_config import generation_defaults
 from .evidence import Evidence, Line, Scores
 from .prediction import Prediction
 from .scorer import hidden_rows
@@ -237,21 +238,23 @@ def padded_vocabulary(evidence: Evidence) -> Iterator[Prediction]:
 
 
 def generation_config(evidence: Evidence) -> Iterator[Prediction]:
-    """The defaults of the checkpoint's generation_config.json, which vLLM and transformers obey."""
-    path = evidence.scorer.folder / "generation_config.json"
-    values = read_json(path) if path.exists() else {}
-    known = {"temperature": (int, float), "top_k": (int,), "top_p": (int, float), "min_p": (int, float)}
-    known["repetition_penalty"] = (int, float)
-    given = {name: values[name] for name, types in known.items() if type(values.get(name)) in types}
-    if not given:
-        return
-    said = ", ".join(f"{name} {value:g}" for name, value in given.items())
-    penalty = float(given.pop("repetition_penalty", 1.0))
-    transform = repetition if penalty != 1.0 else None
-    scores = rows_of(evidence).scores(transform, lambda p, _: p._replace(**given), penalty)
-    yield Prediction(
-        f"the sampler took {said} from the checkpoint's generation_config.json", scores, params=given
-    )
+    """The defaults of the checkpoint's generation_config.json, which vLLM and transformers obey.
+
+    What a request says replaces its default, so each part of the defaults is tried, the whole first.
+    """
+    given = generation_defaults(evidence.scorer.folder)
+    rows = rows_of(evidence) if given else None
+    for size in range(len(given), 0, -1):
+        for names in combinations(given, size):
+            part = {name: given[name] for name in names}
+            said = ", ".join(f"{name} {value:g}" for name, value in part.items())
+            penalty = float(part.pop("repetition_penalty", 1.0))
+            if penalty == 1.0 and all(p == p._replace(**part) for p in evidence.params()):
+                continue
+            transform = repetition if penalty != 1.0 else None
+            scores = rows.scores(transform, lambda p, _, part=part: p._replace(**part), penalty)
+            what = f"the sampler took {said} from the checkpoint's generation_config.json"
+            yield Prediction(what, scores, params=part)
 
 
 def _shown(x: float) -> str:

@@ -17,11 +17,14 @@ _MOST = 8.0
 def slope(
     effects: Sequence[np.ndarray], differences: Sequence[np.ndarray], logp: Sequence[np.ndarray]
 ) -> tuple[float, float]:
-    """The slope, and how many of its errors it is away from 0. All [C] of each line; NaN is passed over."""
+    """The slope, and how many of its errors it is away from 0. All [C] of each line.
+
+    What is not finite is passed over.
+    """
     if not effects:
         return 0.0, 0.0
     e, r, w = np.concatenate(effects), np.concatenate(differences), weight(np.concatenate(logp))
-    known = ~(np.isnan(e) | np.isnan(r))
+    known = np.isfinite(e) & np.isfinite(r)
     e, r = e[known] / w[known], r[known] / w[known]
     moved = np.abs(e[e != 0.0])
     if not len(moved):

@@ -17,6 +17,8 @@ _LEAST = 0.1
 # Gaps before the completion's positions; and multiples to which trainers pad.
 _GAPS = range(2, 17)
 _MULTIPLES = (8, 16, 32, 64, 128)
+# Lines that one forward may hold.
+_BATCHES = (2, 3, 4, 6, 8, 12, 16, 32, 64)
 
 
 def another_prompt(evidence: Evidence) -> Iterator[Prediction]:
@@ -45,14 +47,14 @@ def _searched(
     evidence: Evidence, what: str, make: Callable[[Line, Line], Pair | None]
 ) -> Iterator[Prediction]:
     """The best of other pairs for the lines farthest apart. Neighbours in the log are tried first."""
-    lines, scorer = evidence.lines, evidence.scorer
+    lines, others, scorer = evidence.lines, evidence.all_lines, evidence.scorer
     scores = {}
     if _mean_gap(evidence.lines) < _LEAST:
         return
     for i in _farthest(evidence):
         line = lines[i]
-        near = sorted((j for j in range(len(lines)) if j != i), key=lambda j: abs(j - i))
-        pairs = dict.fromkeys(pair for j in near if (pair := make(line, lines[j])) not in (None, line.pair))
+        near = sorted(others, key=lambda x, at=line.index: abs(x.index - at))
+        pairs = dict.fromkeys(pair for x in near if (pair := make(line, x)) not in (None, line.pair))
         pairs = [p for p in pairs if _fits(evidence, p)][:_CANDIDATES]
         if pairs:
             params = [evidence.params()[i]] * len(pairs)
@@ -77,15 +79,13 @@ def _fits(evidence: Evidence, pair: Pair) -> bool:
 
 
 def _with_prompts(
-    evidence: Evidence, what: str, change: Callable[[tuple[int, ...]], tuple[int, ...]]
+    evidence: Evidence, what: str, change: Callable[[Line], tuple[int, ...]]
 ) -> Iterator[Prediction]:
     """The same completions after changed prompts; lines whose prompt does not change are left out."""
     pairs = {
         i: pair
         for i, line in enumerate(evidence.lines)
-        if (pair := (change(line.prompt_ids), line.completion_ids)) != line.pair
-        and pair[0]
-        and _fits(evidence, pair)
+        if (pair := (change(line), line.completion_ids)) != line.pair and pair[0] and _fits(evidence, pair)
     }
     if pairs:
         params = [evidence.params()[i] for i in pairs]
@@ -102,18 +102,22 @@ def special_tokens(evidence: Evidence) -> Iterator[Prediction]:
         yield from _with_prompts(
             evidence,
             f"the sampler's prompts begin with {shown}, which the log lacks",
-            lambda p, t=token: (t, *p),
+            lambda x, t=token: (t, *x.prompt_ids),
         )
         yield from _with_prompts(
             evidence,
             f"the sampler's prompts end with {shown}, which the log lacks",
-            lambda p, t=token: (*p, t),
+            lambda x, t=token: (*x.prompt_ids, t),
         )
     yield from _with_prompts(
-        evidence, "the log's prompts have a first token that the sampler did not read", lambda p: p[1:]
+        evidence,
+        "the log's prompts have a first token that the sampler did not read",
+        lambda x: x.prompt_ids[1:],
     )
     yield from _with_prompts(
-        evidence, "the log's prompts have a last token that the sampler did not read", lambda p: p[:-1]
+        evidence,
+        "the log's prompts have a last token that the sampler did not read",
+        lambda x: x.prompt_ids[:-1],
     )
 
 
@@ -124,7 +128,7 @@ def padding_read(evidence: Evidence) -> Iterator[Prediction]:
             yield from _with_prompts(
                 evidence,
                 f"attention reads the padding (token {token}) before prompts that are padded to {words}",
-                lambda p, t=token, n=length: (t,) * (n(len(p)) - len(p)) + p,
+                lambda x, t=token, n=length: (t,) * (n(x) - len(x.prompt_ids)) + x.prompt_ids,
             )
 
 
@@ -133,7 +137,7 @@ def shifted_positions(evidence: Evidence) -> Iterator[Prediction]:
     scorer = evidence.scorer
     most = scorer.model().config.max_positions
     for words, length in _padded_lengths(evidence):
-        gaps = [length(len(line.prompt_ids)) - len(line.prompt_ids) for line in evidence.lines]
+        gaps = [length(line) - len(line.prompt_ids) for line in evidence.lines]
         longest = max(
             g + len(x.prompt_ids) + len(x.completion_ids) for g, x in zip(gaps, evidence.lines, strict=True)
         )
@@ -163,14 +167,32 @@ def _positions(line: Line, gap: int) -> np.ndarray:
     return np.concatenate([np.arange(p), np.arange(p, p + c - 1) + gap])
 
 
-def _padded_lengths(evidence: Evidence) -> Iterator[tuple[str, Callable[[int], int]]]:
-    """To what length a prompt may be padded, in words and as a function of its own."""
-    longest = max(evidence.longest_prompt, *(len(line.prompt_ids) for line in evidence.lines))
-    yield f"the longest ({longest} tokens)", lambda n: max(n, longest)
+Length = Callable[[Line], int]
+
+
+def _padded_lengths(evidence: Evidence) -> Iterator[tuple[str, Length]]:
+    """To what length a prompt may be padded, in words and as a function of its line; each length once."""
+    seen = {tuple(len(x.prompt_ids) for x in evidence.lines)}
+    for words, length in _lengths(evidence):
+        if (lengths := tuple(map(length, evidence.lines))) not in seen:
+            seen.add(lengths)
+            yield words, length
+
+
+def _lengths(evidence: Evidence) -> Iterator[tuple[str, Length]]:
+    of_index = {x.index: len(x.prompt_ids) for x in evidence.all_lines}
+    longest = max(evidence.longest_prompt, *of_index.values(), 0)
+    yield f"the longest ({longest} tokens)", lambda x: max(len(x.prompt_ids), longest)
     for multiple in _MULTIPLES:
-        yield f"a multiple of {multiple}", lambda n, m=multiple: -(-n // m) * m
+        yield f"a multiple of {multiple}", lambda x, m=multiple: -(-len(x.prompt_ids) // m) * m
         fixed = -(-longest // multiple) * multiple
-        yield f"{fixed} tokens", lambda n, f=fixed: max(n, f)
+        yield f"{fixed} tokens", lambda x, f=fixed: max(len(x.prompt_ids), f)
+    for size in _BATCHES:
+        batches: dict[int, int] = {}
+        for index, length in of_index.items():
+            batches[index // size] = max(batches.get(index // size, 0), length)
+        words = f"the longest of each batch of {size} lines"
+        yield words, lambda x, of=batches, n=size: of[x.index // n]
 
 
 def retokenised(evidence: Evidence) -> Iterator[Prediction]:
@@ -179,7 +201,7 @@ def retokenised(evidence: Evidence) -> Iterator[Prediction]:
     yield from _with_prompts(
         evidence,
         "the sampler read the prompt's text encoded again, which gives other ids",
-        lambda p: tuple(tokenizer.round_trip(p)),
+        lambda x: tuple(tokenizer.round_trip(x.prompt_ids)),
     )
     pairs = {}
     for i, line in enumerate(evidence.lines):

@@ -24,6 +24,7 @@ class Log:
     decimals: int | None  # the fewest decimals of a rollout; None where nothing was rounded
     notes: list[str]  # what a reader of the report should know
     lines: list[LoggedRollout]  # of `rollouts`, all that the log says
+    longest_prompt: int = 0  # of all completions, in tokens
 
 
 def read_log(
@@ -55,7 +56,7 @@ def scan_log(
     kept: list[tuple[Rollout, SamplingParams]] = []
     lines: list[LoggedRollout] = []
     versions: set[int] = set()
-    logged = unsaid = 0
+    logged = unsaid = longest_prompt = 0
     if not given and (format == "zerokl" or _is_zerokls(path, format)):
         assumed = None
     try:
@@ -69,6 +70,7 @@ def scan_log(
             if rollout is None:
                 continue
             logged, unsaid = logged + 1, unsaid + (line.sampling_params is None)
+            longest_prompt = max(longest_prompt, len(line.prompt_ids))
             versions |= {rollout.weight_version} if version is not None else _versions(line)
             if not most or len(kept) < most:
                 kept.append((rollout, params))
@@ -83,6 +85,7 @@ def scan_log(
         min((line.decimals for line in lines if line.decimals is not None), default=None),
         [_assumed_words(unsaid, logged, assumed)] if unsaid else [],
         lines,
+        longest_prompt,
     )
 
 

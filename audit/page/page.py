@@ -1,7 +1,7 @@
-"""audit.html: one file that answers in this order: equal or not, why, how far, which tokens, where.
+"""audit.html: one file whose first screen answers: sound or at fault, why, what to do, how far, and one plot.
 
-The page has no script and loads nothing; its policy forbids both, so that text of a model stays text. It is
-drawn from the report alone.
+All else is folded below: what was tried, figures, tokens, operations, settings. The page has no script and
+loads nothing; its policy forbids both, so that text of a model stays text. It is drawn from the report alone.
 """
 
 import html
@@ -27,6 +27,7 @@ from .rows import (
     figure_rows,
     full_vocab_rows,
     hypothesis_rows,
+    key_rows,
     operation_rows,
     own_rows,
     position_rows,
@@ -42,6 +43,7 @@ from .visible import visible
 STEPS = (1e-4, 1e-3, 1e-2, 0.1, 1.0)
 _SECTIONS = {
     "cause": "Likely cause",
+    "tried": "What was tried",
     "figures": "Figures",
     "tokens": "Tokens",
     "operations": "Operations",
@@ -52,13 +54,14 @@ _SECTIONS = {
 def page(report: Report) -> str:
     """The whole page."""
     title = f"{report.sampler} against {report.trainer}"
-    shown = {k: v for k, v in _SECTIONS.items() if k != "operations" or report.trace}
-    links = "".join(f'<li><a href="#{name}">{heading}</a></li>' for name, heading in shown.items())
-    sections = [_cause(report), _figures(report), _tokens(report)]
-    if report.trace:
-        sections.append(_operations(report, report.trace))
-    sections.append(_settings(report))
-    return _document(title, _answer(report.outcome, headline(report)), links, "".join(sections))
+    folded = {
+        "tried": _hypotheses(report),
+        "figures": _figures(report),
+        "tokens": _tokens(report),
+        "operations": _operations(report, report.trace) if report.trace else "",
+        "settings": _settings(report),
+    }
+    return _document(title, report.outcome, headline(report), _first_screen(report), folded)
 
 
 def run_page(report: RunReport, sentences: Sequence[str]) -> str:
@@ -70,30 +73,34 @@ def run_page(report: RunReport, sentences: Sequence[str]) -> str:
     links = (f'<td><a href="step-{r.step:06d}/audit.html">step {r.step}</a></td>' for r in rows)
     cells = ("".join(map(_cell, cells)) for cells in step_rows(report))
     body += _table_of(head, (x + link for x, link in zip(cells, links, strict=True)))
-    answer = _answer(report.outcome, sentences[0])
-    cause = _section("cause", "".join(f"<p>{_text(sentence)}</p>" for sentence in sentences[1:] or sentences))
-    sections = {"cause": cause, "figures": _section("figures", body), "settings": _settings(report)}
-    listed = "".join(f'<li><a href="#{name}">{_SECTIONS[name]}</a></li>' for name in sections)
-    return _document(title, answer, listed, "".join(sections.values()))
+    text = "".join(f"<p>{_text(sentence)}</p>" for sentence in sentences[1:] or sentences)
+    shown = (
+        f'<section id="cause" tabindex="-1">{_card("Likely cause", text)}{_card("By step", body)}</section>'
+    )
+    return _document(title, report.outcome, sentences[0], shown, {"settings": _settings(report)})
 
 
 def _settings(report: Report | RunReport) -> str:
     body = _table(("assumed", "value"), setting_rows(report))
     if isinstance(report, Report) and report.against:
         body += f"<h3>Since {_text(report.against.audit)}</h3>" + _table(AGAINST, against_rows(report))
-    return _section("settings", body)
+    return body
 
 
-def _document(title: str, answer: str, links: str, main: str) -> str:
-    """A page. title is text; the other three are HTML already."""
+def _document(title: str, outcome: Outcome, sentence: str, first: str, folded: dict[str, str]) -> str:
+    """A page. title and sentence are text. first is HTML, and so is what is folded, by section."""
+    folded = {name: body for name, body in folded.items() if body}
+    links = "".join(f'<li><a href="#{name}">{_SECTIONS[name]}</a></li>' for name in ("cause", *folded))
+    sections = "".join(_folded(name, body) for name, body in folded.items())
     return (
         f'<!doctype html><html lang="en"><head><meta charset="utf-8">{POLICY}'
         '<meta name="viewport" content="width=device-width,initial-scale=1">'
         '<meta name="color-scheme" content="light dark"><link rel="icon" href="data:,">'
         f"<title>{_text(title)} - zerokl audit</title><style>{STYLE}</style></head><body>"
-        '<a class="skip" href="#cause">Skip to the cause</a>'
-        f"<header><h1>{_text(title)}</h1>{answer}</header>"
-        f'<nav aria-label="Sections"><ul>{links}</ul></nav><main>{main}</main></body></html>\n'
+        '<a class="skip" href="#cause">Skip to the cause</a><div class="bar"><span class="brand">'
+        f'zerokl <b>audit</b></span><nav aria-label="Sections"><ul>{links}</ul></nav></div>'
+        f"<header><h1>{_text(title)}</h1>{_answer(outcome, sentence)}</header>"
+        f"<main>{first}{sections}</main></body></html>\n"
     )
 
 
@@ -102,33 +109,62 @@ def _text(x: object) -> str:
     return html.escape(visible(str(x)))
 
 
-def _section(name: str, body: str) -> str:
-    return f'<section id="{name}" tabindex="-1"><h2>{_SECTIONS[name]}</h2>{body}</section>'
+def _folded(name: str, body: str) -> str:
+    """A section that opens on demand, and by a link to what is in it."""
+    heading = f"<summary><h2>{_SECTIONS[name]}</h2></summary>"
+    inside = f'<div id="{name}" class="inside" tabindex="-1">{body}</div>'
+    return f'<section class="card"><details>{heading}{inside}</details></section>'
 
 
 def _answer(outcome: Outcome, sentence: str) -> str:
     """The outcome in its colour, and a sentence below."""
     sign = f'<span aria-hidden="true">{outcome.sign}</span>'
-    return f'<p class="answer {outcome.css_class}">{sign} {_text(outcome.words)}</p><p>{_text(sentence)}</p>'
+    words = f'<p class="answer {outcome.css_class}">{sign} {_text(outcome.words)}</p>'
+    sentence = sentence[:1].upper() + sentence[1:]
+    return f'<div class="card verdict {outcome.css_class}">{words}<p>{_text(sentence)}</p></div>'
 
 
-def _cause(report: Report) -> str:
-    sentences = [*filter(None, (parting(report), jump(report))), *report.notes, *report.log_notes]
-    details = "".join(f"<li>{_text(s)}</li>" for s in sentences)
+def _first_screen(report: Report) -> str:
+    """The cause and what to do, three figures and a plot, and the notes, folded."""
     text = report.cause.text[:1].upper() + report.cause.text[1:]
-    return _section(
-        "cause",
+    sentences = [*filter(None, (parting(report), jump(report))), *report.notes, *report.log_notes]
+    notes = "".join(f"<li>{_text(s)}</li>" for s in sentences)
+    count = f"{len(sentences)} note{'s' * (len(sentences) != 1)}"
+    body = (
         f'<p class="cause">{_text(text)}</p><p><strong>What to do:</strong> {_text(report.cause.remedy)}</p>'
-        + (f"<ul>{details}</ul>" if details else "")
-        + _hypotheses(report),
     )
+    if notes:
+        body += f"<details><summary>{count} beside it</summary><ul>{notes}</ul></details>"
+    cards = "".join(_key_figure(*row) for row in key_rows(report))
+    plot = _main_plot(report)
+    plot = f'<div class="card plot">{plot}</div>' if plot else ""
+    return (
+        f'<section id="cause" class="screen" tabindex="-1">{_card("Likely cause", body)}'
+        f'<div class="keys">{cards}</div>{plot}</section>'
+    )
+
+
+def _card(heading: str, body: str) -> str:
+    return f'<div class="card"><h2>{heading}</h2>{body}</div>'
+
+
+def _key_figure(name: str, value: str, meaning: str) -> str:
+    parts = ((name, "name"), (value, "value"), (meaning, "note"))
+    return f'<div class="card key">{"".join(f"<p class={c}>{_text(x)}</p>" for x, c in parts)}</div>'
+
+
+def _main_plot(report: Report) -> str:
+    """Where two engines part, operation by operation; of a log, where in a completion; nothing if equal."""
+    if report.figures.equal:
+        return ""
+    return operations_plot(report.trace) if report.trace else positions_plot(report.figures.by_position)
 
 
 def _hypotheses(report: Report) -> str:
     """What was tried on a log, the nearest first; empty where nothing was."""
     if not (rows := hypothesis_rows(report)):
         return ""
-    return "<h3>What would explain the difference, nearest first</h3>" + _table(HYPOTHESES, rows)
+    return "<p>What would explain the difference, nearest first.</p>" + _table(HYPOTHESES, rows)
 
 
 def _figures(report: Report) -> str:
@@ -139,12 +175,12 @@ def _figures(report: Report) -> str:
     body += "<h3>Each engine against itself</h3>" + _table(headings, own_rows(report))
     body += "<h3>By position in the completion, from 0</h3>"
     figures = report.figures
-    if not figures.equal:
+    if not figures.equal and report.trace:
         body += _figure(positions_plot(figures.by_position))
     body += _table(headings, position_rows(report))
     if not figures.equal:
         body += "<h3>Ratios</h3>" + _figure(ratios_plot(figures.ratio_histogram))
-    return _section("figures", body)
+    return body
 
 
 def _figure(svg: str) -> str:
@@ -175,12 +211,12 @@ def _table_of(head: str, rows: Iterable[str]) -> str:
 def _tokens(report: Report) -> str:
     texts, worst = report.token_texts, report.worst
     linked = {(w.sequence, w.position) for w in worst}
-    opened = {w.sequence for w in worst} or {texts.sequences[0].sequence}
+    opened = {(worst[0] if worst else texts.sequences[0]).sequence}
     body = _legend() + (_worst(report) if worst else "<p>Every token is equal to the bit.</p>")
     body += "".join(_sequence(s, linked, s.sequence in opened) for s in texts.sequences)
     if texts.left_out:
         body += f"<p>{texts.left_out:,} further sequences are left out here; the figures hold them.</p>"
-    return _section("tokens", body)
+    return body
 
 
 def _legend() -> str:
@@ -267,7 +303,8 @@ def _operations(report: Report, trace: TraceSection) -> str:
     body = f"<p>{_text(parting(report) or 'Every operation that both engines have is equal to the bit.')}</p>"
     if text := jump(report):
         body += f"<p>{_text(text)}</p>"
-    body += _figure(operations_plot(trace))
+    if report.figures.equal:
+        body += _figure(operations_plot(trace))
     for side, ops in trace.one_sided.items():
         if ops:
             listed = ", ".join(ops[:8]) + (f" and {len(ops) - 8} more" if len(ops) > 8 else "")
@@ -282,4 +319,4 @@ def _operations(report: Report, trace: TraceSection) -> str:
         "<details><summary>All operations, in the order of computation</summary>"
         f"{_table(headings, operation_rows(report))}</details>"
     )
-    return _section("operations", body)
+    return body

@@ -16,6 +16,8 @@ _WIDTH, _HEIGHT = 720, 270
 _LEFT, _RIGHT, _TOP, _BOTTOM = 64, 12, 26, 46
 _FLAGS = 38  # room for the words of two flags above the data
 _MARK = 3.2  # half the size of a mark, in pixels
+_EDGE = 24  # pixels at the right end where a label would be cut
+_BARS, _HIGH = 5, 30  # of a histogram: the fewest bars, and tokens of its highest one for narrow bars
 
 
 class _Log:
@@ -102,7 +104,7 @@ def steps_plot(rows: Sequence[Step]) -> str:
 
 def ratios_plot(histogram: Histogram) -> str:
     """The histogram of the log ratio of a token."""
-    counts, edges = histogram.tokens, histogram.log_ratio_edges
+    counts, edges = _coarse(histogram.tokens, histogram.log_ratio_edges)
     scale = _Log([0.5, *counts])
     width = (_WIDTH - _LEFT - _RIGHT) / len(counts)
     floor = _HEIGHT - _BOTTOM
@@ -116,6 +118,18 @@ def ratios_plot(histogram: Histogram) -> str:
     return _svg(
         "Tokens by their log ratio (trainer - sampler)", scale.axis() + "".join(bars) + "".join(ticks)
     )
+
+
+def _coarse(counts: Sequence[int], edges: Sequence[float]) -> tuple[list[int], list[float]]:
+    """The histogram with wider buckets where few tokens would give many bars of one token.
+
+    An odd number of buckets keeps one about 0.
+    """
+    counts, edges = list(counts), list(edges)
+    while len(counts) >= 3 * _BARS and len(counts) % 3 == 0 and max(counts) < _HIGH:
+        counts = [sum(counts[i : i + 3]) for i in range(0, len(counts), 3)]
+        edges = edges[::3]
+    return counts, edges
 
 
 def _column(i: int, n: int) -> float:
@@ -157,7 +171,12 @@ def _flag(x: float, words: str, row: int) -> str:
 
 
 def _tick(x: float, words: str) -> str:
-    return f'<text x="{x:.1f}" y="{_HEIGHT - _BOTTOM + 16}" text-anchor="middle">{html.escape(words)}</text>'
+    """Words below the axis; at an end of it they stay inside of the plot."""
+    at_end = x > _WIDTH - _RIGHT - _EDGE
+    x, anchor = (_WIDTH - 4, "end") if at_end and len(words) > 4 else (x, "middle")
+    return (
+        f'<text x="{x:.1f}" y="{_HEIGHT - _BOTTOM + 16}" text-anchor="{anchor}">{html.escape(words)}</text>'
+    )
 
 
 def _svg(label: str, body: str) -> str:

@@ -42,6 +42,20 @@ OPERATIONS = (
 )
 
 
+def key_rows(report: Report) -> list[Row]:
+    """Name, value and meaning of the three figures that answer how far the two are apart."""
+    figures, k3 = report.figures, report.figures.k3
+    return [
+        ("equal to the bit", percent(figures.frac_equal), f"of {figures.tokens:,} tokens"),
+        ("largest difference", number(figures.max_abs, 3), "nats, of a token's log-probability"),
+        (
+            "KL(sampler || trainer)",
+            number(k3.value, 2),
+            f"nats a token (k3), ± {number(k3.standard_error, 2)}",
+        ),
+    ]
+
+
 def figure_rows(report: Report) -> list[Row]:
     """Name, value and meaning of the figures over all tokens."""
     figures = report.figures

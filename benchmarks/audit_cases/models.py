@@ -1,4 +1,4 @@
-"""Two small models on which no hypothesis was written: a Llama and a Qwen3, trained by transformers.
+"""Small models on which no hypothesis was written: a Llama, a Qwen3 and a Qwen2, trained by transformers.
 
 They learn turns cut from this repository's own pages, with a byte-level BPE of 512 tokens, until a token has
 an entropy of about 2.6 nats at temperature 0.8. Nothing of zerokl computes here, so a plant and what judges
@@ -11,9 +11,14 @@ from pathlib import Path
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import LlamaConfig, PreTrainedTokenizerFast, Qwen3Config, set_seed
-from transformers.models.llama import LlamaForCausalLM
-from transformers.models.qwen3 import Qwen3ForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen3Config,
+    set_seed,
+)
 
 BOS, END, PAD, USER, ASSISTANT = "<|bos|>", "<|end|>", "<|pad|>", "<|user|>", "<|assistant|>"
 TEMPLATE = (
@@ -81,6 +86,10 @@ def config(family: str):
     if family == "llama":
         rope = dict(rope_parameters=_SCALED)
         return LlamaConfig(**_SIZES, rms_norm_eps=1e-5, tie_word_embeddings=False, **rope)
+    if family == "qwen2":  # with biases
+        rope = dict(rope_parameters=dict(rope_type="default", rope_theta=80000.0))
+        sizes = {name: x for name, x in _SIZES.items() if name != "head_dim"}
+        return Qwen2Config(**sizes, rms_norm_eps=1e-6, tie_word_embeddings=True, **rope)
     rope = dict(rope_parameters=dict(rope_type="default", rope_theta=30000.0))
     return Qwen3Config(**_SIZES, rms_norm_eps=1e-6, tie_word_embeddings=True, **rope)
 
@@ -95,7 +104,7 @@ def make(family: str, folder: Path, seed: int = 0) -> Path:
     fast = tokenizer(folder)
     fast.save_pretrained(old := folder.with_name(f"{folder.name}-old"))
     set_seed(seed)
-    model = (LlamaForCausalLM if family == "llama" else Qwen3ForCausalLM)(config(family))
+    model = AutoModelForCausalLM.from_config(config(family))
     optimizer = torch.optim.AdamW(model.parameters(), lr=6e-3, weight_decay=0.01)
     rng, words = random.Random(seed), text().split(" ")
     for step in range(STEPS):

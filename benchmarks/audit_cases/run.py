@@ -1,7 +1,8 @@
 """Plants faults that the audit was not written on, and sound logs, and shows what the audit says of each.
 
 python benchmarks/audit_cases/run.py build --root R --seed 1      draw the logs
-python benchmarks/audit_cases/run.py audit --root R --seed 1      audit them: the table
+python benchmarks/audit_cases/run.py audit --root R --seed 1      audit those that were not yet
+python benchmarks/audit_cases/run.py table --root R --seed 1      the table of docs/audit/found.md
 
 named    the headline is the fault         missed   the headline is that nothing, or rounding, differs
 seen     not sound, cause not told         wrong    the headline is another fault
@@ -12,31 +13,51 @@ import argparse
 import json
 import time
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import torch
 
-FAMILIES = ("llama", "qwen3")
+FAMILIES = ("llama", "qwen3")  # --families takes qwen2, too
 # Kinds of a cause that say that nothing is at fault, and that something is and no hypothesis fits.
 SOUND_KINDS = ("equal", "equal columns", "rounded log", "rounding")
 UNKNOWN_KINDS = ("unknown", "place")
+RESULT = "said.json"
+WORDS = ("named", "seen", "missed", "wrong", "clear", "unsure", "alarm")
+CLASSES = {
+    "column": "one column",
+    "place": "wrong numbers at some places",
+    "lines": "some lines, one version, long ones",
+    "settings": "settings of the sampler",
+    "weights": "weights and adapters",
+    "attention": "attention, cache, positions",
+    "composed": "two causes at once",
+    "ids": "ids and random numbers",
+    "sound": "sound logs",
+}
 
 
-def build(root: Path, seed: int, only: str) -> None:
+def build(root: Path, seed: int, only: str, families: Sequence[str] = FAMILIES) -> None:
     """Draw every case, the families in turn, and write its log and its options."""
     import ids  # noqa: F401  registers its plants
     from plants import PLANTS
+
+    first = len(PLANTS)
+    import models_changed  # noqa: F401
+    import some_lines  # noqa: F401
     from sampling import row
     from sound import SOUND
     from world import World
 
-    worlds = [World(family, seed, root / "models") for family in FAMILIES]
-    # The families take turns; another seed gives each case to the other family.
-    cases = [(worlds[(i + seed) % 2], case) for i, case in enumerate([*PLANTS, *SOUND])]
+    worlds = [World(family, seed, root / "models") for family in families]
+    # The families take turns; another seed gives each case to the other family. New plants come last, so
+    # that a case keeps its family.
+    ordered = [*PLANTS[:first], *SOUND, *PLANTS[first:]]
+    cases = [(worlds[(i + seed) % len(worlds)], case) for i, case in enumerate(ordered)]
     for world, case in cases:
         folder = root / f"seed-{seed}" / f"{case.group}-{case.name}-{world.family}"
-        if (folder / "case.json").exists() or only not in folder.name:
+        if (folder / "case.json").exists() or not any(part in folder.name for part in only.split(",")):
             continue
         # Sizes depend on the case alone, not on which cases came before.
         world.rng = np.random.default_rng((seed, *map(ord, case.name)))
@@ -46,7 +67,7 @@ def build(root: Path, seed: int, only: str) -> None:
         (folder / "log.jsonl").write_text("\n".join(lines) + "\n")
         model = {"model": str(world.folder)} if log.with_model else {}
         said = {"group": case.group, "name": case.name, "named": case.named, "family": world.family}
-        settings = {"settings": {"dtype": "float32"} | log.options | model}
+        settings = {"settings": {"dtype": "float32"} | model | log.options}
         (folder / "case.json").write_text(json.dumps(said | settings))
         print(f"{folder.name}: {time.perf_counter() - start:.1f} s", flush=True)
 
@@ -77,45 +98,69 @@ def judged(case: dict, report: dict) -> str:
     return "named" if any(name.lower() in words for name in case["named"]) else "wrong"
 
 
-def audit(root: Path, seed: int, only: str) -> None:
-    """Audit every case that was built, and print the table."""
+def audit(root: Path, seed: int, only: str, columns: bool = False) -> None:
+    """Audit every case that was built and not yet audited, and keep what was said beside it.
+
+    columns: only the cases of which no model is given, which take a second each.
+    """
     from zerokl.audit.as_json import as_json
     from zerokl.audit.command import run_audit
     from zerokl.audit.config import AuditSettings
 
-    counts: Counter[tuple[str, str]] = Counter()
     for folder in sorted((root / f"seed-{seed}").glob("*")):
-        if only not in folder.name:
+        if not any(part in folder.name for part in only.split(",")) or (folder / RESULT).exists():
             continue
         case, start = json.loads((folder / "case.json").read_text()), time.perf_counter()
+        if columns and "model" in case["settings"]:
+            continue
         report = as_json(run_audit(str(folder / "log.jsonl"), "", None, AuditSettings(**case["settings"])))
-        word = judged(case, report)
-        counts[case["group"], word] += 1
-        text = " ".join(report["cause"]["text"].split())
+        word, text = judged(case, report), " ".join(report["cause"]["text"].split())
         seconds = time.perf_counter() - start
+        outcome = report["outcome"]
+        said = {"word": word, "text": text, "outcome": outcome["kind"], "faults": outcome["faults"]}
+        (folder / RESULT).write_text(json.dumps(said))
         print(
             f"{case['group']:10} {case['name']:38} {case['family']:6} {word:7} {seconds:5.1f} s  {text[:230]}"
         )
-        if outcome := report["outcome"]["faults"]:
-            print(f"{'':71}  outcome {report['outcome']['kind']}: {outcome}", flush=True)
-    for group in dict.fromkeys(group for group, _ in counts):
-        words = {word: n for (name, word), n in sorted(counts.items()) if name == group}
-        print(f"{group}: {words}")
-    plants = Counter()
-    for (group, word), n in counts.items():
-        plants["sound logs" if group == "sound" else "plants", word] += n
-    print({f"{a} {b}": n for (a, b), n in sorted(plants.items())})
+        if outcome["faults"]:
+            print(f"{'':71}  outcome {outcome['kind']}: {outcome['faults']}", flush=True)
+    table(root, seed, only)
+
+
+def table(root: Path, seed: int, only: str) -> None:
+    """Print what was named, seen, missed and wrong by class, in Markdown."""
+    counts: dict[str, Counter[str]] = {}
+    others: list[str] = []
+    for folder in sorted((root / f"seed-{seed}").glob("*")):
+        if any(part in folder.name for part in only.split(",")) and (folder / RESULT).exists():
+            case, said = (json.loads((folder / name).read_text()) for name in ("case.json", RESULT))
+            counts.setdefault(case["group"], Counter())[said["word"]] += 1
+            if said["word"] not in ("named", "clear"):
+                others.append(f"{said['word']}: {case['name']} ({case['family']}): {said['text'][:150]}")
+    print("| class | audited | " + " | ".join(WORDS) + " |\n|" + " --- |" * (2 + len(WORDS)))
+    for group, words in counts.items():
+        cells = [str(words.total()), *(str(words[word]) for word in WORDS)]
+        print(f"| {CLASSES[group]} | {' | '.join(cells)} |")
+    print("\n".join(others))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("what", choices=["build", "audit"])
+    parser.add_argument("what", choices=["build", "audit", "table"])
     parser.add_argument("--root", type=Path, default=Path("runs/audit-cases"))
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--only", default="", help="a part of a case's name")
+    parser.add_argument("--only", default="", help="parts of case names, with commas between")
+    parser.add_argument("--families", default=",".join(FAMILIES), help="build: the models, in turn")
+    parser.add_argument("--columns", action="store_true", help="audit: the cases without a model alone")
     words = parser.parse_args()
     torch.set_num_threads(1)
-    {"build": build, "audit": audit}[words.what](words.root, words.seed, words.only)
+    where = words.root, words.seed, words.only
+    if words.what == "build":
+        build(*where, words.families.split(","))
+    elif words.what == "audit":
+        audit(*where, words.columns)
+    else:
+        table(*where)
 
 
 if __name__ == "__main__":

@@ -35,6 +35,7 @@ class World:
     seed: int
     root: Path
     _drawn: dict = field(default_factory=dict)
+    _scored: dict = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.folder = models.make(self.family, self.root / self.family)
@@ -81,5 +82,10 @@ class World:
         return self._drawn[key]
 
     def both(self, lines: Sequence[Line], settings: Settings = USUAL, model=None) -> list[Line]:
-        """The lines with the column of the fp32 trainer, or of another model."""
-        return with_trainer(lines, scored(model or self.fp32, lines, settings))
+        """The lines with the column of the fp32 trainer, or of another model. Usual lines are scored once."""
+        usual = next((key for key, kept in self._drawn.items() if kept is lines), None)
+        if usual is None or model is not None:
+            return with_trainer(lines, scored(model or self.fp32, lines, settings))
+        if (usual, settings) not in self._scored:
+            self._scored[usual, settings] = scored(self.fp32, lines, settings)
+        return with_trainer(lines, self._scored[usual, settings])

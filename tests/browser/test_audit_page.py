@@ -96,6 +96,11 @@ def press(driver: webdriver.Chrome, key: str) -> WebElement:
     return driver.switch_to.active_element
 
 
+def open_all(driver: webdriver.Chrome) -> None:
+    """Open every section."""
+    driver.execute_script("document.querySelectorAll('section > details').forEach(x => { x.open = true })")
+
+
 def test_it_answers_in_order(opened):
     driver = opened()
     assert one(driver, "h1").text == "hf against zerokl"
@@ -104,18 +109,41 @@ def test_it_answers_in_order(opened):
     assert headings == ["Likely cause", "Figures", "Tokens", "Operations", "Settings"]
     assert "rope_theta is 20000" in one(driver, ".cause").text
     assert one(driver, "#cause").text.count("What to do:") == 1
-    assert one(driver, "#operations svg").is_displayed()
+    assert len(driver.find_elements(By.CSS_SELECTOR, ".key .value")) == 3
+
+
+@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+def test_the_answer_is_on_the_first_screen_and_all_else_is_folded(opened, dark):
+    """Outcome, cause, what to do, three figures and the whole plot; below, a line for each section."""
+    driver = opened(WIDE, dark)
+    bottom = "return document.querySelector(arguments[0]).getBoundingClientRect().bottom"
+    for part in (".answer", ".cause", ".keys", "#cause svg"):
+        assert driver.execute_script(bottom, part) <= WIDE[1], part
+    folded = driver.find_elements(By.CSS_SELECTOR, "section > details")
+    assert len(folded) == 4
+    assert not any(x.get_property("open") for x in folded)
+    assert driver.execute_script("return document.documentElement.scrollHeight") < 2 * WIDE[1]
+    red = driver.execute_script("return getComputedStyle(document.querySelector('.verdict')).color")
+    assert red == ("rgb(255, 154, 148)" if dark else "rgb(164, 38, 44)")
+
+
+def test_a_link_opens_its_section(opened):
+    driver = opened()
+    assert not one(driver, "#figures").is_displayed()
+    one(driver, "nav a[href='#figures']").send_keys(Keys.ENTER)
+    assert one(driver, "#figures").is_displayed()
 
 
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
 @pytest.mark.parametrize("size", [WIDE, NARROW], ids=["wide", "narrow"])
 def test_it_is_readable_in_light_and_dark_narrow_and_wide(opened, size, dark):
     driver = opened(size, dark)
+    open_all(driver)
     assert driver.execute_script("return document.documentElement.scrollWidth") <= size[0]
     ratio, where = driver.execute_script(CONTRAST)
     assert ratio >= 4.5, where  # WCAG 2.2, level AA
     background = driver.execute_script("return getComputedStyle(document.body).backgroundColor")
-    assert background == ("rgb(21, 23, 26)" if dark else "rgb(255, 255, 255)")
+    assert background == ("rgb(15, 19, 24)" if dark else "rgb(246, 247, 249)")
 
 
 def test_control_a_faint_text_is_seen(opened):
@@ -165,6 +193,7 @@ def test_it_is_used_by_keyboard(opened):
     driver = opened()
     assert press(driver, Keys.TAB).get_attribute("class") == "skip"
     assert press(driver, Keys.ENTER).get_attribute("id") == "cause"
+    one(driver, "nav a[href='#tokens']").send_keys(Keys.ENTER)
     first = driver.find_element(By.CSS_SELECTOR, "#tokens a")
     for _ in range(40):
         if press(driver, Keys.TAB) == first:
@@ -179,7 +208,8 @@ def test_it_is_used_by_keyboard(opened):
 
 def test_figures_of_tokens_open_by_keyboard(opened):
     driver = opened()
-    summary = driver.find_element(By.CSS_SELECTOR, "details details > summary")
+    open_all(driver)
+    summary = driver.find_element(By.CSS_SELECTOR, "#tokens details[open] details > summary")
     driver.execute_script("arguments[0].focus()", summary)
     row = summary.find_element(By.XPATH, "..").find_element(By.CSS_SELECTOR, "tbody tr")
     assert not row.is_displayed()
@@ -200,4 +230,5 @@ def test_an_equal_pair_is_said_to_be_equal(open_page, model, tmp_path):
     assert main(["audit", str(model), "-n", "2", "--max-tokens", "4", "--out", str(tmp_path / "out")]) == 0
     driver = open_page((tmp_path / "out" / "audit.html").as_uri())
     assert one(driver, ".answer").text.endswith("Equal to the bit")
+    open_all(driver)
     assert "Every token is equal to the bit." in one(driver, "#tokens").text

@@ -1,0 +1,121 @@
+"""Where a difference sits, and which wrong number stands there: long logs, classes of tokens and of lines.
+
+The columns are drawn here; no decoder computes.
+"""
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from zerokl.audit.formats.record import LoggedRollout
+from zerokl.audit.hypotheses.column_causes import try_columns
+from zerokl.audit.hypotheses.id_checks import after_the_end, cut_short, end_without_logprob
+
+END, SIZE = 1, 1.2e-2
+
+
+def sound(lines: int, seed: int = 0) -> list[LoggedRollout]:
+    """Lines with prompts of several lengths, whose two columns differ by what bf16 rounds."""
+    rng, rollouts = np.random.default_rng(seed), []
+    for i in range(lines):
+        n = int(rng.integers(12, 90))
+        s = -rng.gamma(1.2, 2.0, n)
+        d = SIZE * rng.standard_t(7, n) * (1.02 - np.exp(s))
+        ids = (*rng.integers(3, 400, n - 1).tolist(), END)
+        prompt = tuple(rng.integers(3, 400, 3 + i % 7).tolist())
+        rollouts.append(LoggedRollout(prompt, ids, np.float32(s), np.float32(np.minimum(s + d, 0.0))))
+    return rollouts
+
+
+def with_trainer(rollouts, change) -> list[LoggedRollout]:
+    """The lines with other numbers of the trainer: change(i, line) -> [C], or None to leave a line."""
+    changed = []
+    for i, x in enumerate(rollouts):
+        column = change(i, x)
+        changed.append(x if column is None else replace(x, trainer_logprobs=np.float32(column)))
+    return changed
+
+
+def zeros_at(x: LoggedRollout, places: np.ndarray) -> np.ndarray:
+    return np.where(places, 0.0, x.trainer_logprobs)
+
+
+def test_a_rank_of_a_long_log_has_the_numbers_of_the_next_line():
+    """200 lines: those that are tried hold the lines beside a wrong one, and sound lines as well."""
+    rollouts = sound(200)
+
+    def next_lines(i, x):
+        if i % 4 != 2:
+            return None
+        other = rollouts[i + 1].trainer_logprobs
+        n = min(len(other), len(x.trainer_logprobs))
+        return np.append(other[:n], x.trainer_logprobs[n:])
+
+    found = try_columns(with_trainer(rollouts, next_lines))[1].found
+    assert "every 4th from line 3 on the trainer's number is the next line's" in found.what
+    assert found.share_left < 0.1
+
+
+LONG = np.quantile([len(x.completion_ids) for x in sound(18)], 0.6)
+LINES = {
+    "weight version 5": lambda i, x: i >= 9,
+    "from line 8 to line 12": lambda i, x: 7 <= i <= 11,
+    "all those with a completion of": lambda i, x: len(x.completion_ids) >= LONG,
+}
+
+
+@pytest.mark.parametrize("words", LINES)
+def test_what_the_lines_at_fault_have_in_common_is_said(words):
+    version = {"weight version 5": lambda i: (4 + i // 9,) * 2}.get(words, lambda i: (4, 4))
+    rollouts = [replace(x, weight_span=version(i)) for i, x in enumerate(sound(18))]
+
+    def base_two(i, x):
+        return x.trainer_logprobs / np.log(2.0) if LINES[words](i, x) else None
+
+    tried = try_columns(with_trainer(rollouts, base_two))[1]
+    assert words in tried.where.words
+    assert "base 2" in tried.found.what
+
+
+def test_zeros_beyond_a_length_of_the_sequence_are_told_from_places_of_the_completion():
+    def cut(i, x):
+        return zeros_at(x, len(x.prompt_ids) + np.arange(len(x.completion_ids)) >= 40)
+
+    found = try_columns(with_trainer(sound(18), cut))[1].found
+    assert "from place 40 of a sequence on the trainer's number is 0" in found.what
+
+
+def test_a_likely_token_with_a_wrong_number_does_not_hide_its_class():
+    """Half of the end tokens are all but certain, so 0 is nearly right there."""
+
+    def with_end(i, x):
+        column = x.logprobs.copy()
+        column[-1] = -1e-4 if i % 2 else -3.0
+        return replace(x, logprobs=column, trainer_logprobs=column * np.float32(1.001))
+
+    rollouts = [with_end(i, x) for i, x in enumerate(sound(18))]
+    wrong = with_trainer(rollouts, lambda i, x: zeros_at(x, np.array(x.completion_ids) == END))
+    assert "the end token (id 1) the trainer's number is 0" in try_columns(wrong)[1].found.what
+
+
+def test_a_number_that_is_cut_off_below_is_named():
+    rollouts = sound(18)
+    floor = np.float32(-4.5)
+    cut = [replace(x, logprobs=np.maximum(x.logprobs, floor)) for x in rollouts]
+    assert "-4.5, where it is cut off" in try_columns(cut)[0].found.what
+
+
+def test_ids_after_an_end_token_and_ends_without_a_number_are_seen_beside_the_tokenizer():
+    tokenizer = SimpleNamespace(stop_ids={END}, text=lambda ids: "\n", has_chat_template=False)
+    rollouts = sound(9)
+    checks = (after_the_end, cut_short, end_without_logprob)
+    assert [check(rollouts, tokenizer) for check in checks] == [None] * 3
+    more = [replace(x, completion_ids=(*x.completion_ids, 7), logprobs=None) for x in rollouts]
+    assert "9 completions go on after their end token" in after_the_end(more, tokenizer).text
+    cut = [
+        replace(x, completion_ids=x.completion_ids[: -3 - i], logprobs=None) for i, x in enumerate(rollouts)
+    ]
+    assert cut_short([*cut[:5], *rollouts[5:]], tokenizer)
+    bare = [replace(x, logprobs=np.append(x.logprobs[:-1], np.float32(np.nan))) for x in rollouts]
+    assert "in 9 of 9 completions that end" in end_without_logprob(bare, tokenizer).text
