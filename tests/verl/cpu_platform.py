@@ -1,7 +1,7 @@
 """A platform for verl on machines without an accelerator; verl has CUDA's, ROCm's and Ascend's.
 
-VERL_PLATFORM=testcpu and VERL_USE_EXTERNAL_MODULES=tests.verl.cpu_platform choose it. verl imports this module
-in each of its processes, so what gloo lacks is added here.
+VERL_PLATFORM=testcpu and VERL_USE_EXTERNAL_MODULES=tests.verl.cpu_platform choose it. verl imports this
+module in each of its processes, so what gloo lacks is added here.
 """
 
 from contextlib import nullcontext
