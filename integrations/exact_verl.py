@@ -182,7 +182,7 @@ def _refused(model: Any, engine: Any) -> Iterator[tuple[str, Any, str]]:
 
 
 def _exact_replica() -> type:
-    """Of exact_verl_rollout. A process of Ray may import that first; then verl imports this module inside it."""
+    """Of exact_verl_rollout. A process of Ray may import that first; then verl imports this module in it."""
     from .exact_verl_rollout import ExactReplica
 
     return ExactReplica
