@@ -197,7 +197,7 @@ def record(
         top_k: Of a request that names none; 0 keeps all tokens.
     """
     if not find_spec("aiohttp"):
-        raise ValueError("record: aiohttp is not installed; pip install 'zerokl[record]'")
+        raise ValueError("record: aiohttp is not installed; pip install aiohttp")
     from ..engine.display.terminal import console
     from ..integrations.proxy import record as serve
 

@@ -32,6 +32,7 @@ _NO_MEMORY = (
 # Commands that zerokl has, and zerokl-audit does not.
 OF_THE_TRAINER = (
     "ablate",
+    "attest",
     "eval",
     "init",
     "merge",

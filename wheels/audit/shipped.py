@@ -15,7 +15,9 @@ ROOT = Path(__file__).resolve().parents[2]
 ENTRIES = (
     "__main__",
     "cli",
+    "integrations.openrlhf",
     "integrations.recorder",
+    "integrations.skyrl",
     "integrations.trl",
     "integrations.verl",
     # vLLM loads it by its entry point where it is a sampler.
