@@ -4,13 +4,14 @@ Each rank of the actor has one server, a Ray actor on the same node. verl's agen
 it sends token ids and log-probabilities back. After an update, the rank sends it all weights by Ray, and the
 server rounds them to the compute dtype as FSDP does.
 
-The random numbers of a completion depend on rollout.seed, on the step, on verl's request id and on the length
-of the prompt. With rollout.full_determinism=true verl's request ids are the same in each run. Otherwise they
-are random.
+The random numbers of a completion depend on rollout.seed, on the step, on verl's request id, on the length of
+the prompt, and on how often the step had this id and prompt before. With rollout.full_determinism=true the
+ids are the same in each run, and main_ppo gives all samples of a prompt one id. Otherwise they are random.
 """
 
 import asyncio
 import hashlib
+from collections import Counter
 from collections.abc import AsyncIterator, Iterable
 from typing import Any, NamedTuple
 
@@ -60,6 +61,7 @@ class ExactServer:
         self._waiting: list[_Waiting] = []
         self._drawing: asyncio.Task | None = None
         self._step = 0
+        self._seen: Counter[tuple[str, tuple[int, ...]]] = Counter()  # requests of this step
 
     async def ready(self) -> bool:
         """Whether the model is read."""
@@ -102,6 +104,7 @@ class ExactServer:
             )
         self._missing = set(self._views)
         self._step = self._step + 1 if step is None else step
+        self._seen.clear()
         self._sampler.sync_weights(self._step)
 
     async def nothing(self, *_: Any, **__: Any) -> None:
@@ -148,19 +151,22 @@ class ExactServer:
         if unknown:
             raise ValueError(f"exact_verl: {min(unknown)} is refused: the native sampler does not know it")
         drawn_from = DrawParams(SamplingParams.of(**params), frozenset(stop_ids))
-        key = request_key(config.seed, self._step, request_id, len(ids))
+        same = request_id, tuple(ids)
+        key = request_key(config.seed, self._step, request_id, len(ids), self._seen[same])
         request = Request(tuple(ids), key, drawn_from, most)
         # Here, so that a request which cannot be drawn fails alone.
         check_requests([request], self._decoder.config.max_positions, self._decoder.config.vocab_size)
+        self._seen[same] += 1
         return request
 
 
-def request_key(seed: int, step: int, request_id: str, tokens: int) -> RngKey:
+def request_key(seed: int, step: int, request_id: str, tokens: int, repeat: int) -> RngKey:
     """The key of a request; verl names a completion by its id only. tokens: of the prompt; turns differ.
 
-    Two requests of a step have equal keys with a probability of 2 to the power of -62.
+    repeat: how many requests of the step had this id and prompt before. Two requests of a step have equal
+    keys with a probability of 2 to the power of -62.
     """
-    digest = hashlib.sha256(f"{request_id} {tokens}".encode()).digest()
+    digest = hashlib.sha256(f"{request_id} {tokens} {repeat}".encode()).digest()
     prompt, sample = (int.from_bytes(digest[i : i + 4], "big") >> 1 for i in (0, 4))
     return RngKey(seed, step, Stream.SAMPLE, prompt, sample)
 
