@@ -100,6 +100,7 @@ def _tiles_along_k(table: TileTable) -> set[int]:
     return {launch.options["BLOCK_K"] for launch in products}
 
 
+@pytest.mark.full
 def test_every_product_has_the_decoders_tiles():
     """The table of a decoder reaches the products of all its uses; by default it is vLLM 0.32's."""
     plain = _decoder(torch.bfloat16)
@@ -158,6 +159,7 @@ def _gradient(
     return sums.tree.take()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "dtype", [d if d is torch.bfloat16 else pytest.param(d, marks=pytest.mark.proof) for d in DTYPES], ids=str
 )
@@ -201,6 +203,7 @@ class _Called(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+@pytest.mark.full
 def test_no_operation_of_torch_that_adds_with_atomics_is_called():
     """The operations are those that torch.use_deterministic_algorithms names.
 

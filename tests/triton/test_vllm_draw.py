@@ -29,7 +29,7 @@ FILTERED = SamplingParams.of(1.1, 20, 0.95, 0.02, {3: 2.5, 7: -1.5}, range(0, 30
 def drawing_of(sampling_params: list[SamplingParams]) -> draw.KeyedDraw:
     drawing = draw.KeyedDraw(None, torch.device("cpu"), False)
     drawing._rows = {
-        i: draw._Row(params, key, 0, Uniforms(key), [])
+        i: draw._Row(params, key, 0, Uniforms(key), [], 0.0)
         for i, params in enumerate(sampling_params)
         for key in [RngKey(7, 0, prompt=i)]
     }
@@ -87,7 +87,7 @@ def test_rows_of_several_kinds_have_the_draws_of_each_kind_alone():
 )
 def test_a_filter_of_vllms_own_is_refused_beside_our_draw(options, message):
     request = Request((1,), RngKey(0, 0), DrawParams(FILTERED, frozenset()), 3)
-    arguments = draw.request_arguments(request)
+    arguments = draw.request_arguments(request, 0)
     draw.KeyedDraw.validate_params(vllm.SamplingParams(extra_args=arguments))
     if "min_p" in options:
         options = options | {"temperature": 1.0}  # a greedy request of vLLM's has none
@@ -98,7 +98,7 @@ def test_a_filter_of_vllms_own_is_refused_beside_our_draw(options, message):
 def test_the_parameters_of_a_request_come_back_from_plain_numbers():
     """They cross process boundaries as lists."""
     request = Request((1,), RngKey(0, 0), DrawParams(FILTERED, frozenset()), 3)
-    arguments = json.loads(json.dumps(draw.request_arguments(request)))
+    arguments = json.loads(json.dumps(draw.request_arguments(request, 0)))
     drawing = draw.KeyedDraw(None, torch.device("cpu"), False)
     drawing.update_state(
         SimpleNamespace(

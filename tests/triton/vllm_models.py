@@ -231,9 +231,11 @@ def vllm_model(decoder: Decoder, folder: Path, patch: pytest.MonkeyPatch) -> tor
     if decoder.config.experts:
         _patch_experts(patch)
     with set_current_vllm_config(config):
-        if not distributed.model_parallel_is_initialized():
+        if distributed.model_parallel_is_initialized():
+            distributed.destroy_model_parallel()  # those of a dense model have no group for experts
+        else:
             distributed.init_distributed_environment(1, 0, f"file://{folder}/meeting", 0, "gloo")
-            distributed.initialize_model_parallel(1, 1)
+        distributed.initialize_model_parallel(1, 1)
         model_class, _ = ModelRegistry.resolve_model_cls(decoder.config.architecture, config.model_config)
         before = torch.get_default_dtype()
         torch.set_default_dtype(decoder.dtype)

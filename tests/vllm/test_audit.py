@@ -77,6 +77,7 @@ def test_vllms_mixture_of_experts_has_no_fault(moe, tmp_path, dtype):
     assert "CPU" in report["engine_settings"]["sampler"]["MoE backend"]
 
 
+@pytest.mark.full
 def test_vllm_against_itself_parts_at_no_operation(model, tmp_path):
     # One engine draws and scores. Only the company of a token in a forward can make a difference.
     report = _audit(model, tmp_path / "out", "--sampler", "vllm", "--trainer", "vllm")[1]
@@ -123,6 +124,7 @@ def test_vllm_with_wide_logits(model, tmp_path):
     assert wide["k3"]["value"] < narrow["k3"]["value"]
 
 
+@pytest.mark.full
 def test_zerokl_inside_vllm_with_wide_logits_equals_the_trainer(model, tmp_path):
     words = ("--sampler", "vllm-zerokl", "--trainer", "zerokl", "--head-dtype", "float32")
     assert _audit(model, tmp_path / "out", *words)[0] == 0

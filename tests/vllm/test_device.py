@@ -9,6 +9,7 @@ from tests.benchmarks.test_device import SMALL, run_device
 pytestmark = pytest.mark.vllm
 
 
+@pytest.mark.full
 def test_vllm_samples_beside_zerokl():
     process = run_device("vllm", *SMALL)
     assert process.returncode == 0, process.stdout[-4000:] + process.stderr[-4000:]

@@ -152,7 +152,8 @@ def test_three_turns_too(model, dtype, cache):
 
 
 @pytest.mark.parametrize(
-    ("dtype", "multiprocess"), [("float32", False), ("bfloat16", True), ("float16", False)]
+    ("dtype", "multiprocess"),
+    [("bfloat16", True), *(pytest.param(x, False, marks=pytest.mark.full) for x in ("float32", "float16"))],
 )
 def test_a_mixture_of_experts_too(moe, dtype, multiprocess):
     """Before and after updates of its weights, and the experts of every row: also of rows that were cached,
@@ -222,7 +223,9 @@ def test_a_turn_goes_on_from_vllms_cache_and_no_block_outlives_an_update(model, 
         assert hits[updates + 1] - hits[updates] == (sum(map(_full, before)) + again if caching else 0)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    "dtype", ["float16", *(pytest.param(x, marks=pytest.mark.full) for x in ("float32", "bfloat16"))]
+)
 def test_preempted_requests_too(model, dtype):
     """The cache holds about a fifth of what 64 completions need.
 
@@ -239,7 +242,8 @@ def test_preempted_requests_too(model, dtype):
 
 
 @pytest.mark.parametrize(
-    ("dtype", "multiprocess"), [("float32", False), ("bfloat16", True), ("float16", False)]
+    ("dtype", "multiprocess"),
+    [("bfloat16", True), *(pytest.param(x, False, marks=pytest.mark.full) for x in ("float32", "float16"))],
 )
 def test_after_twenty_weight_updates(model, dtype, multiprocess):
     prompts, call = _prompts(), _call(SAMPLING_PARAMS["T=0.7"], updates=20)

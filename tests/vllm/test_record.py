@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 from zerokl.audit.formats.registry import read_rollouts
 
+pytest.importorskip("aiohttp", reason="the proxy's library, which vLLM's environment has")
 from tests.vllm.inference_server import PROMPT, ids, logprobs
 
 pytestmark = pytest.mark.vllm

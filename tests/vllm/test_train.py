@@ -64,6 +64,7 @@ def test_fingerprint_is_that_of_the_native_sampler(base, tmp_path, dtype):
     assert other_seed[1] != native[1], "the seed must matter"
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("separate_process", [pytest.param("false", marks=pytest.mark.full), "true"])
 def test_frozen_weights_lie_in_vllm_where_they_lie_in_the_trainer(base, tmp_path, separate_process):
     """Frozen weights follow the trained ones, so the embedding does not lie first here."""
@@ -73,6 +74,7 @@ def test_frozen_weights_lie_in_vllm_where_they_lie_in_the_trainer(base, tmp_path
     assert _fingerprint(base, tmp_path / "vllm", *words, *vllm) == native
 
 
+@pytest.mark.full
 def test_a_critics_head_lies_among_the_weights_that_vllm_reads(base, tmp_path):
     """The head lies between the trained weights and the frozen ones."""
     critic = ("--loss.preset", "ppo", "--loss.advantage", "gae", "--frozen", "model.embed_tokens.*")
@@ -90,6 +92,7 @@ def test_adapters_are_merged_where_vllm_reads_the_weights(base, tmp_path, separa
     assert _fingerprint(base, tmp_path / "vllm", *words, *vllm) == native
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "dtype", ["bfloat16", *(pytest.param(x, marks=pytest.mark.proof) for x in ("float32", "float16"))]
 )
