@@ -65,7 +65,7 @@ def _adapted(w: World) -> tuple[Path, Path, dict[str, torch.Tensor]]:
     adapter, merged = w.root / f"{w.family}-adapter", w.root / f"{w.family}-merged"
     generator, rank, alpha = torch.Generator().manual_seed(w.seed), 4, 8
     tensors, products = {}, {}
-    targets = ("q_proj", "v_proj", "down_proj")
+    targets = ("q_proj", "down_proj")
     for name, x in w.fp32.named_parameters():
         if any(f".{t}.weight" in name for t in targets):
             a = torch.randn(rank, x.shape[1], generator=generator) * 0.1
