@@ -176,10 +176,7 @@ def check(cfg: AuditConfig) -> None:
     if cfg.trainer not in TRAINERS:
         refusal = _refusal(cfg.trainer, _NO_TRAINER, "is not known")
         raise ValueError(f"audit: trainer {cfg.trainer} {refusal}; choose {', '.join(TRAINERS)}")
-    for name, low, high in (("n", 1, 1 << 20), ("max_tokens", 1, 1 << 20), ("seed", 0, (1 << 32) - 1)):
-        if not low <= getattr(cfg, name) <= high:
-            raise ValueError(f"audit: {name} ({getattr(cfg, name)}) must lie in {low} to {high}")
-    cfg.sampling_params.check()
+    check_draw(cfg, "audit")
     cfg.tolerances.check()
     check_requests(cfg.batch_invariance, cfg.of_log)
     for name in vars(cfg.dtypes).values():
@@ -187,6 +184,14 @@ def check(cfg: AuditConfig) -> None:
             raise ValueError(f"audit: dtype {name} is not known; choose {', '.join(DTYPES)}")
     _check_for_sampler(cfg)
     _check_vllm(cfg)
+
+
+def check_draw(cfg: AuditConfig, command: str) -> None:
+    """Raise ValueError for numbers with which nothing can be drawn. command: it begins the message."""
+    for name, low, high in (("n", 1, 1 << 20), ("max_tokens", 1, 1 << 20), ("seed", 0, (1 << 32) - 1)):
+        if not low <= getattr(cfg, name) <= high:
+            raise ValueError(f"{command}: {name} ({getattr(cfg, name)}) must lie in {low} to {high}")
+    cfg.sampling_params.check()
 
 
 def _refusal(name: str, reasons: Mapping[str, str], otherwise: str) -> str:

@@ -19,23 +19,11 @@ from pathlib import Path
 
 import turns
 from letters import Letters
+from random_models import make_model
 
 HERE = Path(__file__).parent
 SIDES, STATIONS = ("moe", "tiny"), ("step_s", "sample_s", "train_s")
 PROMPTS, SAMPLES, NEW_TOKENS = 8, 8, 64
-
-
-def make_model(preset: str, folder: Path) -> None:
-    """A model of a preset with random weights, and a tokenizer of characters."""
-    from zerokl.engine.runs.init import random_decoder
-    from zerokl.engine.tasks.tokenizer import character_tokenizer
-    from zerokl.model.checkpoint import write_checkpoint
-
-    tokenizer = character_tokenizer()
-    tokenizer.save_pretrained(folder / "tokenizer")
-    decoder = random_decoder(preset, len(tokenizer), 0)
-    flat = decoder.flat.detach()
-    write_checkpoint(folder / preset, decoder.layout, flat, companions=folder / "tokenizer")
 
 
 def serve(args: argparse.Namespace, model: Path, dtype: str) -> None:

@@ -89,7 +89,10 @@ class Machine:
         self, name: str, layers: int, vocab: int, dtype: torch.dtype, numerics: Numerics = COMPUTE
     ) -> Decoder:
         """A Qwen3 with the widths of shape `name` and random weights."""
-        config = shape_config(self.shapes[name], vocab, layers)
+        return self.random_decoder(shape_config(self.shapes[name], vocab, layers), dtype, numerics)
+
+    def random_decoder(self, config: ModelConfig, dtype: torch.dtype, numerics: Numerics = COMPUTE) -> Decoder:
+        """A model with random weights."""
         layout = Layout(config)
         torch.manual_seed(0)
         flat = torch.randn(layout.numel, device=self.device) * config.hidden_size**-0.5
@@ -117,8 +120,9 @@ def model_config(
     vocab: int,
     tied: bool = True,
     context: int = 4096,
+    **fields: object,
 ) -> ModelConfig:
-    """The configuration of a Qwen3, Qwen2 or Llama of these widths."""
+    """The configuration of a Qwen3, Qwen2 or Llama of these widths. fields: further ones of config.json."""
     return ModelConfig.from_dict(
         {
             "architectures": [f"{family}ForCausalLM"],
@@ -137,6 +141,7 @@ def model_config(
             "hidden_act": "silu",
             "attention_bias": False,
         }
+        | fields
     )
 
 

@@ -16,6 +16,9 @@ import sys
 import tempfile
 from pathlib import Path
 
+from random_models import make_model
+from zerokl.engine.runs import init
+
 _PEAK = """
 import atexit, os, sys, threading, time
 peak = 0
@@ -70,20 +73,6 @@ def settings(dtype: str, engine: str) -> dict[str, str]:
     }
 
 
-def make_model(name: str, folder: Path) -> None:
-    """Write a model of random weights, with a tokenizer of characters."""
-    from zerokl.engine.runs import init
-    from zerokl.engine.tasks.tokenizer import character_tokenizer
-    from zerokl.model.checkpoint import write_checkpoint
-
-    init.PRESETS[name] = WIDTHS[name]
-    tokenizer = character_tokenizer()
-    tokenizer.save_pretrained(folder / "tokenizer")
-    decoder = init.random_decoder(name, len(tokenizer), 0)
-    flat = decoder.flat.detach()
-    write_checkpoint(folder / name, decoder.layout, flat, companions=folder / "tokenizer")
-
-
 def peaks(folder: Path, model: str, ranks: int, values: dict[str, str]) -> list[float]:
     """MiB of each rank of a run of its own. Raises SystemExit where the run fails."""
     place = Path(tempfile.mkdtemp(dir=folder))
@@ -124,6 +113,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4])
     parser.add_argument("--dtype", default="bfloat16")
     args = parser.parse_args()
+    init.PRESETS.update(WIDTHS)
     print("| engine | ranks | predicted, MiB | measured, MiB | rank 0, MiB |")
     print("| --- | --- | --- | --- | --- |")
     with tempfile.TemporaryDirectory() as name:

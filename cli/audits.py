@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Annotated
 from cyclopts import Parameter
 
 from ..audit.config import AuditSettings, LogFormat
-from ..files.inputs import append_text
 from ..files.installed import needs_trainer
 from ..files.writing import check_writable
 from .app import CountOrAll, command
 from .exit_codes import ExitCode
+from .outputs import check_outputs
 
 if TYPE_CHECKING:
     from ..audit.conclusion.outcome import Outcome
@@ -67,10 +67,7 @@ def audit(
     if (folder / "audit.json").exists():
         raise ValueError(f"audit: {folder} already holds an audit; choose another --out")
     check_writable(folder)
-    if summary and Path(summary).exists():
-        append_text(summary, "")  # a pipe or a device is refused now, and not after the audit
-    if junit:
-        check_writable(Path(junit).parent)
+    check_outputs(summary, junit)
     if every:
         needs_trainer("audit: --every, the checkpoints of a run of zerokl")
         from ..audit.over_run import audit_run, sentences

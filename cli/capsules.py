@@ -10,6 +10,7 @@ from ..files.inputs import append_text
 from ..files.writing import check_writable, write_whole
 from .app import Count, Device, Dtype, app, command
 from .exit_codes import ExitCode
+from .outputs import check_outputs
 
 if TYPE_CHECKING:
     from ..audit.capsule.replay import Replay
@@ -136,7 +137,7 @@ def replay(
     from ..audit.conclusion.outcome import Tolerances
     from ..engine.display.progress import Stages
 
-    _check_outputs(summary, junit)
+    check_outputs(summary, junit)
     read = read_capsule(Path(capsule))
     then = read.header.dtypes
     given = dtype or then.get("dtype", "bfloat16")
@@ -174,17 +175,9 @@ def check(capsules: tuple[str, ...] = (), /, *, summary: str = "", junit: str = 
         raise ValueError("capsule check: name a capsule")
     if junit and len(capsules) > 1:
         raise ValueError("capsule check: --junit is of one capsule")
-    _check_outputs(summary, junit)
+    check_outputs(summary, junit)
     codes = [_show(check_columns(read_capsule(Path(name)), name), summary, junit) for name in capsules]
     return max(codes)
-
-
-def _check_outputs(summary: str, junit: str) -> None:
-    """Raise OSError now for a summary or a file that cannot be written."""
-    if summary and Path(summary).exists():
-        append_text(summary, "")
-    if junit:
-        check_writable(Path(junit).parent)
 
 
 def _show(result: "Replay", summary: str, junit: str) -> int:

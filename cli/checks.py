@@ -1,8 +1,10 @@
 """Commands that check a machine or a run, or attest one: verify, attest, replay."""
 
 import os
+from collections.abc import Iterable
 from importlib.util import find_spec
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from cyclopts import App
 
@@ -11,6 +13,9 @@ from .app import Device, Dtype, app, command
 from .command_line import given_settings
 from .exit_codes import ExitCode
 from .settings import NO_SETTINGS, Settings
+
+if TYPE_CHECKING:
+    from ..engine.commands.verify_run import Finding
 
 attest_app = App(
     name="attest", help_prologue="Example: zerokl attest runs/demo --key ~/.ssh/id_ed25519 --out B"
@@ -99,11 +104,19 @@ def verify_run(
     from ..engine.display.terminal import console
 
     seed = int.from_bytes(os.urandom(4)) if draw is None else draw
+    code = _show(verify_run(Path(path), replays, seed, given_settings(settings)))
+    console.print(f"steps to replay were drawn with --draw {seed}")
+    return code
+
+
+def _show(findings: Iterable["Finding"]) -> int:
+    """Print each finding when it is known. Returns the exit code."""
+    from ..engine.display.terminal import console
+
     holds = True
-    for finding in verify_run(Path(path), replays, seed, given_settings(settings)):
+    for finding in findings:
         holds = holds and finding.holds
         console.print(f"{finding.mark:<4}  {finding.what}: {finding.result}")
-    console.print(f"steps to replay were drawn with --draw {seed}")
     return ExitCode.DONE if holds else ExitCode.DIFFERS
 
 
@@ -143,13 +156,9 @@ def attest_verify(bundle: str, /, *, signers: str = "", settings: Settings = NO_
         signers: File of the keys that may have signed, as ssh-keygen's allowed signers (NAME KEYTYPE KEY).
     """
     from ..engine.commands.attest_check import check_bundle
-    from ..engine.display.terminal import console
 
-    holds = True
-    for finding in check_bundle(Path(bundle), Path(signers) if signers else None, given_settings(settings)):
-        holds = holds and finding.holds
-        console.print(f"{finding.mark:<4}  {finding.what}: {finding.result}")
-    return ExitCode.DONE if holds else ExitCode.DIFFERS
+    signed_by = Path(signers) if signers else None
+    return _show(check_bundle(Path(bundle), signed_by, given_settings(settings)))
 
 
 @command("zerokl replay runs/demo --step 12 --trace step-12.safetensors")

@@ -2,8 +2,9 @@
 
 | server | the request asks for | the answer has |
 | --- | --- | --- |
-| vLLM, /v1/completions and /v1/chat/completions | return_token_ids, logprobs | prompt_token_ids, token_ids,
-logprobs | | SGLang, /generate | return_logprob | meta_info.output_token_logprobs |
+| vLLM, /v1/completions | return_token_ids, logprobs | prompt_token_ids, token_ids, logprobs |
+| vLLM, /v1/chat/completions | the same | the same |
+| SGLang, /generate | return_logprob | meta_info.output_token_logprobs |
 
 Streams are server-sent events. Those of vLLM hold what is new; those of SGLang hold all so far, or what is
 new.
@@ -16,20 +17,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..files.reading import parse_json
+from .recorder import sampling_fields
 
 # Paths whose answers hold completions, without the prefix that a server may stand under.
 PATHS = ("/v1/completions", "/v1/chat/completions", "/generate")
-_SAMPLING = (
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "logit_bias",
-    "allowed_token_ids",
-    "repetition_penalty",
-    "presence_penalty",
-    "frequency_penalty",
-)
 
 
 class NotRecordedError(ValueError):
@@ -119,14 +110,6 @@ def _events(body: bytes) -> Iterator[Any]:
         raise NotRecordedError("the answer was cut")
 
 
-def _sampling(params: Mapping[str, Any]) -> dict[str, Any]:
-    """What a request says of its distribution. The server chooses what it does not say; no line has that."""
-    values = {name: params[name] for name in _SAMPLING if params.get(name) is not None}
-    if "top_k" in values:
-        values["top_k"] = max(0, values["top_k"])
-    return values
-
-
 def _openai(asked: dict[str, Any], events: list[dict[str, Any]]) -> Iterator[Completion]:
     """An answer of vLLM, whole or as events: each adds to the completions of its choices."""
     found: dict[int, Completion] = {}
@@ -147,7 +130,8 @@ def _openai(asked: dict[str, Any], events: list[dict[str, Any]]) -> Iterator[Com
         raise NotRecordedError("the request echoes the prompt")
     for index, completion in sorted(found.items()):
         completion.prompt_ids = completion.prompt_ids or shared
-        completion.fields = _sampling(asked) | {"sample": index, "prompt": request_id}
+        # The server chooses what a request does not say of its distribution; no line has that.
+        completion.fields = sampling_fields(asked.get) | {"sample": index, "prompt": request_id}
         yield _checked(completion, "return_token_ids and logprobs")
 
 
@@ -186,7 +170,7 @@ def _sglang(asked: dict[str, Any], events: list[dict[str, Any]]) -> Iterator[Com
         given = asked.get("input_ids")
         if given:
             completion.prompt_ids = given[index] if isinstance(given[0], list) else given
-        completion.fields |= _sampling(own)
+        completion.fields |= sampling_fields(own.get)
         yield _checked(completion, "return_logprob, and input_ids in place of text")
 
 

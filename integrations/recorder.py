@@ -8,25 +8,20 @@ with Recorder("log.jsonl", temperature=1.0) as recorder:
 import json
 import math
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from ..files.reading import json_ready
-from ..kernels.sampling_params import PENALTIES, refuse_penalties
+from ..kernels.sampling_params import PENALTIES, SamplingParams, refuse_penalties
 
 # The other fields of a line; docs/log-format.md has their meaning.
 FIELDS = (
     "trainer_logprobs",
     "mask",
-    "temperature",
-    "top_k",
-    "top_p",
-    "min_p",
-    "logit_bias",
-    "allowed_token_ids",
+    *SamplingParams._fields,
     "weight_version",
     "decimals",
     "trainer_decimals",
@@ -40,6 +35,18 @@ FIELDS = (
     "prompt_text",
     "completion_text",
 )
+
+
+def sampling_fields(get: Callable[[str], Any]) -> dict[str, Any]:
+    """What a framework's settings say of the distribution that was drawn from, as fields of a line.
+
+    get: a setting by its name in vLLM, None where it is not set. A top_k of -1 keeps all tokens, as 0 does.
+    """
+    names = (*SamplingParams._fields, *PENALTIES)
+    values = {name: value for name in names if (value := get(name)) is not None}
+    if "top_k" in values:
+        values["top_k"] = max(0, values["top_k"])
+    return values
 
 
 class Recorder:

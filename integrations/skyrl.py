@@ -9,10 +9,7 @@ a line of the log, with token ids and both columns. The batch is only read.
 from pathlib import Path
 from typing import Any
 
-from ..kernels.sampling_params import PENALTIES
-from .recorder import Recorder
-
-_SAMPLING = ("temperature", "top_p", "top_k", "min_p", "logit_bias", "allowed_token_ids", *PENALTIES)
+from .recorder import Recorder, sampling_fields
 
 
 def recording(base: type, path: str | Path) -> Any:
@@ -45,10 +42,9 @@ def recording(base: type, path: str | Path) -> Any:
 
 
 def _drawn_with(params: Any) -> dict[str, Any]:
-    """The distribution that SkyRL draws from, as fields of a log. Its -1 for top_k keeps all tokens."""
+    """The distribution that SkyRL draws from, as fields of a log."""
     get = params.get if hasattr(params, "get") else lambda name, default: getattr(params, name, default)
-    values = {name: value for name in _SAMPLING if (value := get(name, None)) is not None}
-    return values | {"top_k": max(0, int(values.get("top_k", 0)))}
+    return {"top_k": 0} | sampling_fields(lambda name: get(name, None))
 
 
 def record_batch(recorder: Recorder, batch: Any, step: int) -> None:

@@ -16,8 +16,7 @@ from functools import wraps
 from pathlib import Path
 from typing import Any
 
-from ..kernels.sampling_params import PENALTIES
-from .recorder import Recorder
+from .recorder import Recorder, sampling_fields
 
 
 def record(trainer: Any) -> None:
@@ -71,12 +70,10 @@ def record_batch(batch: Any, path: str | Path, step: int, config: Any) -> None:
     present = {ours: tensors[theirs] for ours, theirs in columns.items() if theirs in names}
     P = tensors["prompts"].shape[1]
     uids = batch.non_tensor_batch.get("uid")
+    drawn_with = {"top_p": 1.0, "top_k": 0} | sampling_fields(lambda name: sampling.get(name, None))
     with Recorder(
         path,
-        temperature=float(sampling.temperature),
-        top_p=float(sampling.get("top_p", 1.0)),
-        top_k=max(0, int(sampling.get("top_k", 0))),
-        **_further(sampling),
+        **drawn_with | {"temperature": float(sampling.temperature)},
         step=step,
         weight_version=step - 1,
     ) as recorder:
@@ -89,13 +86,6 @@ def record_batch(batch: Any, path: str | Path, step: int, config: Any) -> None:
                 prompt=None if uids is None else str(uids[i]),
                 **{name: column[i][response] for name, column in present.items()},
             )
-
-
-def _further(sampling: Any) -> dict[str, Any]:
-    """What verl hands on to its sampler beside temperature, top_p and top_k, where it is set."""
-    names = ("min_p", "logit_bias", "allowed_token_ids", *PENALTIES)
-    values = {name: sampling.get(name, None) for name in names}
-    return {name: value for name, value in values.items() if value is not None}
 
 
 def _bypassed(config: Any) -> bool:

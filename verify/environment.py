@@ -21,6 +21,8 @@ _PACKAGES = ("numpy", "safetensors", "transformers", "tokenizers", "triton", "vl
 # Keys that decide no bit, by the law. Where only these keys differ, a difference in bits is a fault of zerokl
 # or of the machine.
 LAWFUL = ("process.",)
+# Keys that decide bits by more than the settings, of any process that computes.
+DECIDES = ("code", "torch", "triton", "cpu", "cpu capability", "mkl", "onednn", "gpu", "cuda")
 
 
 def code_hash(root: Path) -> str:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from ...engine.display.progress import silent
 from ...files.installed import needs_torch
-from ..config import SAMPLERS, TRAINERS, AuditConfig, LogFormat
+from ..config import SAMPLERS, TRAINERS, AuditConfig, LogFormat, check_draw
 from ..formats.record import LoggedRollout
 from ..formats.registry import find_format, log_files, read_rollouts
 from ..settings import versions
@@ -73,10 +73,7 @@ def _check(source: str, out: Path, cfg: AuditConfig, trainer: str, bounds: Bound
         raise ValueError(f"capsule: {out} exists already; choose another --out")
     if trainer and trainer not in TRAINERS:
         raise ValueError(f"capsule: trainer {trainer} is not known; choose {', '.join(TRAINERS)}")
-    for name, low, high in (("n", 1, 1 << 20), ("max_tokens", 1, 1 << 20), ("seed", 0, (1 << 32) - 1)):
-        if not low <= getattr(cfg, name) <= high:
-            raise ValueError(f"capsule: {name} ({getattr(cfg, name)}) must lie in {low} to {high}")
-    cfg.sampling_params.check()
+    check_draw(cfg, "capsule")
     bounds.tolerances.check()
     check_one_vllm(source, trainer)
     computes = source in SAMPLERS or trainer

@@ -11,7 +11,7 @@ from ...files.installed import needs_torch
 from ..changes_since import Change
 from ..conclusion.outcome import Tolerances
 from ..config import SAMPLERS, TRAINERS, AuditConfig
-from ..formats.record import LoggedRollout
+from ..logs.first_difference import first_unequal
 from ..settings import versions
 from .capsule import Capsule, Header
 from .make import check_one_vllm
@@ -144,21 +144,14 @@ def _sampler_now(
     for index, (rollout, ids, logprobs) in enumerate(
         zip(rollouts, computed.completions, computed.logprobs, strict=True)
     ):
-        equal = _equal_ids(rollout, ids)
-        if equal < max(len(ids), len(rollout.completion_ids)):
-            others.append(f"completion {index}: other tokens from position {equal} on")
+        parted = first_unequal(rollout.completion_ids, ids)
+        if parted is not None:
+            others.append(f"completion {index}: other tokens from position {parted} on")
         # The token at which they part was drawn from the same distribution; those after it were not.
         column = np.full(len(rollout.completion_ids), np.nan, np.float32)
-        column[:equal] = logprobs[:equal]
+        column[:parted] = logprobs[:parted]
         columns.append(column)
     return columns, others, computed.settings
-
-
-def _equal_ids(rollout: LoggedRollout, ids: tuple[int, ...]) -> int:
-    """How many ids at the beginning are equal."""
-    pairs = zip(rollout.completion_ids, ids, strict=False)
-    length = min(len(ids), len(rollout.completion_ids))
-    return next((i for i, (a, b) in enumerate(pairs) if a != b), length)
 
 
 def _changes(header: Header, settings: dict[str, str], cfg: AuditConfig) -> list[Change]:

@@ -83,12 +83,12 @@ FORMATS = {
 _MAGIC = {b"PAR1": "trl", b"PK": "slime", b"\x80": "skyrl"}
 # Formats whose log can also be in our own fields, written by a recorder or by `zerokl convert`.
 _RECORDED = ("slime", "skyrl", "verl", "trl")
-_LOG_SUFFIXES = (".jsonl", ".parquet", ".pt")
+LOG_SUFFIXES = (".jsonl", ".parquet", ".pt")
 
 
-def holds_logs(folder: Path) -> bool:
+def holds_logs(folder: Path, suffixes: tuple[str, ...] = LOG_SUFFIXES) -> bool:
     """Whether a folder has a file that may be a log, at any depth."""
-    return any(file.suffix in _LOG_SUFFIXES for file in folder.rglob("*"))
+    return any(file.suffix in suffixes for file in folder.rglob("*"))
 
 
 def log_files(path: Path) -> list[Path]:
@@ -100,9 +100,9 @@ def log_files(path: Path) -> list[Path]:
         return [path]
     if not path.is_dir():
         raise ValueError(f"{path} is no file and no folder")
-    files = [file for file in path.rglob("*") if file.suffix in _LOG_SUFFIXES and file.is_file()]
+    files = [file for file in path.rglob("*") if file.suffix in LOG_SUFFIXES and file.is_file()]
     if not files:
-        raise ValueError(f"{path} holds no log ({', '.join(_LOG_SUFFIXES)})")
+        raise ValueError(f"{path} holds no log ({', '.join(LOG_SUFFIXES)})")
     return sorted(files, key=lambda file: _natural(str(file.relative_to(path))))
 
 

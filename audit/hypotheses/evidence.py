@@ -5,6 +5,7 @@ Shapes: C completion tokens.
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -60,10 +61,13 @@ class Evidence:
         """The lines that are tried, and those that are not."""
         return self.log or self.lines
 
+    @cached_property
+    def _by_index(self) -> dict[int, Line]:
+        return {x.index: x for x in self.all_lines}
+
     def beside(self, line: Line, by: int) -> Line | None:
         """The line `by` lines after another one in the log; None where it is not known."""
-        known = {x.index: x for x in self.all_lines}
-        at = line.index + by
+        known, at = self._by_index, line.index + by
         # Where all lines are known, the last one stands before the first one.
         return known.get(at % len(known) if len(known) == max(known) + 1 else at)
 

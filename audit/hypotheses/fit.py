@@ -116,7 +116,7 @@ class _Judge:
     @property
     def before(self) -> float:
         """The difference from the base, in nats."""
-        return float(sum(np.nansum(_gaps(x, self.base[i])) for i, x in enumerate(self.evidence.lines)))
+        return float(sum(np.nansum(of_base) for _, of_base in self.gaps))
 
     def is_rounding(
         self, left: Sequence[np.ndarray], scores: Sequence[np.ndarray], fault: Noise | None = None

@@ -11,7 +11,7 @@ Shapes: C completion tokens, V vocabulary.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import combinations
 
 import numpy as np
@@ -259,9 +259,3 @@ def generation_config(evidence: Evidence) -> Iterator[Prediction]:
 
 def _shown(x: float) -> str:
     return f"{x:.3g}"
-
-
-def with_params(evidence: Evidence, params: dict) -> Evidence:
-    """The evidence with other declared parameters."""
-    lines = [replace(x, params=(x.params or SamplingParams())._replace(**params)) for x in evidence.lines]
-    return replace(evidence, lines=lines)

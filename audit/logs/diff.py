@@ -5,6 +5,7 @@ from pathlib import Path
 
 from ...engine.display.terminal import console
 from ...verify.run_files import LEDGER
+from ..formats.registry import LOG_SUFFIXES, holds_logs
 from .first_difference import common_steps, first_difference
 from .metrics import is_machines
 from .resume_causes import Logs, conclude, shift_of
@@ -12,16 +13,15 @@ from .seeds import conclude_seeds
 from .shown_state import shown
 from .side import Side, has_steps, read_side, without_steps_before
 
-_SUFFIXES = (".jsonl", ".json", ".csv", ".parquet", ".pt")
+# Of logs, and of metrics.
+_SUFFIXES = (*LOG_SUFFIXES, ".json", ".csv")
 
 
 def is_log(path: Path) -> bool:
     """Whether a path looks like a log or like metrics, and not like a run or a trace."""
     if path.is_file():
         return path.suffix in _SUFFIXES and path.name != LEDGER
-    return (
-        path.is_dir() and not (path / LEDGER).exists() and any(f.suffix in _SUFFIXES for f in path.rglob("*"))
-    )
+    return path.is_dir() and not (path / LEDGER).exists() and holds_logs(path, _SUFFIXES)
 
 
 def are_logs(a: Path, b: Path) -> bool:

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from ...verify.mismatch import bits_equal
 from ..formats.record import LoggedRollout
 from .metrics import Row, equal, is_machines
 from .side import Digest, Placed, Side, rollouts_of, same
@@ -155,7 +156,7 @@ def _places(x: LoggedRollout, y: LoggedRollout) -> tuple[int | None, int | None]
     """Where the first other token stands, and the first other logprob of the sampler."""
     if x.completion_ids is None or y.completion_ids is None:
         return None, None
-    return _first(x.completion_ids, y.completion_ids), _first_number(x.logprobs, y.logprobs)
+    return first_unequal(x.completion_ids, y.completion_ids), _first_number(x.logprobs, y.logprobs)
 
 
 def _numbers(x: LoggedRollout, y: LoggedRollout) -> str:
@@ -235,7 +236,7 @@ def _size(pairs: list[tuple[Placed, Placed]]) -> str:
 
 
 def _sequences(name: str, x: Sequence, y: Sequence) -> str:
-    position = _first(x, y)
+    position = first_unequal(x, y)
     if position is None:
         return ""
     if position == min(len(x), len(y)):
@@ -246,12 +247,12 @@ def _sequences(name: str, x: Sequence, y: Sequence) -> str:
 def _texts(name: str, x: str | None, y: str | None) -> str:
     if x is None or y is None or x == y:
         return ""
-    position = _first(x, y)
+    position = first_unequal(x, y)
     a, b = (text[position : position + 20] for text in (x, y))
     return f"{name} at character {position}: {a!r} and {b!r}"
 
 
-def _first(x: Sequence, y: Sequence) -> int | None:
+def first_unequal(x: Sequence, y: Sequence) -> int | None:
     """The first index at which two sequences differ; the length of the shorter where it is their only one."""
     if x == y:
         return None
@@ -264,7 +265,7 @@ def _first_number(x: np.ndarray | None, y: np.ndarray | None) -> int | None:
         return None
     length = min(len(x), len(y))
     a, b = x[:length], y[:length]
-    different = np.flatnonzero((a.view(np.int32) != b.view(np.int32)) & ~(np.isnan(a) & np.isnan(b)))
+    different = np.flatnonzero(~bits_equal(a, b) & ~(np.isnan(a) & np.isnan(b)))
     return int(different[0]) if len(different) else None
 
 

@@ -3,7 +3,7 @@
 import csv
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -84,9 +84,9 @@ def read_metrics(path: Path) -> Iterator[tuple[int | None, Row, int]]:
         yield (int(named) if named is not None and named.is_integer() else None), row, index
 
 
-def _rows(path: Path) -> list[Row]:
+def _rows(path: Path) -> Iterable[Row]:
     if path.suffix == ".jsonl":
-        return [row for _, row in json_rows(path)]
+        return (row for _, row in json_rows(path))
     try:
         text = read_text(path)
         if path.suffix == ".csv":

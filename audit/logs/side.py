@@ -15,7 +15,7 @@ import numpy as np
 
 from ..formats.record import LoggedRollout
 from ..formats.registry import log_files, read_rollouts
-from .metrics import Row, is_metrics, metric_files, read_metrics
+from .metrics import Row, equal, is_metrics, metric_files, read_metrics
 
 Placed = tuple[str, LoggedRollout]
 
@@ -74,11 +74,6 @@ class Side:
     rows: dict[int, int] = field(default_factory=dict)  # of the metrics: the row, from 1
     repeated: set[int] = field(default_factory=set)  # steps that were done again; the last one counts
     files: list[Path] = field(default_factory=list)  # of the rollouts
-
-    @property
-    def completions(self) -> int:
-        """Rollouts in all steps."""
-        return sum(len(step.rollouts) for step in self.steps.values())
 
 
 def split(path: Path) -> tuple[list[Path], Path | None]:
@@ -245,4 +240,4 @@ def _surprise(logprobs: np.ndarray | None) -> float | None:
 
 def same(x: Any, y: Any) -> bool:
     """Whether two values are equal; NaN equals NaN, and a value that only one has is no difference."""
-    return x is None or y is None or x == y or (x != x and y != y)
+    return x is None or y is None or equal(x, y)

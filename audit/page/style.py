@@ -63,7 +63,7 @@ nav a:hover { color: var(--fg); background: var(--bg) }
 }
 main > section { margin-top: 1rem }
 main > section:first-child { margin-top: 0 }
-.stack, .screen { display: grid; gap: 1rem; grid-template-columns: minmax(0, 1fr) }
+.screen { display: grid; gap: 1rem; grid-template-columns: minmax(0, 1fr) }
 @media (min-width: 900px) {
   .screen { grid-template-columns: minmax(0, 5fr) minmax(0, 7fr) }
   .screen > .card:first-child { grid-row: span 2 }

@@ -5,6 +5,7 @@
     step      forward and backward; the whole exact step and its split, beside TRL with vLLM
     decode    tokens a second: the samplers native, vllm-zerokl and vllm-exact, and vLLM as it comes
     vllm      vLLM's kernels and compiled operations, and runs in which vLLM samples, beside zerokl's
+    models    a mixture of experts and adapters: mismatch, and two runs with one fingerprint
     ranks     runs by torchrun with one rank, and with two where there are two GPUs, beside one process
 
 The sections of a part run in order of importance, each in a process of its own. A section that would begin
@@ -28,6 +29,7 @@ PARTS = {
     "step": "zerokl.benchmarks.device.step",
     "decode": "zerokl.benchmarks.device.decode",
     "vllm": "zerokl.benchmarks.device.beside_vllm",
+    "models": "zerokl.benchmarks.device.models",
     "ranks": "zerokl.benchmarks.device.ranks",
 }
 LAST_START_S = 200

@@ -20,11 +20,11 @@ from zerokl.benchmarks.device.runs import settings, take_steps, write_model
 from zerokl.benchmarks.machine import Machine, Row, name_of
 from zerokl.benchmarks.peers import vllm_equality, vllm_rates
 
-_DTYPES = ("bfloat16", "float16", "float32")
+DTYPES = ("bfloat16", "float16", "float32")
 _LIMIT_S = 75
 
 
-def _is_installed() -> bool:
+def is_installed() -> bool:
     """Whether vLLM can be imported, its compiled operations too. Its Python files alone are not enough."""
     spec = find_spec("vllm")
     folders = [Path(p) for p in (spec.submodule_search_locations or [])] if spec else []
@@ -32,7 +32,7 @@ def _is_installed() -> bool:
 
 
 # Found out here, because vllm_equality puts stand-ins for vLLM's modules into this process.
-_INSTALLED = _is_installed()
+_INSTALLED = is_installed()
 
 
 def compiled(m: Machine) -> Iterator[Row]:
@@ -54,7 +54,7 @@ def samplers(m: Machine) -> Iterator[Row]:
         elif sampler == "vllm-exact" and not m.on_gpu:
             yield {"what": f"sampler {sampler}: not compared (it needs a GPU)"}
         else:
-            cases = [(dtype, "eager") for dtype in _DTYPES] + [(_DTYPES[0], "graphs")] * m.on_gpu
+            cases = [(dtype, "eager") for dtype in DTYPES] + [(DTYPES[0], "graphs")] * m.on_gpu
             jobs = {
                 f"sampler {sampler} {' '.join(case)}": module_command(m, "device.beside_vllm", sampler, *case)
                 for case in cases
@@ -68,7 +68,7 @@ def own_model(m: Machine) -> Iterator[Row]:
     if not _INSTALLED:
         yield _left_out("vLLM's own model")
         return
-    jobs = {f"vLLM's own model {dtype}": module_command(m, "vllm_exact", dtype) for dtype in _DTYPES}
+    jobs = {f"vLLM's own model {dtype}": module_command(m, "vllm_exact", dtype) for dtype in DTYPES}
     for _, row in rows_of(m, jobs, _LIMIT_S):
         yield row
 

@@ -18,6 +18,7 @@ from zerokl.engine.tasks.tokenizer import character_tokenizer
 from zerokl.engine.train.recorder import Recorder
 from zerokl.engine.train.step import train_step
 from zerokl.model.checkpoint import write_checkpoint
+from zerokl.model.decoder import Decoder
 from zerokl.model.weights import fingerprint
 
 TASK = "zerokl.benchmarks.letters:Letters"
@@ -46,8 +47,12 @@ def write_model(
     m: Machine, folder: Path, layers: int, vocab: int, dtype: torch.dtype = torch.float32
 ) -> Path:
     """Write a model of random weights, with the widths of the smallest shape, and a tokenizer of its size."""
-    character_tokenizer(characters(vocab - 3)).save_pretrained(folder / "tokenizer")
-    decoder = m.decoder(m.first_shape, layers, vocab, dtype)
+    return write_decoder(m.decoder(m.first_shape, layers, vocab, dtype), folder)
+
+
+def write_decoder(decoder: Decoder, folder: Path) -> Path:
+    """Write a model and a tokenizer of its size."""
+    character_tokenizer(characters(decoder.config.vocab_size - 3)).save_pretrained(folder / "tokenizer")
     write_checkpoint(folder / "model", decoder.layout, decoder.flat.detach(), companions=folder / "tokenizer")
     return folder / "model"
 
@@ -98,7 +103,7 @@ def each_step(values: Mapping[str, object], cut: bool = True) -> Generator[dict[
         for _ in range(config.steps):
             steps.append(train_step(state, recorder).metrics)
             yield steps[-1]
-        weights = fingerprint(state.policy.layout, state.optimizer.collect_master())
+        weights = fingerprint(state.optimizer.layout, state.optimizer.collect_master())
         run = Run(steps, recorder.ledger.chain, weights)
     del state
     gc.collect()

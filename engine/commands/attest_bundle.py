@@ -18,7 +18,6 @@ from typing import Any
 from ...files.inputs import check_folder, read_bytes
 from ...files.reading import parse_json
 from ...files.writing import MANIFEST, check_writable, write_manifest, write_whole
-from ...kernels.philox import Stream, permutation
 from ...model.checkpoint import resolve_model
 from ...verify.divergence import open_run
 from ...verify.ledger import LedgerFile
@@ -30,7 +29,7 @@ from ..runs.folder import METRICS, ROLLOUTS
 from ..runs.resume import run_config
 from ..runs.summary import SUMMARY
 from .signature import sign
-from .verify_run import verify_run
+from .verify_run import drawn_steps, verify_run
 
 FORMAT = 1
 STATEMENT, CONTENTS = "statement.json", "contents"
@@ -46,10 +45,7 @@ def draw_of(ledger: LedgerFile) -> int:
 
 def sampled_steps(ledger: LedgerFile, replays: int) -> list[int]:
     """The steps that the ledger chooses, ascending: those of `zerokl verify run --draw`."""
-    recorded = len(ledger.lines)
-    return (
-        sorted(permutation(recorded, draw_of(ledger), Stream.ORDER, 0)[:replays].tolist()) if recorded else []
-    )
+    return drawn_steps(len(ledger.lines), replays, draw_of(ledger))
 
 
 def attest(run: Path, key: Path, out: Path, replays: int) -> dict[str, Any]:

@@ -18,27 +18,15 @@ from ...files.reading import one_line, parse_json, shown
 from ...files.writing import MANIFEST, manifest_damage
 from ...kernels.backend import find_device
 from ...verify.divergence import open_run
-from ...verify.environment import PACKAGE_ROOT, environment
+from ...verify.environment import DECIDES, PACKAGE_ROOT, environment
 from ...verify.ledger import LedgerFile
 from ..runs.resume import run_config
 from .attest_bundle import CONTENTS, FORMAT, STATEMENT, bundle_settings, draw_of, needed_code, sampled_steps
 from .signature import SUFFIX, SignatureError, check_signature
 from .verify_run import Finding, verify_run
 
-# What decides bits by more than the settings: of these a difference explains that a step differs.
-_DECIDES = (
-    "code",
-    "torch",
-    "triton",
-    "vllm",
-    "cpu",
-    "cpu capability",
-    "mkl",
-    "onednn",
-    "device",
-    "gpu",
-    "cuda",
-)
+# Of these a difference explains that a step differs.
+_DECIDES = (*DECIDES, "vllm", "device")
 _FIELDS = {"format", "fingerprint", "steps", "replays", "sampled", "contents", "needs", "environment"}
 
 

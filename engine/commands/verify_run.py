@@ -214,12 +214,16 @@ def _summary(run: _Run) -> Finding:
     )
 
 
+def drawn_steps(recorded: int, n: int, seed: int) -> list[int]:
+    """Up to n of the recorded steps, drawn at random with `seed`, ascending."""
+    return sorted(permutation(recorded, seed, Stream.ORDER, 0)[:n].tolist()) if recorded else []
+
+
 def _replays(run: _Run, replayer: Replayer, n: int, seed: int) -> Iterator[Finding]:
     """Up to n steps of the run, drawn at random and done again in ascending order."""
-    recorded = len(replayer.ledger.lines)
-    if not recorded or not n:
+    steps = drawn_steps(len(replayer.ledger.lines), n, seed)
+    if not steps:
         return
-    steps = sorted(permutation(recorded, seed, Stream.ORDER, 0)[:n].tolist())
     held_out = _held_out(run, replayer)
     # No step is done yet, so this evaluates the model that the run began with.
     base = held_out(0).base_metrics() if steps[0] == 0 else {}

@@ -11,10 +11,10 @@ import subprocess
 import sys
 import tempfile
 import time
-import zipfile
 from pathlib import Path
 
 import yaml
+from check import compare, wheel_files
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "wheels" / "audit"))
@@ -32,15 +32,10 @@ def check_files(wheel: Path) -> None:
         folder = ROOT.joinpath(*package.split("."))
         files = [file for pattern in patterns for file in folder.glob(pattern)]
         expected |= {str(file.relative_to(ROOT)): file.read_bytes() for file in files}
-    with zipfile.ZipFile(wheel) as opened:
-        names = [name for name in opened.namelist() if ".dist-info/" not in name]
-        found = {name.removeprefix("zerokl/"): opened.read(name) for name in names}
-    if found != expected:
-        others = {n for n in found.keys() | expected.keys() if found.get(n) != expected.get(n)}
-        sys.exit(f"{wheel.name}: missing, altered or too much: {', '.join(sorted(others))}")
+    compare(expected, wheel_files(wheel), wheel.name, whole=True)
     if wheel.stat().st_size > MOST_BYTES:
         sys.exit(f"{wheel.name}: {wheel.stat().st_size:,} bytes, more than {MOST_BYTES:,}")
-    print(f"{wheel.name}: {len(found)} files of git, {wheel.stat().st_size:,} bytes")
+    print(f"{wheel.name}: {wheel.stat().st_size:,} bytes")
 
 
 class User:

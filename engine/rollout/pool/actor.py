@@ -15,13 +15,10 @@ import torch
 
 from ....model.decoder import Decoder, Numerics
 from ....model.weights import Layout
-from ....verify.environment import PACKAGE_ROOT, environment
+from ....verify.environment import DECIDES, PACKAGE_ROOT, environment
 from ...config import NativeConfig
 from ..native import NativeSampler
 from ..types import Completion, Request
-
-# What of an environment decides bits (verify/environment.py). Actors must have the trainer's.
-_DECIDES = ("code", "torch", "triton", "cpu", "cpu capability", "mkl", "onednn", "gpu", "cuda")
 
 
 class StaleWeightsError(RuntimeError):
@@ -67,9 +64,9 @@ def identify(version: int, flat: torch.Tensor) -> WeightsId:
 
 
 def bits_environment(device: torch.device) -> dict[str, Any]:
-    """What of this process's environment decides bits."""
+    """What of this process's environment decides bits. Actors must have the trainer's."""
     values = environment(PACKAGE_ROOT, device, {})
-    return {name: values.get(name) for name in _DECIDES}
+    return {name: values.get(name) for name in DECIDES}
 
 
 class SamplerActor:

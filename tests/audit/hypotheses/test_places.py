@@ -12,20 +12,12 @@ from zerokl.audit.formats.record import LoggedRollout
 from zerokl.audit.hypotheses.column_causes import try_columns
 from zerokl.audit.hypotheses.id_checks import after_the_end, cut_short, end_without_logprob
 
-END, SIZE = 1, 1.2e-2
+from tests.audit.rounded_lines import END, rounded_lines
 
 
 def sound(lines: int, seed: int = 0) -> list[LoggedRollout]:
     """Lines with prompts of several lengths, whose two columns differ by what bf16 rounds."""
-    rng, rollouts = np.random.default_rng(seed), []
-    for i in range(lines):
-        n = int(rng.integers(12, 90))
-        s = -rng.gamma(1.2, 2.0, n)
-        d = SIZE * rng.standard_t(7, n) * (1.02 - np.exp(s))
-        ids = (*rng.integers(3, 400, n - 1).tolist(), END)
-        prompt = tuple(rng.integers(3, 400, 3 + i % 7).tolist())
-        rollouts.append(LoggedRollout(prompt, ids, np.float32(s), np.float32(np.minimum(s + d, 0.0))))
-    return rollouts
+    return rounded_lines(seed, 1.2e-2, lines, lambda rng, i: tuple(rng.integers(3, 400, 3 + i % 7).tolist()))
 
 
 def with_trainer(rollouts, change) -> list[LoggedRollout]:

@@ -11,21 +11,14 @@ from zerokl.audit.hypotheses.id_checks import doubled_start, never_drawn
 from zerokl.audit.hypotheses.noise import Noise, is_rounding
 from zerokl.audit.hypotheses.slope import slope
 
+from tests.audit.rounded_lines import END, rounded_lines
+
 SIZES = {"float32": 2e-5, "float16": 1.5e-3, "bfloat16": 1.2e-2}
-END = 1
 
 
 def columns(seed: int, size: float, lines: int = 12) -> list[LoggedRollout]:
-    """Lines whose two columns differ by rounding: heavy-tailed, smaller for likely tokens, as logits move."""
-    rng, rollouts = np.random.default_rng(seed), []
-    for i in range(lines):
-        n = int(rng.integers(12, 90))
-        s = -rng.gamma(1.2, 2.0, n)
-        d = size * rng.standard_t(7, n) * (1.02 - np.exp(s))
-        ids = (*rng.integers(3, 400, n - 1).tolist(), END)
-        columns = np.float32(s), np.float32(np.minimum(s + d, 0.0))
-        rollouts.append(LoggedRollout((0, 5 + i % 4, 9), ids, *columns))
-    return rollouts
+    """Lines whose two columns differ by rounding, of four prompts."""
+    return rounded_lines(seed, size, lines, lambda _, i: (0, 5 + i % 4, 9))
 
 
 def wrong(rollouts: list[LoggedRollout], places, values) -> list[LoggedRollout]:
