@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator, Sequence
 from functools import partial
-from types import SimpleNamespace
 
 import torch
 from zerokl.benchmarks.machine import Machine, Row, name_of
@@ -16,17 +15,6 @@ from zerokl.model.scoring import logprobs, pack
 from zerokl.model.weights import fingerprint
 
 Pair = tuple[Sequence[int], Sequence[int]]
-_OPTIMIZER = SimpleNamespace(
-    lr=1e-4,
-    schedule="constant",
-    warmup_steps=0,
-    min_lr_ratio=0.0,
-    beta1=0.9,
-    beta2=0.95,
-    eps=1e-8,
-    weight_decay=0.0,
-    max_grad_norm=1.0,
-)
 
 
 def exactness(m: Machine) -> Iterator[Row]:
@@ -143,6 +131,7 @@ def _train(m: Machine, dtype: torch.dtype, steps: int) -> tuple[list[str], int, 
     Returns the fingerprints of the weights before the first and after each step, the number of tokens
     compared, and the number of tokens whose two logprobs differ.
     """
+    from zerokl.engine.config import OptimizerConfig
     from zerokl.engine.parallel.gradient import ShardSum
     from zerokl.engine.rollout.native import NativeSampler
     from zerokl.engine.rollout.types import GenerationParams, RngKey, complete
@@ -151,7 +140,7 @@ def _train(m: Machine, dtype: torch.dtype, steps: int) -> tuple[list[str], int, 
     source = m.decoder(m.first_shape, 2, 128, torch.float32)
     master = source.flat.detach()
     decoder = Decoder(source.config, master.to(dtype), source.layout)
-    optimizer, shards = Optimizer(decoder, master, _OPTIMIZER, steps), ShardSum(decoder, 1)
+    optimizer, shards = Optimizer(decoder, master, OptimizerConfig(), steps), ShardSum(decoder, 1)
     sampler = NativeSampler(decoder, max_concurrency=16)
     generation_params = GenerationParams(SamplingParams(), 4, 8 if m.small else 48, frozenset({0}))
     fingerprints = [fingerprint(decoder.layout, optimizer.master)]

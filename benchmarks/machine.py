@@ -91,7 +91,9 @@ class Machine:
         """A Qwen3 with the widths of shape `name` and random weights."""
         return self.random_decoder(shape_config(self.shapes[name], vocab, layers), dtype, numerics)
 
-    def random_decoder(self, config: ModelConfig, dtype: torch.dtype, numerics: Numerics = COMPUTE) -> Decoder:
+    def random_decoder(
+        self, config: ModelConfig, dtype: torch.dtype, numerics: Numerics = COMPUTE
+    ) -> Decoder:
         """A model with random weights."""
         layout = Layout(config)
         torch.manual_seed(0)
