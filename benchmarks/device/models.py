@@ -1,7 +1,7 @@
 """Runs of models that are not dense, or not trained whole: a mixture of experts, and adapters.
 
 Each is trained in three dtypes, twice with the native sampler and once with vllm-zerokl: the trainer's
-logprobs beside the sampler's, and the fingerprints. The dtypes run at the same time, in processes of their own.
+logprobs beside the sampler's, and the fingerprints. Each dtype has a process of its own; they run at once.
 """
 
 import tempfile

@@ -65,14 +65,14 @@ def gpu_folder(name: str) -> str:
 def new_report(part: str, device: torch.device, measures: bool) -> Report:
     """The report of a run on this device.
 
-    Its commit is git's answer, or the variable COMMIT where the files are without their history.
+    Its commit is the variable COMMIT, for files without their history, or else git's answer.
     """
     if not measures:
         return Report(part, None, {})
     root = Path(__file__).resolve().parents[2]
     command = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=40"]
     description = subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
-    commit, today = description or os.environ.get("COMMIT", "unknown"), date.today().isoformat()
+    commit, today = os.environ.get("COMMIT") or description or "unknown", date.today().isoformat()
     folder = RESULTS / gpu_folder(torch.cuda.get_device_name(device))
     names = (f"{today}-{commit[:7]}-{part}{'' if n == 1 else f'-{n}'}.json" for n in count(1))
     about = {"date": today, "commit": commit, "environment": environment(root, device, {})}
