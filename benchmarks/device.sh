@@ -1,9 +1,10 @@
 #!/usr/bin/env bash
 # Exactness and rates on a GPU, in parts of at most four minutes each. It needs a Python with torch, triton and
 # transformers, and the packages of wheels.sh. Nothing is installed.
-#   benchmarks/device.sh PART            exact, kernels, step, decode, vllm, models or ranks; all (the default) runs one
-#                                        after another. Each part writes a file into benchmarks/results/<gpu>/. The
-#                                        exit code is 1 where a bit is unequal, 3 where something did not run.
+#   benchmarks/device.sh PART            one of those that the line "parts" below names; all (the default) runs
+#                                        one after another. Each part writes a file into
+#                                        benchmarks/results/<gpu>/. The exit code is 1 where a bit is unequal,
+#                                        3 where something did not run.
 #   RESULTS=<folder> benchmarks/device.sh      another folder for the files, in place of benchmarks/results
 #   benchmarks/device.sh PART --device cpu --small     anywhere: the same code with toy sizes; it measures nothing
 #   PYTHON=... benchmarks/device.sh      another interpreter
@@ -21,7 +22,7 @@ if [ $# -gt 0 ] && [ "${1#-}" = "$1" ]; then
   parts="$1"
   shift
 fi
-[ "$parts" = all ] && parts="exact kernels step decode vllm models ranks"
+[ "$parts" = all ] && parts="exact kernels step decode decode-vllm vllm vllm-runs models ranks"
 root="$(cd "$(dirname "$0")/.." && pwd)"
 # The repository root is the package: a link by its name makes it importable without an installation.
 link="$(mktemp -d)"

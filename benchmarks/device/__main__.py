@@ -3,8 +3,10 @@
     exact     the law, exact policy gradient, a KL reference, rollouts of older weights, kill and resume
     kernels   each kernel beside plain torch, beside atomics, beside Liger-Kernel's
     step      forward and backward; the whole exact step and its split, beside TRL with vLLM
-    decode    tokens a second: the samplers native, vllm-zerokl and vllm-exact, and vLLM as it comes
-    vllm      vLLM's kernels and compiled operations, and runs in which vLLM samples, beside zerokl's
+    decode    tokens a second: the samplers native, vllm-zerokl and vllm-exact
+    decode-vllm    the same of vLLM alone
+    vllm      vLLM's kernels and compiled operations beside zerokl's
+    vllm-runs    runs in which vLLM samples, and vLLM's own model beside the trainer's
     models    a mixture of experts and adapters: mismatch, and two runs with one fingerprint
     ranks     runs by torchrun with one rank, and with two where there are two GPUs, beside one process
 
@@ -28,7 +30,9 @@ PARTS = {
     "kernels": "zerokl.benchmarks.device.kernels",
     "step": "zerokl.benchmarks.device.step",
     "decode": "zerokl.benchmarks.device.decode",
+    "decode-vllm": "zerokl.benchmarks.device.decode_vllm",
     "vllm": "zerokl.benchmarks.device.beside_vllm",
+    "vllm-runs": "zerokl.benchmarks.device.vllm_runs",
     "models": "zerokl.benchmarks.device.models",
     "ranks": "zerokl.benchmarks.device.ranks",
 }

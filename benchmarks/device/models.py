@@ -9,9 +9,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-from zerokl.benchmarks.device.beside_vllm import DTYPES, is_installed
+from zerokl.benchmarks.device.installed import has_vllm, without_vllm
 from zerokl.benchmarks.device.processes import module_command, rows_of, serve
 from zerokl.benchmarks.device.runs import settings, take_steps, write_decoder
+from zerokl.benchmarks.device.vllm_runs import DTYPES
 from zerokl.benchmarks.machine import Machine, Row, model_config
 from zerokl.model.config import ModelConfig
 
@@ -45,8 +46,8 @@ def _runs(m: Machine, kind: str, dtype: str) -> Iterator[Row]:
         first = take_steps(values)
         for sampler in ("native", "vllm-zerokl"):
             what = f"{kind} {dtype}, sampler {sampler}"
-            if sampler != "native" and not is_installed():
-                yield {"what": f"{what}: not compared (vLLM is not installed)"}
+            if sampler != "native" and not has_vllm():
+                yield without_vllm(what)
                 continue
             run = take_steps(values | {"sampler": sampler})
             yield {"what": f"{what}: {run.tokens} tokens, trainer against sampler", "unequal": run.unequal}

@@ -59,15 +59,18 @@ def training_flops(config: ModelConfig, sequences: Iterable[tuple[int, int, int,
     sequences: of each, the tokens of its prompt, of its completion, and the drawn ones of these, whether it
     is the first of its prompt, and whether it has a gradient.
     """
-    flops = 0.0
+    work = {
+        True: [0, 0, 0],
+        False: [0, 0, 0],
+    }  # with and without a gradient: operations grow with each number
     for prompt, completion, drawn, first, is_trained in sequences:
         # A sample begins with the prompt's last token (model/prompts.py), so it has `completion` rows.
         tokens, pairs = completion, completion * prompt + completion * (completion - 1) // 2
         if first:
             tokens, pairs = tokens + prompt - 1, pairs + prompt * (prompt - 1) // 2
-        forward = forward_flops(config, Work(tokens, pairs, drawn))
-        flops += forward * (3.0 if is_trained else 1.0)
-    return flops
+        work[is_trained] = [a + b for a, b in zip(work[is_trained], (tokens, pairs, drawn), strict=True)]
+    trained, forward_only = (forward_flops(config, Work(*work[has])) for has in (True, False))
+    return 3.0 * trained + forward_only
 
 
 def performance(state: TrainState, shard: Shard, times: dict[str, float]) -> dict[str, float]:

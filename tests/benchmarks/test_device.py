@@ -42,7 +42,9 @@ def run_device(*words: str, path: Path | None = None) -> subprocess.CompletedPro
         pytest.param("kernels", ["toy linear, 64 rows", "toy attention backward"], marks=pytest.mark.full),
         pytest.param("step", ["whole step of 2 x 4 x 8 tokens"], marks=pytest.mark.full),
         pytest.param("decode", ["decoding 16 x 8 tokens after 8, zerokl"], marks=pytest.mark.full),
+        pytest.param("decode-vllm", ["decoding, vLLM as it comes: not"], marks=pytest.mark.full),
         pytest.param("vllm", ["vLLM's kernels: not compared"], marks=pytest.mark.full),
+        pytest.param("vllm-runs", ["runs in which vLLM samples: not compared"], marks=pytest.mark.full),
         pytest.param(
             "models", ["experts float16, sampler native: ", "adapters float32"], marks=pytest.mark.full
         ),
