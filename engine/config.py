@@ -222,8 +222,8 @@ class VllmConfig(Section):
     cache_bytes: int = Field(1 << 30, ge=1)
     """Size of the key-value cache, bytes (kv_cache_memory_bytes)."""
     cuda_graphs: bool = False
-    """Replay each decoding forward as a CUDA graph. vLLM then keeps a copy of the weights. On a GPU only; no
-    GPU has run it yet."""
+    """Replay each decoding forward as a CUDA graph. vLLM then keeps a copy of the weights. On a GPU only; an
+    H200 has run it in bf16, exactly, and drew three times as fast."""
     engine: dict[str, Any] = Field(default_factory=dict)
     """Other arguments of vllm.LLM, by vLLM's names. Arguments that could break exactness are refused."""
 
