@@ -8,18 +8,17 @@ its own (norm.py). The trainer's Triton kernels have the arithmetic of vLLM's ke
 (tests/triton/test_vllm_model.py): a matrix product's tiles along K, one order of every sum, one rounding at
 each place. The monitor compares every token.
 
-An H200 has run it, with vLLM 0.32's CUDA build, in bf16, fp16 and fp32. Runs had mismatch 0.0 and the weights
-of the native sampler, in bf16 with CUDA graphs too. With 2 versions of the weights, none of 2,304 logprobs each
-was unequal (benchmarks/vllm_exact.py). For fp32, kernels/rope_triton.py fuses the product that vLLM's compiled
-rotary embedding fuses, y2 = fma(x1, sin, x2 cos).
+An H200 has run it, with vLLM 0.32's CUDA build, in bf16, fp16 and fp32. Runs had mismatch 0.0 and the
+weights of the native sampler, in bf16 with CUDA graphs too. With 2 versions of the weights, none of 2,304
+logprobs each was unequal (benchmarks/vllm_exact.py). For fp32, kernels/rope_triton.py fuses the product that
+vLLM's compiled rotary embedding fuses, y2 = fma(x1, sin, x2 cos).
 
 On other GPUs or at other widths, a difference would show first in tiles of few rows. vLLM's tuned tables take
 such tiles, and another tensor-core instruction computes them (kernels/tiles.py).
 
-The compiler stays off, because it replaces operations. CUDA graphs are off by default (vllm.cuda_graphs): vLLM
-then keeps a copy of the weights.
-Prefix caching and chunked prefill are safe: keys and values are rows, and a row's bits do
-not depend on the other rows. vLLM itself is not invariant in two cases: the addition before a norm, which
+The compiler stays off, because it replaces operations. CUDA graphs are off by default (vllm.cuda_graphs),
+because vLLM then keeps a copy of the weights. Prefix caching and chunked prefill are safe: keys and values are
+rows, and a row's bits do not depend on the other rows. vLLM itself is not invariant in two cases: the addition before a norm, which
 norm.py replaces, and heads of 256 on Blackwell, whose tiles differ in a prefill.
 
 The mode is set for the whole process, which is the trainer's too. It also replaces torch's own products,
