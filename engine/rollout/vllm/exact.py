@@ -17,9 +17,10 @@ On other GPUs or at other widths, a difference would show first in tiles of few 
 such tiles, and another tensor-core instruction computes them (kernels/tiles.py).
 
 The compiler stays off, because it replaces operations. CUDA graphs are off by default (vllm.cuda_graphs),
-because vLLM then keeps a copy of the weights. Prefix caching and chunked prefill are safe: keys and values are
-rows, and a row's bits do not depend on the other rows. vLLM itself is not invariant in two cases: the addition before a norm, which
-norm.py replaces, and heads of 256 on Blackwell, whose tiles differ in a prefill.
+because vLLM then keeps a copy of the weights. Prefix caching and chunked prefill are safe: keys and values
+are rows, and a row's bits do not depend on the other rows. vLLM itself is not invariant in two cases: the
+addition before a norm, which norm.py replaces, and heads of 256 on Blackwell, whose tiles differ in a
+prefill.
 
 The mode is set for the whole process, which is the trainer's too. It also replaces torch's own products,
 softmax and mean on CUDA tensors, which zerokl's kernels do not use.

@@ -5,9 +5,9 @@
 vLLM schedules, keeps the paged cache and shares prefixes. Our model, attention and draw run inside it (the
 other modules of this package). So the tokens and their logprobs are those of the native sampler, bit for bit.
 
-On a CPU tests/vllm shows it. On an H200, with vLLM 0.32's CUDA build, runs of 8 steps had mismatch 0.0 and the
-native sampler's weights and fingerprint, in bf16, fp16 and fp32, with experts and with adapters. So had one in
-bf16 with CUDA graphs.
+On a CPU tests/vllm shows it. On an H200, with vLLM 0.32's CUDA build, runs of 8 steps had mismatch 0.0 and
+the native sampler's weights and fingerprint, in bf16, fp16 and fp32, with experts and with adapters. So had
+one in bf16 with CUDA graphs.
 """
 
 import os
