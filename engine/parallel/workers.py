@@ -9,7 +9,6 @@ All workers share the memory of the weights and of the gradients that they retur
 process. The other workers wait for a pair (function, argument), and end when the caller ends.
 """
 
-import ctypes
 import os
 import pickle
 import signal
@@ -27,6 +26,7 @@ import torch
 from ...model.adapters import AdapterLayout, Adapters
 from ...model.decoder import Decoder
 from ...model.weights import FlatLayout, Layout
+from ..allocator import keep_freed_memory
 from ..config import NativeConfig
 from ..processes import ending, start_python
 from ..rollout.native import NativeSampler
@@ -44,7 +44,6 @@ Y = TypeVar("Y")
 _LARGE = 50_000_000
 # Threads or processes that a machine may be asked for.
 _MOST_PER_CORE, _MOST_ANYWHERE = 8, 64
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
 _NATIVE = NativeConfig()
 
 
@@ -88,18 +87,6 @@ def cpu_threads(n: int) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
-
-
-def keep_freed_memory() -> None:
-    """Make glibc keep the memory that one step frees for the next step; without glibc this does nothing.
-
-    glibc would otherwise give the memory back, and the kernel would zero it again. glibc now keeps blocks of
-    up to 32 MB, which is its limit, and 64 MB at the top of the heap (benchmarks/LOG.md).
-    """
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is not None:
-        mallopt(_M_MMAP_THRESHOLD, 32 << 20)
-        mallopt(_M_TRIM_THRESHOLD, 64 << 20)
 
 
 class Host:

@@ -12,6 +12,7 @@ from ...model.checkpoint import DTYPES
 from ...model.config import ModelConfig
 from ...model.decoder import Decoder
 from ...model.weights import Layout
+from ..allocator import return_freed_memory
 from ..config import Config
 from ..parallel.data_parallel import RankedSampler, RankedScorer, RankedWorkers
 from ..parallel.gathered import FrozenPieces, GatheredSampler, GatheredScorer, WholeWeights
@@ -81,6 +82,7 @@ def sharded_engine(run: EngineInputs, micro_batch: int, stopwatch: Stopwatch) ->
     policy = whole.decoder
     # One worker: the sampler's. It is asked for no gradient.
     drawing = Workers(policy, config.virtual_shards, 1, config.native, stopwatch=stopwatch)
+    return_freed_memory()
     sampler = RankedSampler(GatheredSampler(WorkersSampler(drawing, micro_batch), whole), ranks)
     ref_policy = critic = None
     if run.ref_model is not None:
