@@ -15,6 +15,7 @@ from functools import cached_property
 import numpy as np
 
 from . import noise as rounding_of
+from .edges import beyond_slack, with_slack
 from .evidence import Evidence, Line, Scores
 from .noise import Noise, is_rounding
 from .places import Where, where
@@ -130,7 +131,7 @@ class _Judge:
 def explain(evidence: Evidence, predictors: Mapping[str, Predictor]) -> Tried:
     """Try the hypotheses that have a predictor, by name; the others need a model."""
     evidence = _inside(evidence)
-    evidence = replace(evidence, lines=_chosen(evidence), log=evidence.lines)
+    evidence = with_slack(replace(evidence, lines=_chosen(evidence), log=evidence.lines))
     gaps = np.concatenate([np.empty(0), *(_gaps(line, line.scored) for line in evidence.lines)])
     gaps = gaps[~np.isnan(gaps)]
     result = Tried(float(gaps.mean()) if len(gaps) else 0.0, len(gaps))
@@ -195,13 +196,13 @@ def _measured(evidence: Evidence) -> list[Noise]:
 
 
 def _signed(evidence: Evidence) -> list[np.ndarray]:
-    """logged - scored of each line, NaN where either is unknown."""
+    """logged - scored of each line beyond the slack of its cuts, NaN where either is unknown."""
     result = []
     for x in evidence.lines:
         with np.errstate(invalid="ignore"):
             d = x.logged.astype(np.float64) - x.scored
         d = np.where(np.isinf(x.logged) & (x.logged == x.scored), 0.0, d)
-        result.append(np.clip(d, -_MOST, _MOST))
+        result.append(beyond_slack(np.clip(d, -_MOST, _MOST), x.slack))
     return result
 
 
@@ -432,7 +433,8 @@ class _Compared:
         with np.errstate(invalid="ignore"):
             left = line.logged.astype(np.float64) - (shifted if d < c else base)
             effect, r = shifted.astype(np.float64) - base, line.logged.astype(np.float64) - base
-        self.left.append(np.where(both, np.clip(left, -_MOST, _MOST), np.nan))
+        left = beyond_slack(np.clip(left, -_MOST, _MOST), line.slack)
+        self.left.append(np.where(both, left, np.nan))
         self.scores.append(line.scored)
         known = both & np.isfinite(effect) & np.isfinite(r) & (d < c)
         self.effects.append(np.where(known, effect, np.nan))

@@ -108,6 +108,19 @@ def after_the_end(lines: Sequence[LoggedRollout], tokenizer: "Tokenizer") -> Log
     )
 
 
+def drawn_parts(lines: Sequence[LoggedRollout], tokenizer: "Tokenizer") -> list[slice]:
+    """The part of each completion that was drawn, where the checks above find that others were not.
+
+    Who reports a number for the other tokens reports that of nothing.
+    """
+    opening = len(_generation_prompt(tokenizer)) if template_in_completion(lines, tokenizer) else 0
+    start = opening or int(never_drawn(lines) is not None)
+    if after_the_end(lines, tokenizer) is None:
+        return [slice(start, None)] * len(lines)
+    ends = [[i + 1 for i, t in enumerate(x.completion_ids) if t in tokenizer.stop_ids] for x in lines]
+    return [slice(start, next(iter(of_line), None)) for of_line in ends]
+
+
 def cut_short(lines: Sequence[LoggedRollout], tokenizer: "Tokenizer") -> LogFault | None:
     """Completions that end without an end token, before any limit, while others have one."""
     lines = [x for x in lines if x.turn is None]

@@ -20,6 +20,7 @@ from ..log_section import TrainerColumn
 from .column_causes import said
 from .evidence import Evidence, Line
 from .fit import Tried, explain
+from .id_checks import drawn_parts
 from .log_checks import check_log
 from .log_fault import LogFault
 from .predictors import PREDICTORS
@@ -59,6 +60,8 @@ def log_causes(
         scorer,
         longest_prompt=max(longest_prompt, *(len(r.prompt_ids) for r, _ in rollouts), 0),
     )
+    parts = drawn_parts(lines, scorer.tokenizer)
+    evidence = replace(evidence, lines=list(map(_drawn_only, evidence.lines, parts)))
     trainer_column = None
     if any(x.trainer_logprobs is not None for x in lines):
         of_trainer = explain(_of_trainer(evidence, lines), PREDICTORS)
@@ -66,8 +69,16 @@ def log_causes(
         trainer_column = TrainerColumn(**vars(of_trainer), distribution=distribution)
     hypotheses, log_faults = explain(evidence, PREDICTORS), check_log(lines, scorer.tokenizer)
     if hypotheses.is_rounding or not hypotheses.distance:
-        log_faults += [fault] if (fault := one_stream(_first(evidence))) else []
+        # A stream that lines share may also double lines, so it stands first.
+        log_faults = [*([fault] if (fault := one_stream(_first(evidence))) else []), *log_faults]
     return LogCauses(hypotheses, log_faults, trainer_column)
+
+
+def _drawn_only(line: Line, part: slice) -> Line:
+    """The line without the numbers of tokens that nobody drew."""
+    undrawn = np.ones(len(line.logged), bool)
+    undrawn[part] = False
+    return replace(line, logged=np.where(undrawn, np.float32(np.nan), line.logged)) if undrawn.any() else line
 
 
 def _first(evidence: Evidence) -> Evidence:

@@ -115,13 +115,14 @@ def zeros(evidence: Evidence) -> Iterator[Prediction]:
 
 
 def another_lines_numbers(evidence: Evidence) -> Iterator[Prediction]:
-    """The numbers of another line, whose completion is as long."""
+    """The numbers of another line: of one as long, or of one of the same prompt, as many as that one has."""
     scores: Scores = {}
     for i, line in enumerate(evidence.lines):
+        n = len(line.scored)
         candidates = [
-            other.scored
+            np.concatenate([other.scored[:n], line.scored[len(other.scored) :]])
             for other in evidence.all_lines
-            if other.index != line.index and len(other.scored) == len(line.scored)
+            if other.index != line.index and (len(other.scored) == n or other.prompt_ids == line.prompt_ids)
         ]
         if candidates:
             scores[i] = closest(line, candidates)
@@ -130,7 +131,8 @@ def another_lines_numbers(evidence: Evidence) -> Iterator[Prediction]:
 
 def closest(line: Line, candidates: list[np.ndarray]) -> np.ndarray:
     """The candidate [C] that is nearest to the logged numbers of a line."""
-    distances = [np.nansum(np.minimum(np.abs(c - line.logged), 20.0)) for c in candidates]
+    with np.errstate(invalid="ignore"):  # both may be at -inf
+        distances = [np.nansum(np.minimum(np.abs(c - line.logged), 20.0)) for c in candidates]
     return candidates[int(np.argmin(distances))]
 
 

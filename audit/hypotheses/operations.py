@@ -18,7 +18,7 @@ from .scorer import decoder_scores
 _THETAS = (1e4, 1e5, 5e5, 1e6)
 _EPSILONS = (1e-5, 1e-6, 1e-8)
 # Of the search for a base: lines, its ends, and how often the step is halved.
-_FEW, _LOW, _HIGH, _ROUNDS = 6, 1e3, 1e7, 5
+_FEW, _LOW, _HIGH, _ROUNDS = 6, 1e3, 1e7, 8
 
 
 def another_rotation(evidence: Evidence) -> Iterator[Prediction]:

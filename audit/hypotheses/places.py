@@ -32,6 +32,8 @@ _LINE, _LINES = 0.5, 3
 _SAME = 0.85
 _PERIODS = range(2, 129)
 _EARLIER = range(1, 9)
+# Of its difference, what a line keeps at most where other numbers come much nearer to it.
+_MUCH = 0.2
 
 Masks = list[np.ndarray]  # of each line, [C] bool
 
@@ -264,6 +266,23 @@ def wrong_numbers(evidence: Evidence, numbers: Iterable[Number] | None = None) -
             if number == "0" and evidence.side == "sampler" and not at_end:
                 continue  # tokens that were not drawn, which another hypothesis names
             yield Prediction(f"in {words} the sampler's number is {number}", _changed(evidence, masks, new))
+        if whole := _nearer_lines(evidence, new):
+            everywhere = [np.full(len(x), w) for x, w in zip(new, whole, strict=True)]
+            words = f"in {_line_words(whole, evidence.lines)} the sampler's number is {number}"
+            yield Prediction(words, _changed(evidence, everywhere, new))
+
+
+def _nearer_lines(evidence: Evidence, new: list[np.ndarray]) -> list[bool]:
+    """Which lines come much nearer to the log with other numbers; empty where fewer than some do, or all.
+
+    Some lines at fault differ by chance so little that their tokens are not odd.
+    """
+    whole = []
+    for line, x in zip(evidence.lines, new, strict=True):
+        known = ~(np.isnan(x) | np.isnan(line.logged) | np.isnan(line.scored))
+        before, after = (np.abs(line.logged - y)[known].sum() for y in (line.scored, x))
+        whole.append(bool(known.any() and after < _MUCH * before))
+    return whole if _LINES <= sum(whole) < len(whole) else []
 
 
 def _all(odd: Masks) -> Class:
