@@ -1,6 +1,6 @@
 """The most memory that a rank has, measured beside the prediction, by engine and number of ranks.
 
-    python benchmarks/rank_memory.py [--ranks 1 2 4] [--dtype bfloat16]
+    python benchmarks/rank_memory.py [--engines replicated fsdp] [--ranks 1 2 4] [--dtype bfloat16]
 
 The model has the layers of SmolLM2-135M with random weights and a small vocabulary, 106 million weights. Each
 row is two steps by torchrun. A thread of each rank looks every 5 ms how much memory is its own (RssAnon and
@@ -112,6 +112,7 @@ def main() -> None:
     )
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4])
     parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--engines", nargs="+", default=["replicated", "fsdp"])
     args = parser.parse_args()
     init.PRESETS.update(WIDTHS)
     print("| engine | ranks | predicted, MiB | measured, MiB | rank 0, MiB |")
@@ -121,7 +122,7 @@ def main() -> None:
         (folder / "sitecustomize.py").write_text(_PEAK)  # Python runs it when it starts
         for model in WIDTHS:
             make_model(model, folder)
-        for engine in ("replicated", "fsdp"):
+        for engine in args.engines:
             values = settings(args.dtype, engine)
             for ranks in args.ranks:
                 large, small = (peaks(folder, model, ranks, values) for model in ("large", "small"))
