@@ -7,7 +7,7 @@ RUN    ?= runs/demo
 
 # TORCH: what pip is given for torch, e.g. TORCH='torch==2.13.0 --index-url ...' for another build.
 .PHONY: help demo demo-turns test test-rest test-full test-slow test-proofs vllm test-vllm test-vllm-0.33 test-triton test-trl test-trl-vllm test-trl-releases test-peft test-verl test-titan test-browser \
-  test-trackers test-worlds test-ray test-nodes real test-real lint docs package wheels pictures bench bench-vllm clean
+  test-trackers test-worlds test-ray test-nodes real test-real pairs lint docs package wheels pictures bench bench-vllm clean
 .DEFAULT_GOAL := help
 
 help:
@@ -33,6 +33,7 @@ help:
 	@echo "make test-nodes     the batch script and manifests of docs/nodes, by the validators of what reads them"
 	@echo "make real           SmolLM2-135M-Instruct: transformers, vLLM and zerokl audited, then exact RL of all weights and of LoRA of rank 16"
 	@echo "make test-real      the same model in short: converted, audited, trained two steps"
+	@echo "make pairs          the table of engine pairs in docs/audit/pairs.md, again: one audit a row; MODEL=FOLDER for another model"
 	@echo "make docs           the documentation, in build/docs; a broken link fails"
 	@echo "make wheels         both wheels, zerokl and zerokl-audit, in dist; make package installs and uses them, too"
 	@echo "make lint           ruff"
@@ -213,6 +214,12 @@ real: .venv-vllm/.real
 	.venv-vllm/bin/python benchmarks/real/convert.py $(REAL)/model
 	.venv-vllm/bin/python benchmarks/real/audits.py $(REAL)/model $(REAL)/audits
 	.venv-vllm/bin/python benchmarks/real/train.py $(REAL)/model $(REAL)/trained
+
+# Resumable: a row that was made with the installed versions is kept. MODEL: a folder in place of SmolLM2-135M-Instruct.
+MODEL ?= $(REAL)/model
+pairs: .venv-vllm/.real
+	test -e $(MODEL)/config.json || .venv-vllm/bin/python benchmarks/real/convert.py $(MODEL)
+	.venv-vllm/bin/python benchmarks/pairs.py $(MODEL) benchmarks/results/pairs
 
 test-real: .venv-vllm/.real
 	.venv-vllm/bin/python -m pytest -m real tests/real

@@ -445,7 +445,30 @@ def _table(head: list[str], rows: list[list[str]]) -> str:
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
+def engine_pairs() -> str:
+    """The rows that `make pairs` has left, by dtype; the versions and the machine of each."""
+    files = sorted((ROOT / "benchmarks" / "results" / "pairs").glob("*.json"))
+    order = ["float32", "bfloat16", "float16"]
+    rows = sorted((json.loads(f.read_text()) for f in files), key=lambda r: order.index(r["dtype"]))
+    if not rows:
+        return "No row has been made for these versions yet."
+    head = ["dtype", "sampler", "trainer", "equal tokens", "largest", "k3", "bits part at", "with", "date"]
+    return _table(head, [_pair(row) for row in rows])
+
+
+def _pair(row: dict) -> list[str]:
+    equal = (
+        f"all {row['tokens']}" if row["frac_equal"] == 1 else f"{row['frac_equal']:.1%} of {row['tokens']}"
+    )
+    part = f"`{row['first_divergence']}`" if row["first_divergence"] else "nowhere"
+    packages = ", ".join(f"{name} {number}" for name, number in row["versions"].items())
+    engines = [f"`{row['sampler']}`", f"`{row['trainer']}`"]
+    figures = [f"{row['max_abs']:.2g}", f"{row['k3']:.1e}"]
+    return [row["dtype"], *engines, equal, *figures, part, packages, row["date"]]
+
+
 PARTS = {
+    "engine-pairs": engine_pairs,
     "configuration": configuration,
     "loss-presets": loss_presets,
     "rules": rules,

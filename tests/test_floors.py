@@ -34,6 +34,7 @@ PLACES = (
     "engine.sampler_names",
     "engine.section",
     "engine.processes",
+    "engine.allocator",
     "engine.shared_tensor",
     "engine.stopwatch",
     "model",

@@ -33,7 +33,7 @@ class Line:
     version: int | None = None
     step: int | None = None
     turn: int | None = None
-    slack: np.ndarray | None = None  # [C] nats by which the edge of a cut may move a number (edges.py)
+    slack: np.ndarray | None = None  # [C] nats by which the edge of a cut may move a number
 
     @property
     def pair(self) -> tuple[tuple[int, ...], tuple[int, ...]]:

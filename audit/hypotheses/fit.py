@@ -15,9 +15,8 @@ from functools import cached_property
 import numpy as np
 
 from . import noise as rounding_of
-from .edges import beyond_slack, with_slack
 from .evidence import Evidence, Line, Scores
-from .noise import Noise, is_rounding
+from .noise import Noise, beyond_slack, is_rounding
 from .places import Where, where
 from .prediction import Prediction, Predictor
 from .registry import DIMMED, HYPOTHESES, LATE, ROUNDINGS, SECOND, WHOLE_LOG, Hypothesis
@@ -131,7 +130,10 @@ class _Judge:
 def explain(evidence: Evidence, predictors: Mapping[str, Predictor]) -> Tried:
     """Try the hypotheses that have a predictor, by name; the others need a model."""
     evidence = _inside(evidence)
-    evidence = with_slack(replace(evidence, lines=_chosen(evidence), log=evidence.lines))
+    evidence = replace(evidence, lines=_chosen(evidence), log=evidence.lines)
+    if evidence.scorer:
+        lines = zip(evidence.lines, evidence.scorer.slack(evidence), strict=True)
+        evidence = replace(evidence, lines=[replace(line, slack=slack) for line, slack in lines])
     gaps = np.concatenate([np.empty(0), *(_gaps(line, line.scored) for line in evidence.lines)])
     gaps = gaps[~np.isnan(gaps)]
     result = Tried(float(gaps.mean()) if len(gaps) else 0.0, len(gaps))

@@ -75,6 +75,11 @@ def band(d: Sequence[np.ndarray], logp: Sequence[np.ndarray]) -> list[Noise]:
     return [Noise(dtype, max(size, FP32))] if dtype else []
 
 
+def beyond_slack(d: np.ndarray, slack: np.ndarray | None) -> np.ndarray:
+    """The part of a difference [C] that no edge of a cut explains (Line.slack)."""
+    return d if slack is None else np.sign(d) * np.maximum(np.abs(d) - slack, 0.0)
+
+
 def is_rounding(
     noise: Noise, d: Sequence[np.ndarray], logp: Sequence[np.ndarray], signed: bool = True
 ) -> bool:

@@ -20,6 +20,9 @@ from ...model.scoring import pack
 from ..engines.engine import TOGETHER, Engine, Pair, ZeroklEngine
 from .evidence import Evidence, Scores
 
+# What 16-bit engines differ by in the sum of a set's probabilities, and in a token's probability as a share.
+_EDGE_SUM, _EDGE_SHARE = 0.02, 0.1
+
 
 @dataclass(frozen=True)
 class ModelAdapters:
@@ -91,9 +94,38 @@ class Scorer:
             for name, dtype in DTYPES.items()
         }
 
+    def slack(self, evidence: Evidence) -> list[np.ndarray | None]:
+        """How far a cut that keeps a little more or less moves the number of each token, [C] of each line.
+
+        Under top-p and min-p a rounding decides whether a token at the edge is kept, and all kept tokens
+        share what one more or one fewer has. So two sound engines differ by more than they round, now and
+        then. None where no line is cut so.
+        """
+        params, pairs = evidence.params(), evidence.pairs()
+        if not any(p.top_p < 1.0 or p.min_p > 0.0 for p in params):
+            return [None] * len(pairs)
+        decoder, rows = self.model(), hidden_rows(self.model(), pairs)
+        as_said, less, more = (
+            read_rows(decoder, rows, pairs, [_cut(p, by) for p in params]) for by in (0, -1, 1)
+        )
+        return [_largest_move(*scores) for scores in zip(as_said, less, more, strict=True)]
+
     def altered(self, decoder: Decoder) -> "Scorer":
         """The same with another model behind the trainer's column."""
         return replace(self, _loaded=[decoder])
+
+
+def _cut(p: SamplingParams, by: int) -> SamplingParams:
+    """The parameters with a cut that keeps less (by = -1), the same, or more (1)."""
+    top_p = min(max(p.top_p + by * _EDGE_SUM, 1e-6), 1.0) if p.top_p < 1.0 else 1.0
+    return p._replace(top_p=top_p, min_p=p.min_p * (1.0 - by * _EDGE_SHARE))
+
+
+def _largest_move(scores: np.ndarray, *others: np.ndarray) -> np.ndarray:
+    """The largest |other - scores| of each token, [C]; 0 where a token is cut away."""
+    with np.errstate(invalid="ignore"):
+        moves = [np.abs(other.astype(np.float64) - scores) for other in others]
+    return np.max([np.where(np.isfinite(x), x, 0.0) for x in moves], axis=0)
 
 
 @torch.no_grad()
