@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from zerokl.audit.formats.record import LoggedRollout
 from zerokl.audit.hypotheses.column_causes import try_columns
-from zerokl.audit.hypotheses.id_checks import after_the_end, cut_short, end_without_logprob
+from zerokl.audit.hypotheses.id_checks import after_the_end, cut_short, drawn_parts, end_without_logprob
 
 from tests.audit.rounded_lines import END, rounded_lines
 
@@ -47,6 +47,46 @@ def test_a_rank_of_a_long_log_has_the_numbers_of_the_next_line():
     found = try_columns(with_trainer(rollouts, next_lines))[1].found
     assert "every 4th from line 3 on the trainer's number is the next line's" in found.what
     assert found.share_left < 0.1
+
+
+def test_lines_that_differ_little_are_found_with_the_others():
+    """Every third of 18 lines has the next line's numbers; by chance those of two differ little."""
+    rollouts = sound(18)
+    for i in (3, 9):
+        n = min(len(rollouts[i].logprobs), len(rollouts[i + 1].logprobs))
+        other = rollouts[i].trainer_logprobs[:n] - np.float32(0.02)
+        columns = {
+            name: np.append(other, getattr(rollouts[i + 1], name)[n:])
+            for name in ("logprobs", "trainer_logprobs")
+        }
+        rollouts[i + 1] = replace(rollouts[i + 1], **columns)
+
+    def next_lines(i, x):
+        if i % 3:
+            return None
+        other = rollouts[i + 1].trainer_logprobs
+        n = min(len(other), len(x.trainer_logprobs))
+        return np.append(other[:n], x.trainer_logprobs[n:])
+
+    found = try_columns(with_trainer(rollouts, next_lines))[1].found
+    assert "every 3rd from line 1 on the trainer's number is the next line's" in found.what
+
+
+def test_numbers_of_another_sample_of_the_group_are_named():
+    """The completions of a group were sorted, and their numbers were not: lengths differ."""
+    rollouts = sound(18)
+    groups = [[replace(x, prompt_ids=group[0].prompt_ids) for x in group] for group in _by_three(rollouts)]
+    rotated = []
+    for group in groups:
+        for x, other in zip(group, [*group[1:], group[0]], strict=True):
+            n = min(len(x.logprobs), len(other.logprobs))
+            rotated.append(replace(x, logprobs=np.append(other.logprobs[:n], x.logprobs[n:])))
+    sampler, trainer = try_columns(rotated)[:2]
+    assert sampler.found.name == "another line's numbers" or trainer.found.name == "another line's numbers"
+
+
+def _by_three(rollouts):
+    return [rollouts[i : i + 3] for i in range(0, len(rollouts), 3)]
 
 
 LONG = np.quantile([len(x.completion_ids) for x in sound(18)], 0.6)
@@ -105,6 +145,9 @@ def test_ids_after_an_end_token_and_ends_without_a_number_are_seen_beside_the_to
     assert [check(rollouts, tokenizer) for check in checks] == [None] * 3
     more = [replace(x, completion_ids=(*x.completion_ids, 7), logprobs=None) for x in rollouts]
     assert "9 completions go on after their end token" in after_the_end(more, tokenizer).text
+    assert [x.completion_ids[p] for x, p in zip(more, drawn_parts(more, tokenizer), strict=True)] == [
+        x.completion_ids for x in rollouts
+    ]
     cut = [
         replace(x, completion_ids=x.completion_ids[: -3 - i], logprobs=None) for i, x in enumerate(rollouts)
     ]
