@@ -19,7 +19,9 @@ LOADS_PICKLE = re.compile(
     r"(pickle|dill|joblib|shelve|marshal|torch)\.(load|loads|open)|(\w+\.)*(Unpickler|read_pickle"
     r"|ProcessPoolExecutor|Pool|(all_gather|gather)_object|(broadcast|scatter|send|recv)_object_list)"
 )
-MAY_LOAD = re.compile(r"pickle|dill|joblib|shelve|marshal|torch\.load|Pool|_object|recv\(\)")
+MAY_LOAD = re.compile(
+    r"pickle|dill|joblib|shelve|marshal|torch\.load|Pool\(|PoolEx|_object(_list)?\(|recv\(\)"
+)
 
 
 def jobs(workflow: str) -> list[tuple[dict, dict[str, str]]]:
