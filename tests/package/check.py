@@ -17,7 +17,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 # Folders at the root that are no part of the package.
-OUTSIDE = {".ci", "benchmarks", "docs", "tests", "wheels"}
+OUTSIDE = {".ci", ".github", "benchmarks", "docs", "tests", "wheels"}
 # What a user does first, in short: `make demo` has all steps. An exit code other than 0 fails.
 WHEEL_COMMANDS = """
 zerokl --version
