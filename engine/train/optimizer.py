@@ -114,10 +114,7 @@ class Optimizer:
 
     @torch.no_grad()
     def _quantise(self, views: Mapping[str, torch.Tensor]) -> None:
-        """Quantise compute weights that were just rounded from the master weights, whole in every rank.
-
-        Never twice: the scales of quantised weights may differ, and so their bits.
-        """
+        """Quantise compute weights that were just rounded from the master weights, whole in every rank."""
         if self._quantisation is not None:
             quantise_all(views, self._quantisation)
 

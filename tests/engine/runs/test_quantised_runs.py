@@ -189,8 +189,8 @@ def test_control_a_sampler_with_other_blocks_is_seen(config, base, tmp_path, mon
 
 
 @pytest.mark.parametrize("dtype", [pytest.param(torch.float32, marks=pytest.mark.full), torch.bfloat16])
-def test_compute_weights_follow_the_masters_and_frozen_ones_are_rounded_once(base, dtype):
-    """After updates, an overflow and a load. A second rounding of frozen weights would change some."""
+def test_compute_weights_are_the_rounded_masters_frozen_ones_too(base, dtype):
+    """After updates, an overflow and a load."""
     how = Quantisation("int8", 1)
     layout = Layout(ModelConfig.from_file(base), ["layers.0.qkv", "layers.1.down"])
     weights = read_weights(base, layout)
@@ -214,8 +214,6 @@ def test_compute_weights_follow_the_masters_and_frozen_ones_are_rounded_once(bas
     optimizer.load(weights, 0)
     assert follow()
     assert count_unequal(optimizer.whole_master(), weights) == 0
-    twice = compute_weights(layout, decoder.flat.detach(), dtype, how)
-    assert count_unequal(twice, decoder.flat.detach()) > 0, "control"
 
 
 # The sampler alone
