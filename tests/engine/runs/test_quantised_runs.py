@@ -140,7 +140,9 @@ def test_a_run_does_not_go_on_with_other_weights(cut):
 @pytest.mark.full
 def test_off_is_the_run_without_the_setting(config, base, tmp_path):
     train(config(model=base, steps=1), tmp_path / "run")
-    assert not any("weights" in key for key in open_run(tmp_path / "run").head.settings)
+    settings = open_run(tmp_path / "run").head.settings
+    assert not settings.keys() & {"precision.weights", "perturb.weights", "perturb.weights_of"}
+    assert "perturb.round_weights" in settings, "control"
 
 
 LAGGED = {"max_staleness": 1, "staleness_schedule": "lagged"}
