@@ -40,6 +40,23 @@ RULES: tuple[Rule, ...] = (
         ),
     ),
     Rule(
+        lambda s: bool(s.config.lora.rank and s.config.precision.weights),
+        lambda s: (
+            f'precision.weights ("{s.config.precision.weights}") with lora.rank ({s.config.lora.rank}): this '
+            "is not built with adapters; leave one out"
+        ),
+    ),
+    Rule(
+        lambda s: (
+            bool(s.config.perturb.round_weights)
+            and bool(s.config.perturb.weights or s.config.precision.weights)
+        ),
+        lambda s: (
+            f'perturb.round_weights ("{s.config.perturb.round_weights}") with perturb.weights or '
+            "precision.weights: each rounds the sampler's weights; leave one out"
+        ),
+    ),
+    Rule(
         lambda s: s.config.exact and s.config.sampler == "vllm",
         lambda s: (
             'sampler ("vllm") with exact = true: vllm is vLLM as it comes now, and no trainer has its bits; '

@@ -11,10 +11,11 @@ from pydantic import AfterValidator, BeforeValidator, Field, field_validator, mo
 from ..kernels.sampling_params import SamplingParams, bias_by_id, refuse_penalties
 from .lora import LoraConfig
 from .loss.config import LossConfig
-from .precision import PrecisionConfig, ShortNames
+from .precision import PrecisionConfig, QuantisationText, ShortNames
 from .sampler_names import RENAMED, SAMPLERS, SamplerName, listed
 from .section import Section
 from .tasks.rewards import RewardSettings
+from .vllm_config import VllmConfig
 
 # Sections whose keys zerokl does not define.
 FREE_SECTIONS = ("task.options", "vllm.engine", "sampling.logit_bias")
@@ -172,8 +173,12 @@ class PerturbConfig(Section):
         Literal["", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2"], ShortNames
     ] = ""
     """The sampler's weights are rounded to this dtype."""
+    weights: QuantisationText = ""
+    """The sampler's weights are quantised as with precision.weights, which is then the trainer's alone."""
+    weights_of: Literal["masters", "compute"] = "masters"
+    """What is quantised: the fp32 master weights, or their export in the sampler's compute dtype."""
     gain: float = Field(1.0, ge=0)
-    """Factor on the difference that round_weights makes."""
+    """Factor on the difference that round_weights or weights makes."""
     temperature: Temperature = Field(0.0, ge=0)
     """Temperature of the sampler; 0 is the trainer's."""
     delay: int = Field(0, ge=0)
@@ -188,7 +193,8 @@ class PerturbConfig(Section):
     @property
     def any(self) -> bool:
         """Whether the sampler differs from the trainer in any of these ways."""
-        return bool(self.logit_noise or self.round_weights or self.temperature or self.delay)
+        of_weights = self.round_weights or self.weights or self.delay
+        return bool(self.logit_noise or of_weights or self.temperature)
 
 
 class NativeConfig(Section):
@@ -200,32 +206,6 @@ class NativeConfig(Section):
     """Tokens of one forward that reads prompts; longer ones are read in chunks. 0 is 1024, on a GPU 16384."""
     cache_bytes: int = Field(0, ge=0)
     """Upper limit of the key-value cache, bytes. 0 is 4 GiB on a CPU, and 0.3 of the free memory of a GPU."""
-
-
-class VllmConfig(Section):
-    """vLLM as the sampler. These settings change no bit of the result."""
-
-    multiprocess: bool = False
-    """Run vLLM's engine in a process of its own."""
-    context: int = Field(0, ge=0)
-    """Tokens of the longest sequence; 0 is the model's context, but at most 4096."""
-    max_concurrency: int = Field(64, ge=1)
-    """Samples drawn at once (max_num_seqs)."""
-    max_batch_tokens: int = Field(2048, ge=1)
-    """Tokens of one forward (max_num_batched_tokens)."""
-    chunked_prefill: bool = True
-    """Read long prompts in chunks."""
-    prefix_caching: bool = True
-    """Sequences with equal beginnings share this part of the cache."""
-    block_tokens: int = Field(32, ge=32, multiple_of=32)
-    """Positions of a cache block (block_size)."""
-    cache_bytes: int = Field(1 << 30, ge=1)
-    """Size of the key-value cache, bytes (kv_cache_memory_bytes)."""
-    cuda_graphs: bool = False
-    """Replay each decoding forward as a CUDA graph. vLLM then keeps a copy of the weights. On a GPU only; an
-    H200 has run it in bf16, exactly, and drew three times as fast."""
-    engine: dict[str, Any] = Field(default_factory=dict)
-    """Other arguments of vllm.LLM, by vLLM's names. Arguments that could break exactness are refused."""
 
 
 class PoolConfig(Section):

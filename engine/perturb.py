@@ -1,6 +1,7 @@
 """Mismatch on demand: a sampler that differs from the trainer in controlled ways, for tests of corrections.
 
-    weights       w' = w + gain (round(w) - w), rounded once to the sampler's compute dtype
+    weights       w' = w + gain (q(w) - w), rounded once to the sampler's compute dtype; q rounds each weight
+                  to a dtype, or quantises matrices with scales (model/quantisation.py)
     delay         the weights are those of `delay` steps ago, but the rollouts name the current version
     logits        z' = z + logit_noise n, with standard normal numbers n from the run's keys:
                   (seed, step, prompt, generation, position, token)
@@ -14,7 +15,11 @@ from collections import deque
 
 import torch
 
-from .config import PerturbConfig
+from ..model.checkpoint import DTYPES
+from ..model.compute_weights import compute_weights
+from ..model.quantisation import Quantisation
+from ..model.weights import Layout
+from .config import Config, PerturbConfig
 
 _ROUNDED = {
     "bfloat16": torch.bfloat16,
@@ -24,12 +29,35 @@ _ROUNDED = {
 }
 
 
-def perturbed_weights(cfg: PerturbConfig, master: torch.Tensor) -> torch.Tensor:
-    """The sampler's weights, [numel] fp32, from the trainer's master weights [numel] fp32."""
-    if not cfg.round_weights:
-        return master
-    rounded = master.to(_ROUNDED[cfg.round_weights]).float()
-    return rounded if cfg.gain == 1.0 else master + (rounded - master) * cfg.gain
+def sampled_weights(config: Config, layout: Layout, master: torch.Tensor) -> torch.Tensor:
+    """The weights that the sampler draws with, [numel] fp32: what rounding to its compute dtype keeps.
+
+    master: the trainer's master weights, [numel] fp32. Where nothing changes them, they are returned.
+    """
+    precision, perturb = config.precision, config.perturb
+    dtype = DTYPES[precision.sampler_dtype or config.dtype]
+    if perturb.round_weights:
+        return _moved(perturb, master, master.to(_ROUNDED[perturb.round_weights]).float())
+    if perturb.weights:
+        source = master if perturb.weights_of == "masters" else master.to(dtype).float()
+        how = Quantisation.parse(perturb.weights)
+        return _moved(perturb, source, compute_weights(layout, source, torch.float32, how))
+    if precision.quantisation:
+        return compute_weights(layout, master, dtype, precision.quantisation).float()
+    return master
+
+
+def _moved(perturb: PerturbConfig, weights: torch.Tensor, rounded: torch.Tensor) -> torch.Tensor:
+    """The weights with their rounding's difference times the gain."""
+    return rounded if perturb.gain == 1.0 else weights + (rounded - weights) * perturb.gain
+
+
+def trained_weights(config: Config, layout: Layout, master: torch.Tensor) -> torch.Tensor:
+    """The weights that the trainer computes with, [numel] in its compute dtype: a tensor of its own.
+
+    master: as in sampled_weights.
+    """
+    return compute_weights(layout, master, DTYPES[config.dtype], config.precision.quantisation)
 
 
 class Delayed:

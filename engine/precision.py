@@ -3,8 +3,9 @@
 import math
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, field_validator
+from pydantic import AfterValidator, BeforeValidator, Field, field_validator
 
+from ..model.quantisation import Quantisation
 from .section import Section
 
 SHORT_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
@@ -17,6 +18,16 @@ def full_dtype(name: Any) -> Any:
 
 # In front of a Literal of dtypes: the short names are accepted too, and the full one is kept.
 ShortNames = BeforeValidator(full_dtype)
+
+
+def _known(text: str) -> str:
+    if text:
+        Quantisation.parse(text)
+    return text
+
+
+# Empty, or how weights are quantised (model/quantisation.py).
+QuantisationText = Annotated[str, AfterValidator(_known)]
 
 
 class PrecisionConfig(Section):
@@ -51,6 +62,13 @@ class PrecisionConfig(Section):
     or float32. With float32, hidden states and the router are multiplied in fp32, and the logits are not
     rounded.
     """
+    weights: QuantisationText = ""
+    """The matrices of attention, MLPs and experts are quantised to 8 bits and back, for sampler and trainer
+    alike: FORMAT/SCALE, or FORMAT/SCALE/pow2 for scales that are powers of two. FORMAT: float8_e4m3fn,
+    float8_e5m2, int8. SCALE, from the largest absolute value: tensor, row (of each output channel), block
+    (128 x 128), block32 (32 x 32). Empty: they are not. Master weights stay fp32, and the gradient counts the
+    rounding as the identity.
+    """
     tiles: Literal["vllm-0.32", "vllm-0.33"] = "vllm-0.32"
     """The vLLM version whose tiles the matrix products use along the reduced dimension, on a GPU. These tiles
     decide the order of sums. With sampler = "vllm-exact" it must be the vLLM that samples.
@@ -76,6 +94,11 @@ class PrecisionConfig(Section):
         """Whether a sampler_ key is set."""
         other_parts = self.sampler_head_dtype or self.sampler_cache_dtype or self.sampler_router_dtype
         return bool(self.sampler_dtype or other_parts)
+
+    @property
+    def quantisation(self) -> Quantisation | None:
+        """How the weights that are computed with are quantised; None where they are not."""
+        return Quantisation.parse(self.weights) if self.weights else None
 
     @property
     def of_sampler(self) -> "PrecisionConfig":

@@ -64,6 +64,7 @@ class Setting(NamedTuple):
             f'sampler ("{c.sampler}")': c.sampler != "native",
             f'pool.engine ("{c.pool.engine}")': bool(c.pool.engine),
             "max_staleness": bool(c.max_staleness),
+            f'precision.weights ("{c.precision.weights}")': bool(c.precision.weights),
             'perturb.routing ("replayed")': c.perturb.routing == "replayed",
             "perturb.* and precision.sampler_*": self.separate or c.precision.sampler_differs,
             f"workers ({c.workers})": c.workers > 1,

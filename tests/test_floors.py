@@ -31,6 +31,7 @@ PLACES = (
     "engine.loss",
     "engine.tasks",
     "engine.precision",
+    "engine.vllm_config",
     "engine.sampler_names",
     "engine.section",
     "engine.processes",

@@ -6,9 +6,11 @@ import numpy as np
 import torch
 
 from ...kernels.attention_plan import KEY_TILE
+from ...kernels.quantise import quantise
 from ...model.cache import BlockCache, CachedContext
 from ...model.checkpoint import DTYPES
 from ...model.decoder import Decoder
+from ...model.quantisation import is_quantised
 from .evidence import Evidence, Scores
 from .prediction import Prediction
 from .scorer import decoder_scores, read_rows
@@ -121,34 +123,19 @@ def quantised_weights(evidence: Evidence) -> Iterator[Prediction]:
     They are rounded from the model's weights, or from these in bf16.
     """
     model = evidence.scorer.model()
-    for kind in ("fp8 e4m3", "int8"):
-        for words, size in {"matrix": 0, "row": 1, **{f"block of {n} x {n}": n for n in _BLOCKS}}.items():
+    for words, format in {"fp8 e4m3": "float8_e4m3fn", "int8": "int8"}.items():
+        for part, size in {"matrix": 0, "row": 1, **{f"block of {n} x {n}": n for n in _BLOCKS}}.items():
             for source in (torch.float32, torch.bfloat16):
-                if kind == "int8" and size > 1:
+                if format == "int8" and size > 1:
                     continue
                 flat = model.flat.detach().clone()
                 for name, w in model.layout.checkpoint_views(flat).items():
-                    if w.ndim == 2 and ".layers." in name:
-                        w.copy_(quantised(w.to(source).float(), kind, size))
+                    if is_quantised(name):
+                        w.copy_(quantise(w.to(source), format, size))
                 of = "" if source == torch.float32 else ", from bf16"
-                what = f"the sampler's weights are quantised to {kind}, one scale for each {words}{of}"
+                what = f"the sampler's weights are quantised to {words}, one scale for each {part}{of}"
                 decoder = with_weights(evidence, flat)
                 yield Prediction(what, decoder_scores(decoder, evidence), decoder=decoder)
-
-
-def quantised(w: torch.Tensor, kind: str, size: int) -> torch.Tensor:
-    """w [N, K] fp32 through fp8 e4m3 or int8 and back. size: of a block; 0 is the matrix, 1 a row."""
-    most = 448.0 if kind.startswith("fp8") else 127.0
-    if size > 1:
-        N, K = (n + -n % size for n in w.shape)
-        wide = torch.nn.functional.pad(w, (0, K - w.shape[1], 0, N - w.shape[0]))
-        scale = wide.view(N // size, size, K // size, size).abs().amax((1, 3)) / most
-        scale = scale.repeat_interleave(size, 0).repeat_interleave(size, 1)[: w.shape[0], : w.shape[1]]
-    else:
-        scale = (w.abs().amax(1, keepdim=True) if size else w.abs().max()) / most
-    scale = scale.clamp(min=1e-12)
-    small = w / scale
-    return (small.to(torch.float8_e4m3fn).float() if kind.startswith("fp8") else small.round()) * scale
 
 
 def between_checkpoints(evidence: Evidence) -> Iterator[Prediction]:

@@ -76,7 +76,7 @@ def vllm_exact(
 
 
 def _vllm_config(requests: Requests, graphs: bool):
-    from zerokl.engine.config import VllmConfig
+    from zerokl.engine.vllm_config import VllmConfig
 
     return VllmConfig(
         context=requests.context,

@@ -15,7 +15,7 @@ from ...model.checkpoint import DTYPES
 from ...model.config import ModelConfig
 from ..config import Config, PerturbConfig
 from ..parallel.workers import Workers
-from ..perturb import perturbed_weights
+from ..perturb import sampled_weights, trained_weights
 from ..rollout.older_weights import OlderWeights, Snapshot
 from ..rollout.pool.actor import identify, weight_bytes
 from ..rollout.pool.dispatch import Dispatcher
@@ -97,10 +97,11 @@ class _Lagged:
         """Copies of the weights as they are now. Without a lag nobody scores."""
         config, master = self._config, self._optimizer.whole_model()
         dtype = DTYPES[config.precision.sampler_dtype or config.dtype]
-        sampled = perturbed_weights(config.perturb, master).to(dtype, copy=True)
+        layout = self._optimizer.decoder.layout
+        sampled = sampled_weights(config, layout, master).to(dtype, copy=True)
         if not self._differs or not self.older.lag:
             return Snapshot(version, sampled, sampled)
-        return Snapshot(version, sampled, master.to(DTYPES[config.dtype], copy=True))
+        return Snapshot(version, sampled, trained_weights(config, layout, master))
 
     @torch.no_grad()
     def _push(self, version: int) -> None:

@@ -153,7 +153,8 @@ def footprint(run: RunShape, sizes: PassSizes, free: int) -> Footprint:
     config, layout = run.config, run.layout
     weights = layout.numel * run.dtype.itemsize
     other_weights = run.ref_numel * run.dtype.itemsize + layout.numel * copied_weight_bytes(config)
-    optimizer = layout.trained_numel * (8 if run.dtype == torch.float32 else 12) // run.ranks
+    in_place = run.dtype == torch.float32 and not config.precision.weights  # the master weights
+    optimizer = layout.trained_numel * (8 if in_place else 12) // run.ranks
     if run.adapters:
         other_weights += layout.trained_numel * run.base.itemsize
         optimizer = run.adapters.numel * (4 + 8 // run.ranks)

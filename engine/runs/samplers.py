@@ -31,7 +31,7 @@ from ..config import Config
 from ..display.terminal import console
 from ..parallel.scorer import Scorer, WorkersSampler
 from ..parallel.workers import ParallelSampler, Workers
-from ..perturb import Delayed, perturbed_weights
+from ..perturb import Delayed, sampled_weights, trained_weights
 from ..rollout.older_weights import OlderWeights
 from ..rollout.pool.actor import Blueprint, bits_environment
 from ..rollout.pool.dispatch import Dispatcher
@@ -86,7 +86,10 @@ def make_samplers(
     if is_separate(config):
         return _separate(run, workers, micro_batch, shared)
     if config.sampler in EXTERNAL:
-        return Samplers(_external(run, optimizer.whole_model), shared)
+        layout = optimizer.decoder.layout
+        return Samplers(
+            _external(run, lambda: sampled_weights(config, layout, optimizer.whole_model())), shared
+        )
     if config.sampler == "native":
         return Samplers(shared, shared)
     vllm = _over_weights_of(workers, run)
@@ -152,7 +155,7 @@ def _drawing(run: _Run, n: int, stopwatch: Stopwatch) -> Drawing:
     """The sampler of a run over weights of its own. n: of the native sampler's workers."""
     config, optimizer = run.config, run.optimizer
     if config.sampler in EXTERNAL:
-        flat = perturbed_weights(config.perturb, optimizer.whole_model()).clone()
+        flat = sampled_weights(config, optimizer.decoder.layout, optimizer.whole_model()).clone()
         return Drawing(flat, _external(run, lambda: flat))
     workers = _separate_workers(config, run.model_config, optimizer, n, True, stopwatch)
     with ExitStack() as on_failure:
@@ -273,10 +276,13 @@ def _separate_workers(
     stopwatch: Stopwatch | None = None,
 ) -> Workers:
     """Workers with a copy of the weights: the sampler's weights, or the trainer's."""
-    dtype = DTYPES[(sampler and config.precision.sampler_dtype) or config.dtype]
-    master = optimizer.whole_model()
-    flat = (perturbed_weights(config.perturb, master) if sampler else master).to(dtype, copy=True)
-    decoder = Decoder(model_config, flat, optimizer.decoder.layout, numerics_of(config, sampler))
+    master, layout = optimizer.whole_model(), optimizer.decoder.layout
+    if sampler:
+        dtype = DTYPES[config.precision.sampler_dtype or config.dtype]
+        flat = sampled_weights(config, layout, master).to(dtype, copy=True)
+    else:
+        flat = trained_weights(config, layout, master)
+    decoder = Decoder(model_config, flat, layout, numerics_of(config, sampler))
     share = sampler and shares_weights(config, flat.device)
     return Workers(decoder, config.virtual_shards, n, config.native, share, stopwatch=stopwatch)
 
@@ -297,7 +303,7 @@ class SeparateSampler(DrawingSampler):
         self, config: Config, drawing: Drawing, optimizer: Optimizer, scoring: Workers | None = None
     ):
         super().__init__(drawing, config.perturb)
-        self._scoring, self._optimizer, self._max_staleness = scoring, optimizer, config.max_staleness
+        self._config, self._scoring, self._optimizer = config, scoring, optimizer
         self._delayed = Delayed(config.perturb.delay)
         if config.perturb.delay:
             self._delayed.push(optimizer.whole_model())
@@ -312,14 +318,14 @@ class SeparateSampler(DrawingSampler):
         rewound = version < sampler.version  # steps are done again
         if rewound:
             self._delayed = Delayed(self._perturb.delay)
-        too_old = rewound or version - sampler.version > self._max_staleness
+        too_old = rewound or version - sampler.version > self._config.max_staleness
         if not (too_old or self._perturb.delay):
             return
-        master = self._optimizer.whole_model()
+        master, layout = self._optimizer.whole_model(), self._optimizer.decoder.layout
         source = self._delayed.push(master) if self._perturb.delay else master
         if not too_old:
             return
-        flat.copy_(perturbed_weights(self._perturb, source))
+        flat.copy_(sampled_weights(self._config, layout, source))
         if self._scoring not in (None, workers):
-            self._scoring.host.decoder.flat.copy_(master)
+            self._scoring.host.decoder.flat.copy_(trained_weights(self._config, layout, master))
         sampler.sync_weights(version)

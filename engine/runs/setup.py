@@ -20,6 +20,7 @@ from ..parallel.process_group import ALONE, Ranks
 from ..parallel.scorer import Scorer, frozen
 from ..parallel.workers import Workers, automatic
 from ..parallel.zero import Slices
+from ..perturb import trained_weights
 from ..rollout.answers import AnswerPlayer, GivenAnswers
 from ..rollout.budgets import BudgetPlayer, DrawnAnswers
 from ..rollout.players import Judge, make_player, turn_limits
@@ -226,7 +227,8 @@ def _ref_model(config: Config, model: Path, model_config: ModelConfig) -> tuple[
 
 def _ref_policy(config: Config, folder: Path, ref_config: ModelConfig, n: int, micro_batch: int) -> Scorer:
     """The frozen reference."""
-    flat = load_decoder(folder, DTYPES[config.dtype], run_device(config)).flat.detach()
+    loaded = load_decoder(folder, DTYPES[config.dtype], run_device(config))
+    flat = trained_weights(config, loaded.layout, loaded.flat.detach())
     decoder = Decoder(ref_config, flat, numerics=numerics_of(config))
     return frozen(decoder, config.virtual_shards, n, micro_batch)
 

@@ -64,5 +64,6 @@ def make_optimizer(
     """The optimizer of the adapters, or of the weights. slices: of what is trained, over the run's ranks."""
     updates = config.steps * config.updates_per_rollout
     if adapters is None:
-        return Optimizer(policy, weights, config.optimizer, updates, slices)
+        how = config.precision.quantisation
+        return Optimizer(policy, weights, config.optimizer, updates, slices, how)
     return AdapterOptimizer(adapters, config.optimizer, updates, slices)

@@ -7,7 +7,7 @@ slices and threads decide no bit.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 import numpy as np
@@ -15,7 +15,9 @@ import torch
 
 from ...kernels.adamw import AdamW, adamw
 from ...kernels.order import tree_sum
+from ...model.compute_weights import quantise_all
 from ...model.decoder import Decoder
+from ...model.quantisation import Quantisation
 from ...model.weights import FLAT_TILE, VALUE_HEAD, FlatLayout
 from ...verify.ledger import Tree
 from ..config import OptimizerConfig
@@ -52,12 +54,15 @@ class Optimizer:
         cfg: OptimizerConfig,
         total_updates: int,
         slices: Slices | None = None,
+        quantisation: Quantisation | None = None,
     ):
-        """weights: the first master weights, [layout.numel] fp32. They are not read if the decoder is fp32.
+        """weights: the first master weights, [layout.numel] fp32. They are not read if `in_place`.
 
-        total_updates: of the whole run, for the schedule of the learning rate.
+        total_updates: of the whole run, for the schedule of the learning rate. quantisation: of the weights
+        that the decoder computes with, from now on; None leaves them as they are.
         """
         self.decoder, self.cfg, self.total_updates = decoder, cfg, total_updates
+        self._quantisation = quantisation
         self.slices = slices or Slices(self.layout)
         own = self.slices.own
         self.master = self._flat[own] if self.in_place else weights[own].to(decoder.device, copy=True)
@@ -74,6 +79,7 @@ class Optimizer:
         # The parts of `master`, each with its share of the learning rate. A critic's head is the last weight.
         parts = (slice(0, head), 1.0), (slice(head, len(self.master)), cfg.critic_lr_ratio)
         self._rates = [(part, ratio) for part, ratio in parts if part.start < part.stop]
+        self._quantise(self.layout.checkpoint_views(self._flat))
 
     @property
     def layout(self) -> FlatLayout:
@@ -82,8 +88,11 @@ class Optimizer:
 
     @property
     def in_place(self) -> bool:
-        """Whether the master weights lie in `_flat` itself. Those of an fp32 decoder are its weights."""
-        return self.decoder.dtype == torch.float32
+        """Whether the master weights lie in `_flat` itself.
+
+        Those of an fp32 decoder are its weights, unless these are quantised.
+        """
+        return self.decoder.dtype == torch.float32 and self._quantisation is None
 
     @property
     def _flat(self) -> torch.Tensor:
@@ -101,6 +110,13 @@ class Optimizer:
         if not self.in_place:
             self.master.copy_(weights[self.slices.own])
             self._keep_frozen(weights)
+        self._quantise(self.layout.checkpoint_views(self._flat))
+
+    @torch.no_grad()
+    def _quantise(self, views: Mapping[str, torch.Tensor]) -> None:
+        """Quantise compute weights that were just rounded from the master weights, whole in every rank."""
+        if self._quantisation is not None:
+            quantise_all(views, self._quantisation)
 
     def whole_master(self) -> torch.Tensor:
         """The master weights of all ranks, [layout.numel] fp32. The next update may change this tensor.
@@ -228,6 +244,7 @@ class Optimizer:
             own = numbers._replace(lr=numbers.lr * ratio)
             adamw(self.master[part], *moments, grad[part], own, None if out is None else out[part])
         self.slices.share(self._flat)
+        self._quantise(self.layout.trained_views(self._flat))
 
     def _norm(self, grad: torch.Tensor) -> float:
         """The global norm of all ranks' gradients.

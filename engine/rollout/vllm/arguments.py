@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ....model.config import ModelConfig
-from ...config import VllmConfig
+from ...vllm_config import VllmConfig
 
 _LOGS = "what is logged or measured; no forward depends on it"
 _MEMORY = "how much memory is taken; a row's bits do not depend on where its keys lie"

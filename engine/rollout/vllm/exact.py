@@ -35,7 +35,7 @@ import torch
 
 from ....model.config import ModelConfig
 from ....model.weights import Layout
-from ...config import VllmConfig
+from ...vllm_config import VllmConfig
 from .plugin import EXACT
 from .sampler import KeyedSampler, prepare_vllm
 

@@ -23,8 +23,8 @@ import torch.distributed as dist
 from ....model.config import ModelConfig
 from ....model.decoder import COMPUTE, Numerics
 from ....model.routing import id_dtype
-from ...config import VllmConfig
 from ...shared_tensor import SharedTensor
+from ...vllm_config import VllmConfig
 from ..types import Completion, Request, RequestSource, check_requests
 from .arguments import check_engine_arguments, vllm_context
 from .experts import EXTENSION, experts_of

@@ -256,6 +256,21 @@ def test_frozen_weights_are_those_of_one_process(plain, tmp_path):
     _same(tmp_path / "run", tmp_path / "alone")
 
 
+@pytest.mark.full
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.proof)])
+def test_quantised_weights_are_those_of_one_process(config, tmp_path, dtype):
+    """A rank has a slice of the masters; the parts with one scale reach over slices."""
+    of_run = dict(dtype=dtype, steps=2, checkpoint__every=1, precision__weights="float8_e4m3fn/tensor")
+    quantised = config(**of_run)
+    train(quantised, tmp_path / "alone")
+    _run(2, quantised, tmp_path / "run", "--micro_batch", "2")
+    _same(tmp_path / "run", tmp_path / "alone")
+    (tmp_path / "run" / "summary.json").unlink()
+    shutil.rmtree(tmp_path / "run" / "checkpoints" / "step-000002")
+    resume(tmp_path / "run")
+    _same(tmp_path / "run", tmp_path / "alone")
+
+
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.full)])
 def test_adapters_are_those_of_one_process(plain, tmp_path, ranks):
     """The slices of the ranks are of A and B, of which each rank has all to merge with."""

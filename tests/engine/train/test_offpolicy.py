@@ -16,10 +16,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from zerokl.cli import main
-from zerokl.engine.config import PerturbConfig
+from zerokl.engine.config import Config, PerturbConfig
 from zerokl.engine.config_file import load_config
 from zerokl.engine.parallel.workers import ParallelSampler
-from zerokl.engine.perturb import Delayed, perturbed_weights
+from zerokl.engine.perturb import Delayed, sampled_weights
 from zerokl.engine.rollout.types import logit_noise
 from zerokl.engine.runs import samplers as samplers_module
 from zerokl.engine.runs.run import train
@@ -27,6 +27,7 @@ from zerokl.engine.train.monitor import MismatchError
 from zerokl.kernels.sampling_params import SamplingParams
 from zerokl.model.checkpoint import load_decoder
 from zerokl.model.scoring import logprobs, pack
+from zerokl.model.weights import FlatLayout
 
 from tests.helpers import property_settings, total_unequal
 
@@ -161,13 +162,14 @@ def test_a_disease_and_staleness_are_told_apart(config, tmp_path, read_jsonl):
 
 
 def test_amplified_rounding_is_rounding_times_the_gain():
-    w = torch.linspace(-2, 2, 4096)
+    w, layout = torch.linspace(-2, 2, 4096), FlatLayout({"w": ((4096,), (("w.weight", 4096),))})
     rounded, amplified = (
-        perturbed_weights(PerturbConfig(round_weights="bfloat16", gain=g), w) for g in (1.0, 8.0)
+        sampled_weights(Config(perturb=PerturbConfig(round_weights="bfloat16", gain=g)), layout, w)
+        for g in (1.0, 8.0)
     )
     assert total_unequal([rounded], [w.bfloat16().float()]) == 0
     assert ((amplified - w) - 8 * (rounded - w)).abs().max() <= 2**-23 * 4
-    assert perturbed_weights(PerturbConfig(), w) is w
+    assert sampled_weights(Config(), layout, w) is w
     assert not PerturbConfig().any
 
 
