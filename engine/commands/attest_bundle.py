@@ -10,8 +10,9 @@ there are the newest, and the one before each sampled step.
 """
 
 import json
+import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,7 @@ STATEMENT, CONTENTS = "statement.json", "contents"
 # Settings that are places, and the folder of the bundle that takes theirs.
 _PLACES = {"model": "model", "loss.ref_model": "ref_model", "lora.adapter": "adapter"}
 _DATA = "task"
+_NAMED_CODE = re.compile(r"\w+(\.\w+)*:\w+(\.\w+)*")
 
 
 def draw_of(ledger: LedgerFile) -> int:
@@ -152,9 +154,23 @@ def _copy_data(config: Config, to: Path) -> None:
 
 
 def needed_code(config: Config) -> list[str]:
-    """Modules of the user's that decide bits. A bundle carries no code: its reader would run it."""
-    settings = (config.task.name, config.task.reward, config.task.equivalence, config.loss.surrogate)
+    """Modules of the user's that decide bits. A bundle carries no code: its reader would run it.
+
+    An option of the task may name code too, such as `make` of the task gym.
+    """
+    task = config.task
+    settings = [task.name, task.reward, task.equivalence, config.loss.surrogate]
+    settings += [x for x in _texts(task.options) if _NAMED_CODE.fullmatch(x)]
     return sorted({value.partition(":")[0] for value in settings if value and ":" in value})
+
+
+def _texts(options: Any) -> Iterator[str]:
+    """All strings in a value of JSON."""
+    if isinstance(options, str):
+        yield options
+    elif isinstance(options, Mapping | list | tuple):
+        for value in options.values() if isinstance(options, Mapping) else options:
+            yield from _texts(value)
 
 
 def bundle_settings(bundle: Path) -> dict[str, Any]:

@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 from zerokl.cli import main
 from zerokl.engine.commands import attest_check
-from zerokl.engine.commands.attest_bundle import sampled_steps
+from zerokl.engine.commands.attest_bundle import needed_code, sampled_steps
 from zerokl.engine.commands.signature import sign
+from zerokl.engine.config import Config
 from zerokl.engine.runs.run import train
 from zerokl.files.writing import MANIFEST, hash_json, write_manifest
 from zerokl.verify.ledger import Line, read_ledger
@@ -112,6 +113,13 @@ def alter(file: Path, old: str, new: str) -> None:
 
 
 FILES = ("ledger.jsonl", "metrics.jsonl", "rollouts.jsonl", "config.toml", "summary.json")
+
+
+def test_code_that_an_option_of_the_task_names_is_asked_for():
+    """Such as `make` of the task gym, and options inside lists and tables; a text with a colon is none."""
+    options = {"make": "my_games.make:env", "parts": [{"tool": "tools:run"}], "text": "a: b", "max": 3}
+    config = Config(task={"name": "own_tasks:Sums", "options": options})
+    assert needed_code(config) == ["my_games.make", "own_tasks", "tools"]
 
 
 def test_a_changed_byte_anywhere_is_found(bundle, check, made):
