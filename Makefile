@@ -244,9 +244,9 @@ $(VENV)/.docs: $(STAMP)
 pictures: $(VENV)/.browser
 	$(BIN)/python docs/_pictures.py $(RUN)
 
-# sdist and wheel; each is installed in an empty environment and used there.
+# sdist and wheel; each is installed in an empty environment and used there. PYTHONS: other Pythons for zerokl-audit.
 package: wheels
-	$(BIN)/python tests/package/check_audit.py dist
+	$(BIN)/python tests/package/check_audit.py dist $(PYTHONS)
 	$(PYTHON) tests/package/check.py dist $(TORCH)
 
 # Both wheels, zerokl and zerokl-audit, from one source (wheels/audit/shipped.py says what the second one has).

@@ -1,6 +1,7 @@
 """What `make package` checks of zerokl-audit: its files, its use without torch, the action and the hook.
 
-usage: check_audit.py FOLDER, which holds the wheel. PyYAML reads action.yml.
+usage: check_audit.py FOLDER [PYTHON ...]: the folder holds the wheel, and its commands are checked with each
+further Python, too. PyYAML reads action.yml.
 
 A user's repository is made outside of this one, and used as docs/audit/ci.md says.
 """
@@ -11,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import yaml
@@ -41,11 +43,14 @@ def check_files(wheel: Path) -> None:
 class User:
     """A folder with an environment, in which a user types commands."""
 
-    def __init__(self, folder: Path):
+    def __init__(self, folder: Path, wheel: Path, python: str = sys.executable):
         self.folder = folder
-        subprocess.run([sys.executable, "-m", "venv", "env"], cwd=folder, check=True)
+        subprocess.run([python, "-m", "venv", "env"], cwd=folder, check=True)
         outside = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
         self.env = outside | {"PATH": f"{folder / 'env/bin'}:{os.environ['PATH']}"}
+        (folder / "good.jsonl").write_text(log(1e-6))
+        (folder / "bad.jsonl").write_text(log(0.5))
+        self.run("python", "-m", "pip", "install", "-q", str(wheel))
 
     def run(self, *words: str, code: int = 0, says: str = "", **more: str) -> str:
         """Run a command. Exit where its exit code or what it prints is another one."""
@@ -156,19 +161,19 @@ def check_hook(user: User) -> None:
         user.run("bash", "-c", script, code=code, says=says, **home)
 
 
-def main(folder: Path) -> None:
-    """Check the wheel in `folder`."""
+def main(folder: Path, pythons: Sequence[str]) -> None:
+    """Check the wheel in `folder`, with other Pythons as well."""
     (wheel,) = folder.resolve().glob("zerokl_audit-*.whl")
     check_files(wheel)
     with tempfile.TemporaryDirectory() as work:
-        user = User(Path(work))
-        (user.folder / "good.jsonl").write_text(log(1e-6))
-        (user.folder / "bad.jsonl").write_text(log(0.5))
-        user.run("python", "-m", "pip", "install", "-q", str(wheel))
+        user = User(Path(work), wheel)
         check_commands(user)
         check_action(user, wheel)
         check_hook(user)
+    for python in pythons:
+        with tempfile.TemporaryDirectory() as work:
+            check_commands(User(Path(work), wheel, python))
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), sys.argv[2:])
