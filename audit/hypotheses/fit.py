@@ -131,9 +131,7 @@ def explain(evidence: Evidence, predictors: Mapping[str, Predictor]) -> Tried:
     """Try the hypotheses that have a predictor, by name; the others need a model."""
     evidence = _inside(evidence)
     evidence = replace(evidence, lines=_chosen(evidence), log=evidence.lines)
-    if evidence.scorer:
-        lines = zip(evidence.lines, evidence.scorer.slack(evidence), strict=True)
-        evidence = replace(evidence, lines=[replace(line, slack=slack) for line, slack in lines])
+    evidence = evidence.scorer.with_slack(evidence) if evidence.scorer else evidence
     gaps = np.concatenate([np.empty(0), *(_gaps(line, line.scored) for line in evidence.lines)])
     gaps = gaps[~np.isnan(gaps)]
     result = Tried(float(gaps.mean()) if len(gaps) else 0.0, len(gaps))

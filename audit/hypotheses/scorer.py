@@ -94,21 +94,23 @@ class Scorer:
             for name, dtype in DTYPES.items()
         }
 
-    def slack(self, evidence: Evidence) -> list[np.ndarray | None]:
-        """How far a cut that keeps a little more or less moves the number of each token, [C] of each line.
+    def with_slack(self, evidence: Evidence) -> Evidence:
+        """The lines with `slack`: how far a cut that keeps a little more or less moves each number.
 
         Under top-p and min-p a rounding decides whether a token at the edge is kept, and all kept tokens
         share what one more or one fewer has. So two sound engines differ by more than they round, now and
-        then. None where no line is cut so.
+        then. Without such a cut nothing changes.
         """
         params, pairs = evidence.params(), evidence.pairs()
         if not any(p.top_p < 1.0 or p.min_p > 0.0 for p in params):
-            return [None] * len(pairs)
+            return evidence
         decoder, rows = self.model(), hidden_rows(self.model(), pairs)
         as_said, less, more = (
             read_rows(decoder, rows, pairs, [_cut(p, by) for p in params]) for by in (0, -1, 1)
         )
-        return [_largest_move(*scores) for scores in zip(as_said, less, more, strict=True)]
+        moves = [_largest_move(*scores) for scores in zip(as_said, less, more, strict=True)]
+        lines = [replace(line, slack=slack) for line, slack in zip(evidence.lines, moves, strict=True)]
+        return replace(evidence, lines=lines)
 
     def altered(self, decoder: Decoder) -> "Scorer":
         """The same with another model behind the trainer's column."""
