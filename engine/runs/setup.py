@@ -9,6 +9,7 @@ import torch
 
 from ...kernels.backend import find_device
 from ...model.checkpoint import DTYPES, load_decoder, read_weights, resolve_model
+from ...model.compute_weights import quantise_all
 from ...model.config import ModelConfig
 from ...model.decoder import Decoder
 from ...model.weights import Layout
@@ -20,7 +21,6 @@ from ..parallel.process_group import ALONE, Ranks
 from ..parallel.scorer import Scorer, frozen
 from ..parallel.workers import Workers, automatic
 from ..parallel.zero import Slices
-from ..perturb import trained_weights
 from ..rollout.answers import AnswerPlayer, GivenAnswers
 from ..rollout.budgets import BudgetPlayer, DrawnAnswers
 from ..rollout.players import Judge, make_player, turn_limits
@@ -228,7 +228,9 @@ def _ref_model(config: Config, model: Path, model_config: ModelConfig) -> tuple[
 def _ref_policy(config: Config, folder: Path, ref_config: ModelConfig, n: int, micro_batch: int) -> Scorer:
     """The frozen reference."""
     loaded = load_decoder(folder, DTYPES[config.dtype], run_device(config))
-    flat = trained_weights(config, loaded.layout, loaded.flat.detach())
+    flat = loaded.flat.detach()
+    if config.precision.quantisation:
+        quantise_all(loaded.layout.checkpoint_views(flat), config.precision.quantisation)
     decoder = Decoder(ref_config, flat, numerics=numerics_of(config))
     return frozen(decoder, config.virtual_shards, n, micro_batch)
 

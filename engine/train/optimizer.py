@@ -7,7 +7,7 @@ slices and threads decide no bit.
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 import numpy as np
@@ -79,7 +79,7 @@ class Optimizer:
         # The parts of `master`, each with its share of the learning rate. A critic's head is the last weight.
         parts = (slice(0, head), 1.0), (slice(head, len(self.master)), cfg.critic_lr_ratio)
         self._rates = [(part, ratio) for part, ratio in parts if part.start < part.stop]
-        self._quantise(self.layout.checkpoint_views(self._flat))
+        self._quantise(self.layout.checkpoint_views)
 
     @property
     def layout(self) -> FlatLayout:
@@ -110,13 +110,16 @@ class Optimizer:
         if not self.in_place:
             self.master.copy_(weights[self.slices.own])
             self._keep_frozen(weights)
-        self._quantise(self.layout.checkpoint_views(self._flat))
+        self._quantise(self.layout.checkpoint_views)
 
     @torch.no_grad()
-    def _quantise(self, views: Mapping[str, torch.Tensor]) -> None:
-        """Quantise compute weights that were just rounded from the master weights, whole in every rank."""
+    def _quantise(self, views: Callable[[torch.Tensor], Mapping[str, torch.Tensor]]) -> None:
+        """Quantise compute weights that were just rounded from the master weights, whole in every rank.
+
+        views: gives those of a flat tensor by their names in a checkpoint.
+        """
         if self._quantisation is not None:
-            quantise_all(views, self._quantisation)
+            quantise_all(views(self._flat), self._quantisation)
 
     def whole_master(self) -> torch.Tensor:
         """The master weights of all ranks, [layout.numel] fp32. The next update may change this tensor.
@@ -244,7 +247,7 @@ class Optimizer:
             own = numbers._replace(lr=numbers.lr * ratio)
             adamw(self.master[part], *moments, grad[part], own, None if out is None else out[part])
         self.slices.share(self._flat)
-        self._quantise(self.layout.trained_views(self._flat))
+        self._quantise(self.layout.trained_views)
 
     def _norm(self, grad: torch.Tensor) -> float:
         """The global norm of all ranks' gradients.

@@ -33,16 +33,18 @@ def zeros_at(x: LoggedRollout, places: np.ndarray) -> np.ndarray:
     return np.where(places, 0.0, x.trainer_logprobs)
 
 
+def beginning_of(other: np.ndarray, x: np.ndarray) -> np.ndarray:
+    """x, which begins with the numbers of another line, as many as both have."""
+    n = min(len(other), len(x))
+    return np.append(other[:n], x[n:])
+
+
 def test_a_rank_of_a_long_log_has_the_numbers_of_the_next_line():
     """200 lines: those that are tried hold the lines beside a wrong one, and sound lines as well."""
     rollouts = sound(200)
 
     def next_lines(i, x):
-        if i % 4 != 2:
-            return None
-        other = rollouts[i + 1].trainer_logprobs
-        n = min(len(other), len(x.trainer_logprobs))
-        return np.append(other[:n], x.trainer_logprobs[n:])
+        return None if i % 4 != 2 else beginning_of(rollouts[i + 1].trainer_logprobs, x.trainer_logprobs)
 
     found = try_columns(with_trainer(rollouts, next_lines))[1].found
     assert "every 4th from line 3 on the trainer's number is the next line's" in found.what
@@ -62,11 +64,7 @@ def test_lines_that_differ_little_are_found_with_the_others():
         rollouts[i + 1] = replace(rollouts[i + 1], **columns)
 
     def next_lines(i, x):
-        if i % 3:
-            return None
-        other = rollouts[i + 1].trainer_logprobs
-        n = min(len(other), len(x.trainer_logprobs))
-        return np.append(other[:n], x.trainer_logprobs[n:])
+        return None if i % 3 else beginning_of(rollouts[i + 1].trainer_logprobs, x.trainer_logprobs)
 
     found = try_columns(with_trainer(rollouts, next_lines))[1].found
     assert "every 3rd from line 1 on the trainer's number is the next line's" in found.what
@@ -79,8 +77,7 @@ def test_numbers_of_another_sample_of_the_group_are_named():
     rotated = []
     for group in groups:
         for x, other in zip(group, [*group[1:], group[0]], strict=True):
-            n = min(len(x.logprobs), len(other.logprobs))
-            rotated.append(replace(x, logprobs=np.append(other.logprobs[:n], x.logprobs[n:])))
+            rotated.append(replace(x, logprobs=beginning_of(other.logprobs, x.logprobs)))
     sampler, trainer = try_columns(rotated)[:2]
     assert sampler.found.name == "another line's numbers" or trainer.found.name == "another line's numbers"
 

@@ -237,10 +237,10 @@ def decoder_of(folder: Path) -> torch.Tensor:
     return load_decoder(folder, torch.float32).flat.detach()
 
 
-def _forget_the_end(run: Path) -> None:
-    """Let a finished run of four steps be one that was killed after two."""
+def _forget_the_end(run: Path, steps: int = 4) -> None:
+    """Let a finished run be one that was killed before its last checkpoint. steps: of the run."""
     (run / "summary.json").unlink()
-    shutil.rmtree(run / "checkpoints" / "step-000004")
+    shutil.rmtree(run / "checkpoints" / f"step-{steps:06d}")
 
 
 @pytest.mark.full
@@ -250,8 +250,7 @@ def test_frozen_weights_are_those_of_one_process(plain, tmp_path):
     train(frozen_layer, tmp_path / "alone")
     _run(2, frozen_layer, tmp_path / "run", "--micro_batch", "2")
     _same(tmp_path / "run", tmp_path / "alone")
-    (tmp_path / "run" / "summary.json").unlink()
-    shutil.rmtree(tmp_path / "run" / "checkpoints" / "step-000004")
+    _forget_the_end(tmp_path / "run")
     resume(tmp_path / "run")
     _same(tmp_path / "run", tmp_path / "alone")
 
@@ -265,8 +264,7 @@ def test_quantised_weights_are_those_of_one_process(config, tmp_path, dtype):
     train(quantised, tmp_path / "alone")
     _run(2, quantised, tmp_path / "run", "--micro_batch", "2")
     _same(tmp_path / "run", tmp_path / "alone")
-    (tmp_path / "run" / "summary.json").unlink()
-    shutil.rmtree(tmp_path / "run" / "checkpoints" / "step-000002")
+    _forget_the_end(tmp_path / "run", steps=2)
     resume(tmp_path / "run")
     _same(tmp_path / "run", tmp_path / "alone")
 
@@ -278,8 +276,7 @@ def test_adapters_are_those_of_one_process(plain, tmp_path, ranks):
     train(lora, tmp_path / "alone")
     _run(ranks, lora, tmp_path / "run", "--micro_batch", "2")
     _same(tmp_path / "run", tmp_path / "alone")
-    (tmp_path / "run" / "summary.json").unlink()
-    shutil.rmtree(tmp_path / "run" / "checkpoints" / "step-000002")
+    _forget_the_end(tmp_path / "run", steps=2)
     resume(tmp_path / "run")
     _same(tmp_path / "run", tmp_path / "alone")
 
