@@ -208,7 +208,7 @@ def quantised(kind: str, by: str, of_bf16: bool = False):
     """A change of weights: fp8 or int8 with a scale for each tensor, row or block of 32."""
 
     def change(name: str, w: torch.Tensor):
-        if "proj" not in name:
+        if "proj" not in name or w.dim() != 2:  # a bias is not quantised
             return None
         x = w.bfloat16().float() if of_bf16 else w.float()
         rows, columns = (n + -n % 32 for n in x.shape)
