@@ -9,7 +9,7 @@ from ..files.reading import one_line
 from .app import command
 from .command_line import failure_line, given_settings, toml_values
 from .exit_codes import ExitCode
-from .settings import NO_SETTINGS, Preset, Settings, TaskOptions
+from .settings import NO_INIT_SETTINGS, NO_SETTINGS, InitSettings, Preset, Settings, TaskOptions
 
 # Lines about differences that `zerokl ablate` prints; its page has all of them.
 _MOST_EFFECTS = 12
@@ -24,20 +24,21 @@ def init(
     task_options: TaskOptions = None,
     preset: str = "tiny",
     seed: int = 0,
+    settings: InitSettings = NO_INIT_SETTINGS,
 ) -> int:
     """Make a small base model for a task, trained until it solves about half of the training prompts.
 
     Args:
         out: Folder to write; it must not exist.
-        task: add, sort, countdown, calculator, guesses, wordle, nim, or your own as module:object.
+        task: add, sort, sums, countdown, calculator, guesses, wordle, nim, or your own as module:object.
         task_options: Arguments of the task, e.g. --task.options.max_value 49.
-        preset: Size of the model: tiny, small, or moe, which is a mixture of experts.
+        preset: Size of the model: mini, tiny, small, or moe, which is a mixture of experts.
         seed: Seed of the weights and of the order of the examples.
     """
     from ..engine.display.terminal import console
     from ..engine.runs.init import initialise
 
-    report = initialise(Path(out), task, toml_values(task_options), preset, seed)
+    report = initialise(Path(out), task, toml_values(task_options), preset, seed, settings)
     console.print(
         f"{out}: solves {report['accuracy']:.2f} of the training prompts after {report['steps']} supervised "
         f"steps; {len(report['prompts'])} of them, solved sometimes but not always, are its perfectible set"
@@ -130,6 +131,7 @@ def ablate(grid: str, /, *, out: str | None = None, jobs: int = 1) -> int:
     """
     from ..engine.commands.ablations.ablate import ablate
     from ..engine.commands.ablations.effects import effect_lines
+    from ..engine.commands.ablations.hypotheses import hypothesis_line
     from ..engine.commands.ablations.report import result_table
     from ..engine.display.terminal import console
     from ..files.reading import one_line
@@ -139,6 +141,8 @@ def ablate(grid: str, /, *, out: str | None = None, jobs: int = 1) -> int:
     report = ablate(grid, out, jobs)
     if report["combinations"]:
         console.print(result_table(report["combinations"], console))
+        for line in map(hypothesis_line, report["hypotheses"]):
+            console.say(one_line(line))
         for line in effect_lines(report["effects"])[:_MOST_EFFECTS]:
             console.say(one_line(line))
         console.print(f"figures {Path(out) / 'ablation.json'}, the whole table and plots beside it")

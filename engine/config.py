@@ -9,16 +9,17 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BeforeValidator, Field, field_validator, model_validator
 
 from ..kernels.sampling_params import SamplingParams, bias_by_id, refuse_penalties
+from .init_config import InitConfig
 from .lora import LoraConfig
 from .loss.config import LossConfig
 from .precision import PrecisionConfig, QuantisationText, ShortNames
-from .sampler_names import RENAMED, SAMPLERS, SamplerName, listed
+from .sampler_names import EXTERNAL, RENAMED, SAMPLERS, SamplerName, listed
 from .section import Section
 from .tasks.rewards import RewardSettings
 from .vllm_config import VllmConfig
 
 # Sections whose keys zerokl does not define.
-FREE_SECTIONS = ("task.options", "vllm.engine", "sampling.logit_bias")
+FREE_SECTIONS = ("task.options", "init.sizes", "vllm.engine", "sampling.logit_bias")
 _SAMPLER_HELP = (
     f"The engine that draws the completions: {listed(SAMPLERS)}. native and vllm-zerokl draw the same "
     "tokens. hf and vllm need exact = false; vllm-exact needs a GPU."
@@ -271,6 +272,11 @@ class EvaluationConfig(Section):
     """Completions of each problem."""
     temperature: Temperature = Field(0.0, ge=0)
     """Temperature; 0 is greedy. The filters are those of the section sampling."""
+    both_policies: bool = True
+    """Where the sampler differs from the trainer, evaluate both policies: on the held-out problems, and on
+    as many training problems at the training temperature. Elsewhere there is one policy, and this does
+    nothing.
+    """
 
 
 class CheckpointConfig(Section):
@@ -375,6 +381,7 @@ class Config(Section):
     """
 
     task: TaskConfig = TaskConfig()
+    init: InitConfig = InitConfig()
     sampling: SamplingConfig = SamplingConfig()
     environment: EnvironmentConfig = EnvironmentConfig()
     loss: LossConfig = LossConfig()
@@ -395,6 +402,11 @@ class Config(Section):
         """Completions of each prompt; with the advantage brpo reasonings and answers."""
         cuts = self.loss.cuts(self.num_generations)
         return cuts.rollouts if cuts else self.num_generations
+
+    @property
+    def sampler_differs(self) -> bool:
+        """Whether the sampler differs from the trainer in more than the age of its weights."""
+        return self.sampler in EXTERNAL or self.perturb.any or self.precision.sampler_differs
 
     @property
     def samples_older_weights(self) -> bool:

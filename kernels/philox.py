@@ -28,6 +28,7 @@ class Stream(IntEnum):
     LOGIT_NOISE_TOKENS = 11  # the noise of a token's logits
     DIGEST = 12  # the keys of the ledger's digests
     LORA = 13  # the first A of the adapters: counter (element, matrix)
+    EVALUATE_TRAINING = 14  # a token of an evaluation rollout of a training problem
 
 
 _MASK = np.uint64(0xFFFFFFFF)

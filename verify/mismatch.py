@@ -4,6 +4,8 @@ The estimators use tokens that were drawn from the sampler. With d = logp_traine
 r = exp(d), over C tokens (Schulman, "Approximating KL divergence", 2020):
 
     k1 = mean(-d)     k2 = mean(d^2 / 2)     k3 = mean(r - 1 - d)        estimate KL(sampler || trainer)
+    mean_abs = mean(|d|)        k3_sequence = the same sum as k3 over S sequences, in nats a sequence
+
     chi2 = mean((r - 1)^2)      ess = (sum r)^2 / (C sum r^2), the effective sample size as a share of C
 
 E[r] = 1 where the tokens were drawn from the sampler's column and the trainer has its whole mass on what the
@@ -15,9 +17,9 @@ Two kinds of token have no such figures, and are counted:
     outside    p_trainer = 0 and p_sampler > 0: d = -inf, r = 0. Outside the trainer's top-p or top-k set.
     infinite   p_sampler = 0 and p_trainer > 0, or d > 300: r is infinite, or its square has no place in fp64.
 
-k1, k2, k3 and max_abs are over the rest. The ratios of outside tokens are 0, which is a number: chi2, ess
-and the percentiles of r take them. They leave the infinite ones out. KL(sampler || trainer) itself is
-infinite where a token is outside. Where no token is left, a figure is NaN.
+k1, k2, k3, k3_sequence, mean_abs and max_abs are over the rest. The ratios of outside tokens are 0, which is
+a number: chi2, ess and the percentiles of r take them. They leave the infinite ones out. KL(sampler ||
+trainer) itself is infinite where a token is outside. Where no token is left, a figure is NaN.
 
 All sums are correctly rounded in fp64 (math.fsum), so they do not depend on the order of the tokens.
 """
@@ -144,6 +146,8 @@ def mismatch_metrics(
         "k1": mean(-known) + 0.0,  # + 0.0 turns -0.0 into 0.0
         "k2": mean(known * known / 2),
         "k3": mean(np.exp(known) - 1 - known),
+        "k3_sequence": math.fsum((np.exp(known) - 1 - known).tolist()) / len(lengths),
+        "mean_abs": mean(np.abs(known)),
         "max_abs": largest(np.abs(known)),
         "frac_equal": float(bits_equal(trainer, sampler).mean()),
         "frac_outside": float(outside(d).mean()),

@@ -233,7 +233,7 @@ def _replays(run: _Run, replayer: Replayer, n: int, seed: int) -> Iterator[Findi
 
         def compare(record: StepRecord, step: int = step, faults: list[str] = faults) -> None:
             if record.metrics["step"] == step:
-                metrics = record.metrics | (base if step == 0 else {}) | held_out(step).metrics()
+                metrics = record.metrics | (base if step == 0 else {}) | held_out(step).metrics()[0]
                 again = replayer.last_line
                 faults += filter(None, [_logged_fault(run, replace(record, metrics=metrics), again)])
 

@@ -4,8 +4,11 @@ from pathlib import Path
 
 from ...model.checkpoint import resolve_model
 from ..config import Config
+from ..init_config import InitConfig
 from ..tasks.perfectible import perfectible_set
 from .init import initialise
+
+_DEFAULT = InitConfig().model_dump(mode="json")
 
 
 def base_model(config: Config, path: Path) -> Path:
@@ -25,7 +28,7 @@ def base_model(config: Config, path: Path) -> Path:
 def make_base(base: Path, config: Config) -> None:
     """Make the model for config.model (init:PRESET) in the folder `base`. Raises ValueError."""
     preset = config.model.removeprefix("init:")
-    initialise(base, config.task.name, config.task.options, preset, config.seed)
+    initialise(base, config.task.name, config.task.options, preset, config.seed, config.init)
 
 
 def is_base(base: Path, config: Config) -> bool:
@@ -34,4 +37,7 @@ def is_base(base: Path, config: Config) -> bool:
     task = config.task
     wanted = {"task": task.name, "options": task.options, "preset": preset, "seed": config.seed}
     perfectible = perfectible_set(base)
-    return bool(perfectible) and all(perfectible[key] == value for key, value in wanted.items())
+    if perfectible is None or any(perfectible[key] != value for key, value in wanted.items()):
+        return False
+    # A base model of an older zerokl says nothing about these settings: it was made with the defaults.
+    return perfectible.get("init", _DEFAULT) == config.init.model_dump(mode="json")

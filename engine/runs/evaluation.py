@@ -1,14 +1,30 @@
-"""The held-out evaluation of a run."""
+"""The held-out evaluation of a run, and of both policies where the sampler's is not the trainer's."""
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
 
 from ...files.reading import shown
 from ...kernels.philox import Stream
 from ..config import Config
 from ..rollout.episodes import Episodes
-from ..rollout.types import GenerationParams, RngKey
+from ..rollout.types import GenerationParams, RngKey, Sampler
 from ..tasks.base import Task
 from ..tasks.loading import problems_of
+from ..tasks.problem import Problem
 from ..train.state import TrainState
-from .held_out import ACCURACY, BASE_REWARD, MEAN_REWARD
+from .held_out import (
+    ACCURACY,
+    BASE_REWARD,
+    MEAN_REWARD,
+    SAMPLER_REWARD,
+    SAMPLER_TRAINING_REWARD,
+    TRAINING_REWARD,
+)
+
+# Two policies are called different where their mean rewards are this many standard errors apart.
+_ERRORS_APART = 3.0
 
 
 class HeldOut:
@@ -24,6 +40,9 @@ class HeldOut:
         problems = problems_of(task, config.task.name, "held_out", config.task.directory)
         problems = problems[: config.evaluation.problems]
         self._state, self._problems = state, problems if config.evaluation.every else []
+        compares = config.evaluation.every and config.evaluation.both_policies and config.sampler_differs
+        self._training = state.problems[: config.evaluation.problems] if compares else []
+        self._warned = False
         state.player.check(self._problems, config.sampling.max_tokens, state.policy.config.max_positions)
 
     def base_metrics(self) -> dict[str, float]:
@@ -31,31 +50,63 @@ class HeldOut:
 
         It is a metric of step 0, the first line that a run writes.
         """
-        return {BASE_REWARD: self._evaluate().mean_reward} if self._problems and self._state.step == 0 else {}
+        if not self._problems or self._state.step:
+            return {}
+        return {BASE_REWARD: self._of_held_out(self._state.evaluator).mean_reward}
 
-    def metrics(self) -> dict[str, float]:
+    def metrics(self) -> tuple[dict[str, float], str | None]:
         """The mean reward of the current policy, where it is due after the steps done so far; else nothing.
 
         Of a reward that is 0 or 1, the accuracy as well. Where reasonings are cut at budgets, also the mean
-        reward at each.
+        reward at each. Where the sampler differs from the trainer, the rewards of both policies.
+
+        The second is a line for people where the two policies differ by more than chance. It is None where
+        they do not, and where such a line was given before, until the last step.
         """
         done, cfg = self._state.step, self._config
         if not self._problems or not (done == cfg.steps or done % cfg.evaluation.every == 0):
-            return {}
-        result = self._evaluate()
+            return {}, None
+        result = self._of_held_out(self._state.evaluator)
         accuracy = {} if result.accuracy is None else {ACCURACY: result.accuracy}
         at_budgets = {f"eval/reward_at_{b}": mean for b, mean in result.reward_at_budgets.items()}
-        return {MEAN_REWARD: result.mean_reward} | accuracy | at_budgets
+        of_both, line = self._of_both(result) if self._training else ({}, None)
+        return {MEAN_REWARD: result.mean_reward} | accuracy | at_budgets | of_both, line
 
-    def _evaluate(self) -> Episodes:
-        """The rewards of the current policy. Their random keys are of a stream that training never uses."""
+    def _of_both(self, held_out: Episodes) -> tuple[dict[str, float], str | None]:
+        """See metrics. held_out: those of the trainer's policy."""
+        trainer, sampler = self._state.evaluator, self._state.sampler
+        pairs = {
+            "training": (self._of_training(sampler), self._of_training(trainer)),
+            "held-out": (self._of_held_out(sampler), held_out),
+        }
+        metrics = {
+            SAMPLER_TRAINING_REWARD: pairs["training"][0].mean_reward,
+            TRAINING_REWARD: pairs["training"][1].mean_reward,
+            SAMPLER_REWARD: pairs["held-out"][0].mean_reward,
+        }
+        lines = [line for of, pair in pairs.items() if (line := _difference(*pair, of))]
+        if not lines or (self._warned and self._state.step < self._config.steps):
+            return metrics, None
+        self._warned = True
+        return metrics, f"your curve is the sampler's, and the trainer's policy is saved: {'; '.join(lines)}"
+
+    def _of_held_out(self, sampler: Sampler) -> Episodes:
+        return self._play(sampler, self._problems, self._config.evaluation.temperature, Stream.EVALUATE)
+
+    def _of_training(self, sampler: Sampler) -> Episodes:
+        temperature = self._config.sampling.temperature
+        return self._play(sampler, self._training, temperature, Stream.EVALUATE_TRAINING)
+
+    def _play(
+        self, sampler: Sampler, problems: Sequence[Problem], temperature: float, stream: Stream
+    ) -> Episodes:
+        """The rewards of what `sampler` draws. Its random keys are of a stream that training never uses."""
         state, cfg = self._state, self._config
-        sampling_params = cfg.sampling.sampling_params._replace(temperature=cfg.evaluation.temperature)
+        sampling_params = cfg.sampling.sampling_params._replace(temperature=temperature)
         generation_params = GenerationParams(
             sampling_params, cfg.evaluation.num_generations, cfg.sampling.max_tokens, state.tokenizer.stop_ids
         )
-        rng_key = RngKey(cfg.seed, state.step, Stream.EVALUATE)
-        return state.player.play(state.evaluator, self._problems, generation_params, rng_key)
+        return state.player.play(sampler, problems, generation_params, RngKey(cfg.seed, state.step, stream))
 
     def overlap(self) -> str | None:
         """A line about held-out prompts that are also trained on; None where there are none."""
@@ -67,3 +118,25 @@ class HeldOut:
             f"{len(shared)} of {len(self._problems)} held-out prompts are training prompts as well, such as "
             f"{shown(shared[0][:60])}: the held-out reward counts what is learnt by heart"
         )
+
+
+def _difference(of_sampler: Episodes, of_trainer: Episodes, problems: str) -> str | None:
+    """How much better the sampler's policy is, or worse; None where chance explains it.
+
+    Both have the same problems, so the difference is of each problem, and its error over problems. problems:
+    what they are called.
+    """
+    a, b = (rewards_of_problems(episodes) for episodes in (of_sampler, of_trainer))
+    difference = float((a - b).mean())
+    error = float((a - b).std(ddof=1)) / math.sqrt(len(a)) if len(a) > 1 else math.inf
+    if abs(difference) <= _ERRORS_APART * error or not difference:
+        return None
+    return (
+        f"on {problems} problems the sampler earns {a.mean():.3f}, the trainer {b.mean():.3f} "
+        f"(difference {difference:+.3f}, standard error {error:.3f})"
+    )
+
+
+def rewards_of_problems(episodes: Episodes) -> np.ndarray:
+    """The mean reward of each problem, [P]."""
+    return episodes.rewards.mean(axis=1)

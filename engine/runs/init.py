@@ -1,9 +1,10 @@
 """`zerokl init`: a small base model for a task, warm-started until it solves some of the training prompts.
 
 This is a small form of the sanity test of "Defeating the training-inference mismatch via FP16"
-(arXiv:2510.26788). The model takes supervised steps on correct answers until a sampled completion is right
-for a share of TARGET of the training problems. Then the problems are listed that the model solves sometimes
-but not always: the perfectible set. On such a set a sound trainer must reach a training reward near 1.
+(arXiv:2510.26788). The model takes supervised steps on correct answers until one sampled completion of each
+training problem has a mean reward of init.target. Then the problems are listed that the model solves
+sometimes but not always: the perfectible set. On such a set a sound trainer must reach a training reward near
+1.
 """
 
 import json
@@ -13,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -29,6 +30,7 @@ from ...model.weights import Layout
 from ..config import EnvironmentConfig, OptimizerConfig, TaskConfig
 from ..display.progress import Display
 from ..display.terminal import console
+from ..init_config import InitConfig
 from ..parallel.partition import virtual_shards
 from ..parallel.workers import ParallelSampler, Workers, automatic
 from ..rollout.episodes import EpisodePlayer, Episodes, is_trained
@@ -43,13 +45,10 @@ from ..tasks.tokenizer import Tokenizer, character_tokenizer
 from ..train.collect import step_problems
 from ..train.optimizer import Optimizer
 
-# The warm start ends when a sampled completion solves this share of the training problems.
-TARGET = 0.5
-# A share above this is reported, because little is left to learn.
-TOO_GOOD = 0.6
-# The perfectible set: its largest size, the samples drawn of each problem, and the bounds of the share of
-# samples that solve a problem (the paper's bounds).
-SET_SIZE, SET_SAMPLES, SOLVED = 128, 16, (0.2, 0.8)
+# An accuracy that is this much above the target is reported: less is left to learn than was asked for.
+_TOO_FAR = 0.1
+# Problems that are tried at a time for the perfectible set.
+_TRIED = 128
 _MAX_STEPS, _BATCH, _SHARDS = 3000, 64, 4
 # The accuracy is measured on this many training problems at most.
 _PROBE = 256
@@ -59,6 +58,7 @@ _CHECK_EVERY, _CHECK_OFTEN = 10, 2
 _OPTIMIZER = OptimizerConfig(lr=2e-3, warmup_steps=20, schedule="linear", min_lr_ratio=0.1, weight_decay=0.0)
 
 _CONTEXT = 512
+_DEFAULT = InitConfig()
 _NO_ANSWERS = (
     "init: the task has answers that are no completions; init needs add, sort, countdown, calculator or a "
     "task like them"
@@ -73,6 +73,15 @@ _TINY = dict(
     head_dim=32,
 )
 PRESETS: dict[str, dict[str, Any]] = {
+    # 0.1 million parameters
+    "mini": dict(
+        hidden_size=64,
+        intermediate_size=176,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=32,
+    ),
     # 1.1 million parameters
     "tiny": _TINY,
     # 2.7 million parameters
@@ -90,12 +99,17 @@ PRESETS: dict[str, dict[str, Any]] = {
 
 
 def initialise(
-    out: Path, task_name: str, options: Mapping[str, Any], preset: str = "tiny", seed: int = 0
+    out: Path,
+    task_name: str,
+    options: Mapping[str, Any],
+    preset: str = "tiny",
+    seed: int = 0,
+    init: InitConfig = _DEFAULT,
 ) -> dict[str, Any]:
     """Write a base model for a task to the folder `out`. Returns the content of perfectible.json.
 
-    Raises ValueError for an unknown task or preset, for a task whose answers are not completions, and if
-    `out` exists.
+    Raises ValueError for an unknown task or preset, for sizes that do not go together, for a task whose
+    answers are not completions, and if `out` exists.
     """
     if preset not in PRESETS:
         raise ValueError(f"init: preset {preset} is not known; choose {', '.join(PRESETS)}")
@@ -110,25 +124,27 @@ def initialise(
     if not problems or task.chat:
         raise ValueError(f"task {task_name}: has no training problems" if not problems else _NO_ANSWERS)
     report = {"task": task_name, "options": dict(options), "preset": preset, "seed": seed}
+    report["init"] = init.model_dump(mode="json")
     with open_judge(task, config, environment, console.print) as judge:
 
         def player_of(tokenizer: Tokenizer) -> EpisodePlayer:
             limits = turn_limits(environment, _CONTEXT, _CONTEXT)
             return make_player(task, judge, tokenizer, limits, environment.render, console.print)
 
-        return _initialise(out, report, problems, task, player_of)
+        return _initialise(out, report, init, problems, task, player_of)
 
 
 def _initialise(
     out: Path,
     report: dict[str, Any],
+    init: InitConfig,
     problems: Sequence[Problem],
     task: Task | EnvironmentTask,
     player_of: Callable[[Tokenizer], EpisodePlayer],
 ) -> dict[str, Any]:
     """See initialise. report: what is asked for. Returns it with what became of it."""
     seed, characters = report["seed"], character_tokenizer()
-    decoder = random_decoder(report["preset"], len(characters), seed)
+    decoder = random_decoder(report["preset"], len(characters), seed, init.sizes)
     scratch = out.with_name(f".{out.name}.tokenizer")
     characters.save_pretrained(scratch)
     try:
@@ -137,15 +153,16 @@ def _initialise(
         examples = _examples(task, player, tokenizer, problems)
         params = GenerationParams(SamplingParams(), 1, _longest_turn(examples), tokenizer.stop_ids)
         with Workers(decoder, _SHARDS, automatic(decoder.layout.numel)) as workers:
-            accuracy, steps = _warm_start(decoder, workers, player, problems, examples, params, seed)
-            if accuracy > TOO_GOOD:
+            warm_start = _WarmStart(decoder, workers, player, params, seed, init.target)
+            accuracy, steps = _take_steps(warm_start, problems, examples)
+            if accuracy > init.target + _TOO_FAR:
                 console.say(
-                    f"the warm start ended at {accuracy:.2f} of the training prompts, above the {TOO_GOOD} "
-                    "it aims below: on a set this small accuracy rises in leaps; give the task more "
-                    "training problems for a base model that errs more"
+                    f"the warm start ended at {accuracy:.2f} of the training prompts, more than {_TOO_FAR} "
+                    f"above its target {init.target:g}: on a set this small accuracy rises in leaps; give "
+                    "the task more training problems for a base model that errs more"
                 )
-            prompts = _perfectible(ParallelSampler(workers), player, problems, params, seed)
-        report |= {"accuracy": accuracy, "steps": steps, "samples": SET_SAMPLES, "prompts": prompts}
+            prompts = _perfectible(ParallelSampler(workers), player, problems, params, seed, init)
+        report |= {"accuracy": accuracy, "steps": steps, "samples": init.samples, "prompts": prompts}
         extra = {PERFECTIBLE_FILE: json.dumps(report) + "\n"}
         write_checkpoint(out, decoder.layout, decoder.flat.detach(), companions=scratch, extra=extra)
     finally:
@@ -208,8 +225,10 @@ def _longest_turn(examples: Sequence[Rollout]) -> int:
     return max(int(turn.sum()) for r in examples for turn in np.split(r.drawn, r.turn_starts[1:]))
 
 
-def random_decoder(preset: str, vocab_size: int, seed: int) -> Decoder:
-    """A Qwen3, or a Qwen3-MoE where the preset has experts.
+def random_decoder(
+    preset: str, vocab_size: int, seed: int, sizes: Mapping[str, int] | None = None
+) -> Decoder:
+    """A Qwen3, or a Qwen3-MoE where the preset has experts. sizes: those that differ from the preset's.
 
     Its matrices are random, from counter-based numbers. Its norms are 1.
     The elements of a matrix are uniform in +-sqrt(3 / fan_in), and half of this in the output matrices of
@@ -221,6 +240,7 @@ def random_decoder(preset: str, vocab_size: int, seed: int) -> Decoder:
         "model_type": "qwen3_moe" if has_experts else "qwen3",
         "vocab_size": vocab_size,
         **PRESETS[preset],
+        **(sizes or {}),
         "max_position_embeddings": _CONTEXT,
         "rms_norm_eps": 1e-6,
         "rope_theta": 10000.0,
@@ -248,16 +268,22 @@ def random_decoder(preset: str, vocab_size: int, seed: int) -> Decoder:
     return Decoder(config, flat, layout)
 
 
-def _warm_start(
-    decoder: Decoder,
-    workers: Workers,
-    player: EpisodePlayer,
-    problems: Sequence[Problem],
-    examples: Sequence[Rollout],
-    generation_params: GenerationParams,
-    seed: int,
+class _WarmStart(NamedTuple):
+    """What the supervised steps are taken with. params: how a completion is drawn."""
+
+    decoder: Decoder
+    workers: Workers
+    player: EpisodePlayer
+    params: GenerationParams
+    seed: int
+    target: float
+
+
+def _take_steps(
+    warm_start: _WarmStart, problems: Sequence[Problem], examples: Sequence[Rollout]
 ) -> tuple[float, int]:
-    """Supervised steps on the examples until TARGET is reached. Returns accuracy and number of steps."""
+    """Supervised steps on the examples until the target is reached. Returns accuracy and number of steps."""
+    decoder, workers, player, params, seed, target = warm_start
     optimizer = Optimizer(decoder, decoder.flat.detach(), _OPTIMIZER, _MAX_STEPS)
     sampler, accuracy, tokens, began_s = ParallelSampler(workers), 0.0, 0, time.perf_counter()
     probe = problems[:_PROBE]
@@ -271,24 +297,24 @@ def _warm_start(
             _, gradient = workers.sum_shards(work, shards)
             optimizer.update(gradient)
             tokens += sum(len(r.ids) for r in batch)
-            if step % (_CHECK_EVERY if accuracy < TARGET / 3 else _CHECK_OFTEN):
+            if step % (_CHECK_EVERY if accuracy < target / 3 else _CHECK_OFTEN):
                 continue
             rng_key = RngKey(seed, step, Stream.WARM_START_PROBE)
-            accuracy = float(_best(player.play(sampler, probe, generation_params, rng_key), probe).mean())
+            accuracy = float(_best(player.play(sampler, probe, params, rng_key), probe).mean())
             display.step(
                 [
-                    f"until {TARGET}",
+                    f"until {target:g}",
                     f"step {step}",
                     f"{tokens / (time.perf_counter() - began_s):,.0f} tokens/s",
                 ],
                 value=accuracy,
-                completed=min(100, int(100 * accuracy / TARGET)),
+                completed=min(100, int(100 * accuracy / target)),
             )
-            if accuracy >= TARGET:
+            if accuracy >= target:
                 return accuracy, step
     raise ValueError(
         f"init: after {_MAX_STEPS} supervised steps the model solves {accuracy:.2f} of the training prompts, "
-        f"not {TARGET}; make the task easier"
+        f"not {target:g}; make the task easier"
     )
 
 
@@ -312,26 +338,27 @@ def _perfectible(
     problems: Sequence[Problem],
     generation_params: GenerationParams,
     seed: int,
+    init: InitConfig,
 ) -> list[str]:
-    """The prompts, in order, of up to SET_SIZE problems that the model solves sometimes but not always.
+    """The prompts, in order, of up to init.problems problems that the model solves sometimes but not always.
 
-    Of SET_SAMPLES samples of such a problem, the share that solves it is within the bounds SOLVED.
+    The mean reward of init.samples samples of such a problem is within the bounds init.solved.
     """
-    generation_params = replace(generation_params, num_generations=SET_SAMPLES)
+    generation_params = replace(generation_params, num_generations=init.samples)
     prompts: list[str] = []
-    wanted = min(SET_SIZE, len(problems))
+    wanted = min(init.problems, len(problems))
     with Display(wanted, "perfectible set", shows_time_left=False) as display:
-        for start in range(0, len(problems), SET_SIZE):
-            batch = problems[start : start + SET_SIZE]
-            rng_key = RngKey(seed, start // SET_SIZE, Stream.PERFECTIBLE)
+        for start in range(0, len(problems), _TRIED):
+            batch = problems[start : start + _TRIED]
+            rng_key = RngKey(seed, start // _TRIED, Stream.PERFECTIBLE)
             rates = _best(player.play(sampler, batch, generation_params, rng_key), batch).mean(axis=1)
-            solved_sometimes = np.flatnonzero((rates >= SOLVED[0]) & (rates <= SOLVED[1]))
+            solved_sometimes = np.flatnonzero((rates >= init.solved[0]) & (rates <= init.solved[1]))
             prompts += [batch[i].prompt for i in solved_sometimes]
-            tried = min(start + SET_SIZE, len(problems))
+            tried = min(start + _TRIED, len(problems))
             display.step(
                 [f"{len(prompts)} prompts are solved sometimes", f"{tried} of {len(problems)} tried"],
                 completed=wanted if tried == len(problems) else min(wanted, len(prompts)),
             )
-            if len(prompts) >= SET_SIZE:
+            if len(prompts) >= init.problems:
                 break
-    return prompts[:SET_SIZE]
+    return prompts[: init.problems]

@@ -28,7 +28,7 @@ def perturbed(perturb: PerturbConfig, request: Request) -> Request:
     """A request as a perturbed sampler draws it."""
     params = request.draw_params
     sampling_params = params.sampling_params
-    if perturb.temperature:
+    if perturb.temperature and sampling_params.temperature:  # a greedy evaluation stays greedy
         sampling_params = sampling_params._replace(temperature=perturb.temperature)
     params = params._replace(sampling_params=sampling_params, logit_noise=perturb.logit_noise)
     return replace(request, draw_params=params)

@@ -52,6 +52,7 @@ FREE = {
     "environment.timeout_s": "decides which trajectories end in time; the ledger chains how each ended",
     "environment.memory_bytes": "as environment.timeout_s",
     "task.directory": "a place; the problems found there are chained instead",
+    "init": "how a base model is made; the weights and the problems found there are chained instead",
     "model": "a place; the architecture and the weights found there are chained instead",
     "frozen": "patterns; the names and the bits of the weights that they freeze are chained instead",
     "lora.adapter": "a place; the first adapters found there are chained instead",

@@ -214,7 +214,8 @@ def _take_steps(
             for _ in range(state.step, config.steps):
                 with profiled(state, profile, path):
                     record = _guarded_step(state, folder.recorder, path)
-                evaluation, last = first_evaluation | held_out.metrics(), state.step == config.steps
+                evaluation, warning = held_out.metrics()
+                evaluation, last = first_evaluation | evaluation, state.step == config.steps
                 first_evaluation = {}
                 folder.record(record, evaluation)
                 history.append(record.metrics | evaluation)
@@ -225,6 +226,8 @@ def _take_steps(
                     result=f"held-out {evaluation[MEAN_REWARD]:.3f}" if MEAN_REWARD in evaluation else "",
                 )
                 _report_overflow(state, record)
+                if warning:
+                    console.say(warning)
                 stops = interrupt.seen and not last
                 if last or stops or (config.checkpoint.every and state.step % config.checkpoint.every == 0):
                     _save_checkpoint(state, folder, path, model)

@@ -141,7 +141,7 @@ def _separate(run: _Run, workers: Workers, micro_batch: int, shared: WorkersSamp
     if not config.max_staleness:
         return Samplers(SeparateSampler(config, drawing, optimizer), shared)
     scoring = drawing.workers
-    if scoring is None or _differs(config):
+    if scoring is None or config.sampler_differs:
         scoring = _separate_workers(config, run.model_config, optimizer, n, sampler=False)
     scorer = Scorer(scoring, micro_batch)
     if config.lag is not None:
@@ -188,7 +188,9 @@ def _pooled(
 
     scoring = _separate_workers(config, model_config, optimizer, workers.n, sampler=False) if lag else None
     older = OlderWeights(lag)
-    sampler = PooledSampler(config, optimizer, older, scoring, _differs(config), model_config, open_pool)
+    sampler = PooledSampler(
+        config, optimizer, older, scoring, config.sampler_differs, model_config, open_pool
+    )
     return Samplers(sampler, shared, Scorer(scoring, micro_batch) if scoring else None, older)
 
 
@@ -210,11 +212,6 @@ def is_separate(config: Config) -> bool:
     """Whether the weights that draw are not those of the trainer's current version, rounded to a dtype."""
     precision = config.sampler not in EXTERNAL and config.precision.sampler_differs
     return bool(config.max_staleness or config.perturb.any or precision)
-
-
-def _differs(config: Config) -> bool:
-    """Whether the sampler differs from the trainer in more than the age of its weights."""
-    return config.sampler in EXTERNAL or config.perturb.any or config.precision.sampler_differs
 
 
 def sampling_context(config: Config, model_config: ModelConfig) -> int:
@@ -242,7 +239,7 @@ def copied_weight_bytes(config: Config) -> int:
     if config.pool.engine or config.staleness_schedule == "lagged":
         return _lagged_weight_bytes(config, compute, of_sampler, drawing)
     delayed = 4 * (config.perturb.delay + 1) if config.perturb.delay else 0
-    return drawing + delayed + (compute if config.max_staleness and _differs(config) else 0)
+    return drawing + delayed + (compute if config.max_staleness and config.sampler_differs else 0)
 
 
 def _lagged_weight_bytes(config: Config, compute: int, of_sampler: int, drawing: int) -> int:
@@ -252,7 +249,7 @@ def _lagged_weight_bytes(config: Config, compute: int, of_sampler: int, drawing:
     version that a sampler of this process has.
     """
     assert config.lag is not None
-    has_scored = bool(config.lag) and _differs(config)
+    has_scored = bool(config.lag) and config.sampler_differs
     kept = (config.lag + 1) * (of_sampler + has_scored * compute)  # older_weights.py
     if config.pool.engine:
         return kept + bool(config.lag) * compute  # the scorer's

@@ -18,12 +18,14 @@ from .nim import Nim
 from .pairs import Pairs
 from .python_tool import Python
 from .sort import Sort
+from .sums import Sums
 from .users_code import importable, load_object
 from .wordle import Wordle
 
 TASKS: dict[str, Callable[..., Task | EnvironmentTask]] = {
     "add": Add,
     "sort": Sort,
+    "sums": Sums,
     "countdown": Countdown,
     "jsonl": Jsonl,
     "pairs": Pairs,

@@ -24,8 +24,10 @@ from ...tasks.perfectible import perfectible_set
 from .cells import CellRun, State, run_cells
 from .display import GridDisplay
 from .effects import effects
+from .figures import cell_result, summarise
 from .grid import ABLATION, CELLS, Cell, read_grid
-from .report import cell_result, summarise, write_report
+from .hypotheses import Hypothesis, read_hypotheses, tested
+from .report import write_report
 
 
 def ablate(grid: str | Path, out: str | Path, jobs: int = 1) -> dict[str, Any]:
@@ -35,6 +37,7 @@ def ablate(grid: str | Path, out: str | Path, jobs: int = 1) -> dict[str, Any]:
     Raises ValueError for a grid that cannot be run, and for a folder that holds runs of another grid.
     """
     cells, text, out = read_grid(grid), read_text(grid), Path(out)
+    hypotheses = read_hypotheses(Path(grid), cells)
     if jobs < 1:
         raise ValueError(f"ablate: jobs ({jobs}) must be at least 1")
     check_writable(out)
@@ -44,7 +47,7 @@ def ablate(grid: str | Path, out: str | Path, jobs: int = 1) -> dict[str, Any]:
             _refuse_other_configuration(run)
         write_whole(out / CELLS, (json.dumps(_planned(cells), indent=1) + "\n").encode())
         run_cells(runs, jobs, GridDisplay(runs))
-        report = _report(text, runs)
+        report = _report(text, runs, hypotheses)
         write_whole(out / ABLATION, (json.dumps(finite(report), indent=1) + "\n").encode())
         if report["combinations"]:
             write_report(report, out)
@@ -56,7 +59,7 @@ def _planned(cells: Sequence[Cell]) -> dict[str, Any]:
     return {"cells": [{"folder": cell.folder, "settings": cell.settings} for cell in cells]}
 
 
-def _report(grid: str, runs: Sequence[CellRun]) -> dict[str, Any]:
+def _report(grid: str, runs: Sequence[CellRun], hypotheses: Sequence[Hypothesis]) -> dict[str, Any]:
     """What ablation.json holds: the grid file's text, a summary of each combination, and what differs."""
     results = [
         cell_result(run.path, run.cell.settings, run.cell.config.seed)
@@ -68,6 +71,7 @@ def _report(grid: str, runs: Sequence[CellRun]) -> dict[str, Any]:
         "grid": grid,
         "combinations": combinations,
         "effects": effects(combinations),
+        "hypotheses": tested(hypotheses, combinations),
         "failures": {run.cell.folder: run.reason for run in runs if run.state is State.FAILED},
     }
 

@@ -10,6 +10,7 @@
     [variants.mismatch]                 # an axis of named variants, each with settings of several keys
     none = {}
     amplified = { exact = false, "perturb.round_weights" = "bfloat16", "perturb.gain" = 8.0 }
+    [[hypotheses]]                      # what is expected, written down before the runs: hypotheses.py
 
 Cells are ordered combination by combination, seed by seed.
 """
@@ -34,6 +35,7 @@ _KEYS: dict[str, tuple[type, str]] = {
     "set": (dict, "a table of keys"),
     "grid": (dict, "a table of keys with lists of values"),
     "variants": (dict, "a table of axes"),
+    "hypotheses": (list, "a list of tables"),
 }
 # More runs than anybody means: a mistake in an axis.
 _MOST_CELLS = 10_000

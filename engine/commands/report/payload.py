@@ -19,7 +19,7 @@ from ...runs.ledger_head import flat_settings, is_free
 from ...runs.loaded import LoadedRun, load_run
 from ...tasks.tokenizer import Tokenizer
 from ..ablations.effects import COMPARED, LEAST_SEEDS, effects, rank, verdict
-from ..ablations.report import cell_result, collapse_step, summarise
+from ..ablations.figures import cell_result, collapse_step, summarise
 from ..diff import first_rollout
 from .charts import ALSO, CHARTS, STATIONS
 from .rollouts import RolloutLog

@@ -17,7 +17,8 @@ from rich.cells import cell_len
 from rich.table import Table
 from safetensors.torch import load_file, save_file
 from zerokl.cli import main
-from zerokl.engine.commands.ablations.report import PLOTS, write_report
+from zerokl.engine.commands.ablations.figures import PLOTS
+from zerokl.engine.commands.ablations.report import write_report
 from zerokl.engine.commands.trace import write_trace
 from zerokl.engine.display import progress
 from zerokl.engine.display.progress import Display, Stages, duration, packed, sparkline

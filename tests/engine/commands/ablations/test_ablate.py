@@ -18,7 +18,7 @@ from zerokl.engine.commands.ablations import cells as cells_module
 from zerokl.engine.commands.ablations.ablate import ablate, read_grid
 from zerokl.engine.commands.ablations.cells import CellRun
 from zerokl.engine.commands.ablations.effects import LEAST_SEEDS
-from zerokl.engine.commands.ablations.report import collapse_step, spread
+from zerokl.engine.commands.ablations.figures import collapse_step, spread
 from zerokl.engine.config_file import to_toml
 from zerokl.engine.runs.run import train
 from zerokl.files.writing import hold_folder
