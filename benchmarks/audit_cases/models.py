@@ -66,7 +66,9 @@ def tokenizer(folder: Path) -> PreTrainedTokenizerFast:
     bpe.train_from_iterator(
         [text()], trainers.BpeTrainer(vocab_size=VOCAB, special_tokens=special, initial_alphabet=alphabet)
     )
-    fast = PreTrainedTokenizerFast(tokenizer_object=bpe, bos_token=BOS, eos_token=END, pad_token=PAD)
+    # Bytes know every text. But transformers adds a token of its own to a Qwen2 that names none.
+    named = dict(bos_token=BOS, eos_token=END, pad_token=PAD, unk_token=PAD)
+    fast = PreTrainedTokenizerFast(tokenizer_object=bpe, **named)
     fast.chat_template = TEMPLATE
     fast.save_pretrained(folder)
     return fast

@@ -119,10 +119,10 @@ def test_the_task_solves_itself_and_makes_a_base_model(monkeypatch):
         for reward in (task.reward, mytask.closeness):
             assert all(reward(p, p.answer) == 1.0 and reward(p, "") == 0.0 for p in task.problems(split))
     monkeypatch.setitem(initialise.PRESETS, "tiny", ONE_LAYER)
-    monkeypatch.setattr(initialise, "TARGET", -1.0)  # reached at the first check
-    words = "--task mytask:Reverse --task.options.length 3 --task.options.train 20 --task.options.held_out 10"
+    words = "--task mytask:Reverse --task.options.length 1 --task.options.train 20 --task.options.held_out 5"
+    words += " --target 0.02 --solved 0 1"
     assert main(["init", "base", *words.split()]) == 0
-    assert json.loads(Path("base/perfectible.json").read_text())["options"]["length"] == 3
+    assert json.loads(Path("base/perfectible.json").read_text())["options"]["length"] == 1
 
 
 def test_the_tasks_own_refusal_is_one_line(capsys, model):

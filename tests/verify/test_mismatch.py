@@ -22,14 +22,17 @@ def percentile(values: list[float], q: float) -> float:
 def slow_metrics(trainer: np.ndarray, sampler: np.ndarray, lengths: list[int]) -> dict[str, float]:
     d = [float(t) - float(s) for t, s in zip(trainer, sampler, strict=True)]
     r = [math.exp(x) for x in d]
-    n, sequences, start = len(d), [], 0
+    n, sequences, k3_sequences, start = len(d), [], [], 0
     for length in lengths:
         sequences.append(math.exp(sum(d[start : start + length])))
+        k3_sequences.append(sum(math.exp(x) - 1 - x for x in d[start : start + length]))
         start += length
     return {
         "k1": -sum(d) / n,
         "k2": sum(x * x for x in d) / n / 2,
         "k3": sum(x - 1 - y for x, y in zip(r, d, strict=True)) / n,
+        "k3_sequence": sum(k3_sequences) / len(k3_sequences),
+        "mean_abs": sum(map(abs, d)) / n,
         "max_abs": max(map(abs, d)),
         "frac_outside": 0.0,
         "frac_infinite": 0.0,
@@ -73,7 +76,7 @@ def test_metrics_equal_a_slow_independent_implementation(lengths, noise, seed):
 def test_equal_bits_give_exact_zeros_and_ones():
     _, sampler = _logprobs([5, 9], 0.0, 0)
     metrics = mismatch_metrics(sampler.copy(), sampler, [5, 9])
-    zeros = {"k1", "k2", "k3", "max_abs", "chi2", "frac_outside", "frac_infinite"}
+    zeros = {"k1", "k2", "k3", "k3_sequence", "mean_abs", "max_abs", "chi2", "frac_outside", "frac_infinite"}
     assert metrics == {name: 0.0 if name.removeprefix("mismatch/") in zeros else 1.0 for name in metrics}
     assert math.copysign(1.0, metrics["mismatch/k1"]) == 1.0
 

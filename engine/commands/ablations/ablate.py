@@ -26,7 +26,7 @@ from .display import GridDisplay
 from .effects import effects
 from .figures import cell_result, summarise
 from .grid import ABLATION, CELLS, Cell, read_grid
-from .hypotheses import Hypothesis, read_hypotheses, tested
+from .hypotheses import Hypothesis, judged, read_hypotheses
 from .report import write_report
 
 
@@ -71,7 +71,7 @@ def _report(grid: str, runs: Sequence[CellRun], hypotheses: Sequence[Hypothesis]
         "grid": grid,
         "combinations": combinations,
         "effects": effects(combinations),
-        "hypotheses": tested(hypotheses, combinations),
+        "hypotheses": judged(hypotheses, combinations),
         "failures": {run.cell.folder: run.reason for run in runs if run.state is State.FAILED},
     }
 

@@ -88,7 +88,7 @@ def _is_of(settings: Mapping[str, str], named: Mapping[str, str]) -> bool:
     return bool(named) and all(settings.get(axis) == label for axis, label in named.items())
 
 
-def tested(
+def judged(
     hypotheses: Sequence[Hypothesis], combinations: Sequence[Mapping[str, Any]]
 ) -> list[dict[str, Any]]:
     """What became of each hypothesis: its own keys, differences, p, adjusted p, and `result`.
@@ -96,7 +96,7 @@ def tested(
     combinations: of report.summarise. differences: one for each seed that both have finished, in the order of
     seeds. result: held; refuted, where the opposite is as certain; open, where neither is.
     """
-    results = [_tested(hypothesis, combinations) for hypothesis in hypotheses]
+    results = [_judged(hypothesis, combinations) for hypothesis in hypotheses]
     for name in ("p", "p_opposite"):
         for result, p in zip(results, holm([r[name] for r in results]), strict=True):
             result[f"{name}_adjusted"] = p
@@ -106,7 +106,7 @@ def tested(
     return results
 
 
-def _tested(hypothesis: Hypothesis, combinations: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def _judged(hypothesis: Hypothesis, combinations: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     of, against = (
         _by_seed(combinations, side, hypothesis.figure) for side in (hypothesis.of, hypothesis.against)
     )

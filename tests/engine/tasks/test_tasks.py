@@ -13,7 +13,9 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from zerokl.engine.config import TaskConfig
+from zerokl.engine.config import Config, TaskConfig
+from zerokl.engine.init_config import InitConfig
+from zerokl.engine.runs.base_model import is_base
 from zerokl.engine.runs.init import initialise
 from zerokl.engine.tasks.answers import NAMED_REWARDS
 from zerokl.engine.tasks.base import Problem
@@ -21,7 +23,9 @@ from zerokl.engine.tasks.loading import TASKS, load_task
 from zerokl.engine.tasks.rewards import Reward, open_reward
 
 # The tasks that generate their problems.
-GENERATED = ["add", "sort", "countdown"]
+GENERATED = ["add", "sort", "sums", "countdown"]
+# Those whose reward is 1 or 0.
+BINARY = ["add", "sort", "countdown"]
 
 
 @pytest.mark.parametrize("name", GENERATED)
@@ -39,7 +43,7 @@ def test_problems_are_a_function_of_the_seed(name):
     assert first == again != other_seed
 
 
-@pytest.mark.parametrize("name", GENERATED)
+@pytest.mark.parametrize("name", BINARY)
 def test_every_answer_earns_one_and_near_misses_nothing(name):
     task = load_task(name, {})
     for p in task.problems("train"):
@@ -48,7 +52,7 @@ def test_every_answer_earns_one_and_near_misses_nothing(name):
             assert task.reward(p, miss) == 0.0, (p, miss)
 
 
-@pytest.mark.parametrize("name", GENERATED)
+@pytest.mark.parametrize("name", BINARY)
 @given(completion=st.one_of(st.text(), st.text("0123456789+-*/()., =>", max_size=120)))
 def test_any_completion_has_a_reward_of_zero_or_one(name, completion):
     task = load_task(name, {"train": 8, "held_out": 0})
@@ -126,7 +130,7 @@ def test_countdown_refuses_wrong_numbers_wrong_values_and_code(expression):
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
-        ("addd", {}, "addd is not known; choose add, sort, countdown, jsonl"),
+        ("addd", {}, "addd is not known; choose add, sort, sums, countdown, jsonl"),
         ("add", {"max": 9}, "option max is not known; choose max_value"),
         (
             "add",
@@ -309,6 +313,63 @@ def test_every_task_of_the_table_is_tested_here():
     assert {*GENERATED, "jsonl", "pairs"} == of_one_turn
 
 
+def test_sums_reward_the_share_of_right_places():
+    task = load_task("sums", {"digits": 4, "train": 50, "held_out": 0})
+    for p in task.problems("train"):
+        total, expected = 0, ""
+        for digit in p.prompt[:-1]:
+            total += int(digit)
+            expected += str(total)[-1]
+        assert (p.prompt[-1], p.answer) == ("=", expected)
+        wrong = expected[:2] + str((int(expected[2]) + 1) % 10) + expected[3]
+        earned = {expected: 1.0, wrong: 0.75, expected[:3]: 0.75, expected + "0": 0.8, "": 0.0}
+        assert {text: task.reward(p, text) for text in earned} == earned
+
+
+def test_init_obeys_its_settings(tmp_path):
+    """A target, bounds, sizes and numbers of problems and samples; the same seed gives the same model."""
+    settings = InitConfig(
+        target=0.1,
+        solved=(0.0, 0.5),
+        problems=7,
+        samples=4,
+        sizes={"hidden_size": 32, "num_hidden_layers": 1},
+    )
+    report = initialise(tmp_path / "m", "toy:Digits", {"n": 40}, "mini", 0, settings)
+    assert 0.1 <= report["accuracy"] < 0.5
+    assert (len(report["prompts"]) <= 7, report["samples"]) == (True, 4)
+    config = json.loads((tmp_path / "m" / "config.json").read_text())
+    assert (config["hidden_size"], config["num_hidden_layers"], config["head_dim"]) == (32, 1, 32)
+    again = initialise(tmp_path / "again", "toy:Digits", {"n": 40}, "mini", 0, settings)
+    assert again == report
+    first, second = ((tmp_path / f / "model.safetensors").read_bytes() for f in ("m", "again"))
+    assert first == second
+
+
+def test_a_base_model_of_other_settings_is_another_one(tmp_path):
+    settings = InitConfig(target=0.1, sizes={"hidden_size": 32, "num_hidden_layers": 1})
+    task = TaskConfig(name="toy:Digits", options={"n": 40})
+    asked = Config(model="init:mini", task=task, init=settings)
+    initialise(tmp_path / "m", "toy:Digits", {"n": 40}, "mini", 0, settings)
+    assert is_base(tmp_path / "m", asked)
+    for other in (InitConfig(), settings.model_copy(update={"target": 0.2})):
+        assert not is_base(tmp_path / "m", asked.model_copy(update={"init": other}))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"target": 1.0}, "less than 1"),
+        ({"solved": (0.8, 0.2)}, "must not be above the second"),
+        ({"sizes": {"layers": 2}}, "layers is not known; sizes are hidden_size"),
+        ({"sizes": {"hidden_size": 0}}, "hidden_size \\(0\\) must be at least 1"),
+    ],
+)
+def test_init_refuses_settings_that_cannot_be(settings, message):
+    with pytest.raises(ValueError, match=message):
+        InitConfig(**settings)
+
+
 def test_init_stops_when_it_solves_some_and_says_which(tmp_path):
     options = {"n": 40}
     report = initialise(tmp_path / "m", "toy:Digits", options, "tiny", 0)
@@ -480,7 +541,7 @@ def test_a_reward_says_whether_its_mean_is_an_accuracy():
     tasks = ("toy:Digits", "toy:letters"), ("toy:Digits", ""), *((name, "") for name in GENERATED)
     for task, reward_name in tasks:
         with _opened("toy:Digits" if ":" in task else task, reward=reward_name) as reward:
-            assert reward.binary == (task in GENERATED)
+            assert reward.binary == (task in BINARY)
     message = "maths is not known; choose exact, numeric, math or your own"
     with pytest.raises(ValueError, match=message), _opened("toy:Digits", reward="maths"):
         pass
