@@ -9,7 +9,7 @@ from ..files.reading import one_line
 from .app import command
 from .command_line import failure_line, given_settings, toml_values
 from .exit_codes import ExitCode
-from .settings import NO_INIT_SETTINGS, NO_SETTINGS, InitSettings, Preset, Settings, TaskOptions
+from .settings import NO_INIT_SETTINGS, NO_SETTINGS, OfInit, Preset, Settings, TaskOptions
 
 # Lines about differences that `zerokl ablate` prints; its page has all of them.
 _MOST_EFFECTS = 12
@@ -24,7 +24,7 @@ def init(
     task_options: TaskOptions = None,
     preset: str = "tiny",
     seed: int = 0,
-    settings: InitSettings = NO_INIT_SETTINGS,
+    settings: OfInit = NO_INIT_SETTINGS,
 ) -> int:
     """Make a small base model for a task, trained until it solves about half of the training prompts.
 

@@ -7,7 +7,7 @@ from pydantic import create_model
 
 from ..engine.config import Config
 from ..engine.config_file import preset_names
-from ..engine.init_config import InitConfig
+from ..engine.init_config import InitSettings
 from ..engine.section import Section
 
 
@@ -27,5 +27,5 @@ TaskOptions = Annotated[dict[str, str] | None, Parameter(name="task.options")]
 TaskReward = Annotated[str, Parameter(name="task.reward")]
 Preset = Literal[tuple(preset_names())]  # type: ignore[valid-type]
 NO_SETTINGS = Config()
-InitSettings = Annotated[InitConfig, Parameter(name="*")]
-NO_INIT_SETTINGS = InitConfig()
+OfInit = Annotated[InitSettings, Parameter(name="*")]
+NO_INIT_SETTINGS = InitSettings()

@@ -30,6 +30,7 @@ PLACES = (
     "engine.lora",
     "engine.loss",
     "engine.tasks",
+    "engine.init_config",
     "engine.precision",
     "engine.vllm_config",
     "engine.sampler_names",

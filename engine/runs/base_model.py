@@ -4,11 +4,11 @@ from pathlib import Path
 
 from ...model.checkpoint import resolve_model
 from ..config import Config
-from ..init_config import InitConfig
+from ..init_config import InitSettings
 from ..tasks.perfectible import perfectible_set
 from .init import initialise
 
-_DEFAULT = InitConfig().model_dump(mode="json")
+_DEFAULT = InitSettings().model_dump(mode="json")
 
 
 def base_model(config: Config, path: Path) -> Path:
@@ -27,17 +27,18 @@ def base_model(config: Config, path: Path) -> Path:
 
 def make_base(base: Path, config: Config) -> None:
     """Make the model for config.model (init:PRESET) in the folder `base`. Raises ValueError."""
-    preset = config.model.removeprefix("init:")
-    initialise(base, config.task.name, config.task.options, preset, config.seed, config.init)
+    preset, init = config.model.removeprefix("init:"), config.init
+    seed = init.seed_of(config.seed)
+    initialise(base, config.task.name, config.task.options, preset, seed, init.settings)
 
 
 def is_base(base: Path, config: Config) -> bool:
     """Whether the folder `base` already holds the model that `make_base` would make there."""
     preset = config.model.removeprefix("init:")
-    task = config.task
-    wanted = {"task": task.name, "options": task.options, "preset": preset, "seed": config.seed}
+    task, seed = config.task, config.init.seed_of(config.seed)
+    wanted = {"task": task.name, "options": task.options, "preset": preset, "seed": seed}
     perfectible = perfectible_set(base)
     if perfectible is None or any(perfectible[key] != value for key, value in wanted.items()):
         return False
     # A base model of an older zerokl says nothing about these settings: it was made with the defaults.
-    return perfectible.get("init", _DEFAULT) == config.init.model_dump(mode="json")
+    return perfectible.get("init", _DEFAULT) == config.init.settings.model_dump(mode="json")

@@ -30,7 +30,7 @@ from ...model.weights import Layout
 from ..config import EnvironmentConfig, OptimizerConfig, TaskConfig
 from ..display.progress import Display
 from ..display.terminal import console
-from ..init_config import InitConfig
+from ..init_config import InitSettings
 from ..parallel.partition import virtual_shards
 from ..parallel.workers import ParallelSampler, Workers, automatic
 from ..rollout.episodes import EpisodePlayer, Episodes, is_trained
@@ -58,7 +58,7 @@ _CHECK_EVERY, _CHECK_OFTEN = 10, 2
 _OPTIMIZER = OptimizerConfig(lr=2e-3, warmup_steps=20, schedule="linear", min_lr_ratio=0.1, weight_decay=0.0)
 
 _CONTEXT = 512
-_DEFAULT = InitConfig()
+_DEFAULT = InitSettings()
 _NO_ANSWERS = (
     "init: the task has answers that are no completions; init needs add, sort, countdown, calculator or a "
     "task like them"
@@ -104,7 +104,7 @@ def initialise(
     options: Mapping[str, Any],
     preset: str = "tiny",
     seed: int = 0,
-    init: InitConfig = _DEFAULT,
+    init: InitSettings = _DEFAULT,
 ) -> dict[str, Any]:
     """Write a base model for a task to the folder `out`. Returns the content of perfectible.json.
 
@@ -137,7 +137,7 @@ def initialise(
 def _initialise(
     out: Path,
     report: dict[str, Any],
-    init: InitConfig,
+    init: InitSettings,
     problems: Sequence[Problem],
     task: Task | EnvironmentTask,
     player_of: Callable[[Tokenizer], EpisodePlayer],
@@ -162,7 +162,7 @@ def _initialise(
                     "the task more training problems for a base model that errs more"
                 )
             prompts = _perfectible(ParallelSampler(workers), player, problems, params, seed, init)
-        report |= {"accuracy": accuracy, "steps": steps, "samples": init.samples, "prompts": prompts}
+        report |= {"accuracy": accuracy, "steps": steps, "samples": init.attempts, "prompts": prompts}
         extra = {PERFECTIBLE_FILE: json.dumps(report) + "\n"}
         write_checkpoint(out, decoder.layout, decoder.flat.detach(), companions=scratch, extra=extra)
     finally:
@@ -338,13 +338,13 @@ def _perfectible(
     problems: Sequence[Problem],
     generation_params: GenerationParams,
     seed: int,
-    init: InitConfig,
+    init: InitSettings,
 ) -> list[str]:
     """The prompts, in order, of up to init.problems problems that the model solves sometimes but not always.
 
-    The mean reward of init.samples samples of such a problem is within the bounds init.solved.
+    The mean reward of init.attempts samples of such a problem is within the bounds init.solved.
     """
-    generation_params = replace(generation_params, num_generations=init.samples)
+    generation_params = replace(generation_params, num_generations=init.attempts)
     prompts: list[str] = []
     wanted = min(init.problems, len(problems))
     with Display(wanted, "perfectible set", shows_time_left=False) as display:

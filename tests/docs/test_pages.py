@@ -98,10 +98,15 @@ def test_the_grid_has_a_run_for_each_dtype_sampler_and_seed():
 
 def test_the_grid_of_the_page_about_mismatch_has_a_late_sampler():
     cells = read_grid(DOCS.parent / "benchmarks" / "late.toml")
-    assert len(cells) == 3 * 3
-    late = {cell.settings["sampler"]: cell.config for cell in cells}
-    assert [late[name].perturb.delay for name in ("exact", "late", "late_truncated")] == [0, 1, 1]
-    assert [late[name].loss.resolve().correction for name in late] == ["none", "none", "truncate"]
+    late = {cell.settings["run"]: cell.config for cell in cells}
+    assert [late[name].perturb.delay for name in ("exact", "late", "late_tis", "known_to_be_late")] == [
+        0,
+        1,
+        1,
+        0,
+    ]
+    assert [late[name].loss.resolve().correction for name in late] == ["none", "none", "truncate", "none"]
+    assert late["known_to_be_late"].lag == 1
 
 
 @pytest.fixture

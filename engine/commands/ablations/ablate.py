@@ -87,9 +87,9 @@ def _with_model(config: Config, out: Path) -> Config:
     """
     if not config.model.startswith("init:"):
         return config
-    preset = config.model.removeprefix("init:")
+    preset, seed = config.model.removeprefix("init:"), config.init.seed_of(config.seed)
     for number in itertools.count():
-        base = out / "models" / f"{preset}-seed-{config.seed}{f'-{number}' if number else ''}"
+        base = out / "models" / f"{preset}-seed-{seed}{f'-{number}' if number else ''}"
         if not perfectible_set(base):
             make_base(base, config)
         if is_base(base, config):

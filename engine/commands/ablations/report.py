@@ -20,6 +20,12 @@ _MISMATCH = (
     "mismatch_mean_abs_mean",
     "mismatch_max_abs",
 )
+# What policies.png shows: figure -> label, mark and colour.
+_MARKS = {
+    "reward_last10": ("training reward, the sampler's", "o", "tab:gray"),
+    "sampler_held_out_last": ("held-out, sampler's policy", "s", "tab:blue"),
+    "held_out_last": ("held-out, what is saved", "D", "tab:red"),
+}
 # Columns of the table on a terminal on which not all columns fit.
 _NARROW = ("seeds", "last 10 steps", "held-out", "collapsed", "k3")
 
@@ -102,9 +108,10 @@ def _range(values: Mapping[str, float], template: str) -> str:
 
 
 def write_report(report: Mapping[str, Any], out: Path) -> None:
-    """Write ablation.md (the table, and what differs) and a plot of each metric of PLOTS by step.
+    """Write ablation.md (the table, and what was found), and plots.
 
-    A plot has a line and a band for each combination: the mean over seeds, and minimum to maximum.
+    A plot of each metric of PLOTS by step has a line and a band for each combination: the mean over seeds,
+    and minimum to maximum. policies.png has a row for each combination: what its runs earned at the end.
     """
     import matplotlib
 
@@ -113,31 +120,56 @@ def write_report(report: Mapping[str, Any], out: Path) -> None:
     text = _markdown(report["combinations"]) + (f"\n{lines}" if lines else "")
     (out / "ablation.md").write_text(text, encoding="utf-8")
     matplotlib.use("Agg")
+    for metric in PLOTS:
+        if any(c["by_step"][metric] for c in report["combinations"]):  # evaluation may be off
+            _plot_by_step(report["combinations"], metric, out)
+    _plot_policies(report["combinations"], out / "policies.png")
+
+
+def _plot_by_step(combinations: Sequence[Mapping[str, Any]], metric: str, out: Path) -> None:
+    """The plot of a metric of PLOTS."""
     from matplotlib import pyplot as plt
 
-    for metric, title in PLOTS.items():
-        if not any(c["by_step"][metric] for c in report["combinations"]):
-            continue  # evaluation was off, say
-        figure, axes = plt.subplots(figsize=(9, 5), layout="constrained")
-        for c in report["combinations"]:
-            points = c["by_step"][metric]
-            steps = [p["step"] for p in points]
-            (line,) = axes.plot(
-                steps, [p["mean"] for p in points], label=", ".join(c["settings"].values()) or "run"
-            )
-            axes.fill_between(
-                steps,
-                [p["min"] for p in points],
-                [p["max"] for p in points],
-                color=line.get_color(),
-                alpha=0.15,
-                lw=0,
-            )
-        axes.set_xlabel("step")
-        axes.set_ylabel(title)
-        axes.grid(alpha=0.3)
-        if metric == "mismatch/k3":
-            axes.set_yscale("symlog", linthresh=1e-9)
-        axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), fontsize="small")
-        figure.savefig(out / f"{metric.replace('/', '-').removesuffix('-mean')}.png", dpi=120)
-        plt.close(figure)
+    figure, axes = plt.subplots(figsize=(9, 5), layout="constrained")
+    for c in combinations:
+        points = c["by_step"][metric]
+        steps = [p["step"] for p in points]
+        (line,) = axes.plot(
+            steps, [p["mean"] for p in points], label=", ".join(c["settings"].values()) or "run"
+        )
+        axes.fill_between(
+            steps,
+            [p["min"] for p in points],
+            [p["max"] for p in points],
+            color=line.get_color(),
+            alpha=0.15,
+            lw=0,
+        )
+    axes.set_xlabel("step")
+    axes.set_ylabel(PLOTS[metric])
+    axes.grid(alpha=0.3)
+    if metric == "mismatch/k3":
+        axes.set_yscale("symlog", linthresh=1e-9)
+    axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), fontsize="small")
+    figure.savefig(out / f"{metric.replace('/', '-').removesuffix('-mean')}.png", dpi=120)
+    plt.close(figure)
+
+
+def _plot_policies(combinations: Sequence[Mapping[str, Any]], file: Path) -> None:
+    """A row for each combination: a small mark for each seed's figure, and a large one for their mean."""
+    from matplotlib import pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(8, 1.2 + 0.42 * len(combinations)), layout="constrained")
+    for i, (name, (label, marker, color)) in enumerate(_MARKS.items()):
+        for row, c in enumerate(combinations):
+            values, y = [run[name] for run in c["runs"]], row + 0.22 * (i - (len(_MARKS) - 1) / 2)
+            axes.plot(values, [y] * len(values), marker, color=color, ms=3.5, alpha=0.35)
+            axes.plot(c[name]["mean"], y, marker, color=color, ms=8, label=label if row == 0 else None)
+    names = [", ".join(c["settings"].values()) or "all runs" for c in combinations]
+    axes.set_yticks(range(len(names)), names)
+    axes.invert_yaxis()
+    axes.set_xlabel("reward at the end: mean of the seeds, and each seed")
+    axes.grid(alpha=0.3)
+    figure.legend(loc="outside lower center", ncols=len(_MARKS), fontsize="small", frameon=False)
+    figure.savefig(file, dpi=120)
+    plt.close(figure)

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from ...runs.held_out import MEAN_REWARD
+from ...runs.held_out import MEAN_REWARD, SAMPLER_REWARD, SAMPLER_TRAINING_REWARD, TRAINING_REWARD
 
 
 @dataclass(frozen=True)
@@ -22,6 +22,8 @@ class Chart:
 
 
 LEARNING, EXACT, SPEED = "Learning", "Exactness", "Speed"
+# Why most runs have no rewards of two policies.
+_ONE_POLICY = "sampler and trainer have one policy, or evaluation.both_policies is off"
 
 CHARTS = (
     Chart(
@@ -44,6 +46,42 @@ CHARTS = (
         "It rises with the reward.",
         "It falls while the reward rises: the training set is learnt by heart.",
         absent="evaluation.every is 0, or the task has no held-out problems",
+        smooth=False,
+        zero=True,
+    ),
+    Chart(
+        LEARNING,
+        SAMPLER_REWARD,
+        "Held-out reward, sampler's policy",
+        "",
+        "The same problems, drawn by the sampler. What is saved is the trainer's policy: the chart before.",
+        "It is that of the trainer's policy.",
+        "It is above that: the curve of the reward is better than the model that is saved.",
+        absent=_ONE_POLICY,
+        smooth=False,
+        zero=True,
+    ),
+    Chart(
+        LEARNING,
+        TRAINING_REWARD,
+        "Training problems, trainer's policy",
+        "",
+        "Mean reward of the trainer's policy on training problems, at the training temperature.",
+        "It follows the reward.",
+        "It is below the reward, which is the sampler's.",
+        absent=_ONE_POLICY,
+        smooth=False,
+        zero=True,
+    ),
+    Chart(
+        LEARNING,
+        SAMPLER_TRAINING_REWARD,
+        "Training problems, sampler's policy",
+        "",
+        "The same problems, drawn by the sampler.",
+        "It is that of the trainer's policy.",
+        "It is above that.",
+        absent=_ONE_POLICY,
         smooth=False,
         zero=True,
     ),
@@ -138,6 +176,17 @@ CHARTS = (
         "Estimate of KL(sampler || trainer).",
         "It is 0.0 at every step.",
         "It rises with the step: the two engines drift apart.",
+        smooth=False,
+        zero=True,
+    ),
+    Chart(
+        EXACT,
+        "mismatch/k3_sequence",
+        "Mismatch: KL of a sequence (k3)",
+        "nats a sequence",
+        "Estimate of KL(sampler || trainer) of whole completions: the length counts.",
+        "It is 0.0 at every step.",
+        "It comes near 1: a completion says little about the trainer's policy.",
         smooth=False,
         zero=True,
     ),

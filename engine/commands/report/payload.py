@@ -14,7 +14,7 @@ from ....verify.ledger import LedgerFile
 from ...config import Config
 from ...runs.checkpoints import checkpoint_folders
 from ...runs.folder import FAILED, ROLLOUTS
-from ...runs.held_out import ACCURACY, MEAN_REWARD
+from ...runs.held_out import ACCURACY, MEAN_REWARD, SAMPLER_REWARD
 from ...runs.ledger_head import flat_settings, is_free
 from ...runs.loaded import LoadedRun, load_run
 from ...tasks.tokenizer import Tokenizer
@@ -170,6 +170,7 @@ def _figures(run: LoadedRun) -> dict[str, Any]:
         "collapse_step": collapse_step(rewards),
         "held_out_first": held_out[0] if len(held_out) > 1 else None,
         "held_out_last": held_out[-1] if held_out else None,
+        "sampler_held_out_last": next(reversed(_finite(run, SAMPLER_REWARD)), None),
         "held_out_is_accuracy": ACCURACY in run.metrics,
         "tokens": int(sum(tokens)),
         "unequal": sum(round(n * (1 - share)) for n, share in zip(tokens, equal, strict=True)),

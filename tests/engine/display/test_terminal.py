@@ -17,7 +17,7 @@ from rich.cells import cell_len
 from rich.table import Table
 from safetensors.torch import load_file, save_file
 from zerokl.cli import main
-from zerokl.engine.commands.ablations.figures import PLOTS
+from zerokl.engine.commands.ablations.figures import FIGURES, PLOTS, spread
 from zerokl.engine.commands.ablations.report import write_report
 from zerokl.engine.commands.trace import write_trace
 from zerokl.engine.display import progress
@@ -357,7 +357,10 @@ def test_a_plot_without_data_is_left_out(tmp_path, monkeypatch):
     monkeypatch.setattr("zerokl.engine.commands.ablations.report._markdown", lambda combinations: "")
     points = [{"step": step, "mean": 0.5, "min": 0.25, "max": 0.75} for step in range(3)]
     by_step = {metric: [] if metric.startswith("eval/") else points for metric in PLOTS}
-    write_report({"combinations": [{"settings": {}, "by_step": by_step}], "effects": []}, tmp_path)
+    figures = {name: spread([0.5]) for name in FIGURES}
+    runs = [dict.fromkeys(FIGURES, 0.5)]
+    combinations = [{"settings": {}, "by_step": by_step, "runs": runs} | figures]
+    write_report({"combinations": combinations, "effects": [], "hypotheses": []}, tmp_path)
     assert "eval/reward" in PLOTS
-    assert len(list(tmp_path.glob("*.png"))) == len(PLOTS) - 1
+    assert len(list(tmp_path.glob("*.png"))) == len(PLOTS) - 1 + len(["policies"])
     assert not list(tmp_path.glob("eval*.png"))

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from zerokl.engine.config import Config, TaskConfig
-from zerokl.engine.init_config import InitConfig
+from zerokl.engine.init_config import InitConfig, InitSettings
 from zerokl.engine.runs.base_model import is_base
 from zerokl.engine.runs.init import initialise
 from zerokl.engine.tasks.answers import NAMED_REWARDS
@@ -328,11 +328,11 @@ def test_sums_reward_the_share_of_right_places():
 
 def test_init_obeys_its_settings(tmp_path):
     """A target, bounds, sizes and numbers of problems and samples; the same seed gives the same model."""
-    settings = InitConfig(
+    settings = InitSettings(
         target=0.1,
         solved=(0.0, 0.5),
         problems=7,
-        samples=4,
+        attempts=4,
         sizes={"hidden_size": 32, "num_hidden_layers": 1},
     )
     report = initialise(tmp_path / "m", "toy:Digits", {"n": 40}, "mini", 0, settings)
@@ -347,13 +347,14 @@ def test_init_obeys_its_settings(tmp_path):
 
 
 def test_a_base_model_of_other_settings_is_another_one(tmp_path):
-    settings = InitConfig(target=0.1, sizes={"hidden_size": 32, "num_hidden_layers": 1})
+    settings = InitSettings(target=0.1, sizes={"hidden_size": 32, "num_hidden_layers": 1})
     task = TaskConfig(name="toy:Digits", options={"n": 40})
-    asked = Config(model="init:mini", task=task, init=settings)
+    asked = Config(model="init:mini", task=task, seed=5, init=InitConfig(**settings.model_dump(), seed=0))
     initialise(tmp_path / "m", "toy:Digits", {"n": 40}, "mini", 0, settings)
     assert is_base(tmp_path / "m", asked)
-    for other in (InitConfig(), settings.model_copy(update={"target": 0.2})):
-        assert not is_base(tmp_path / "m", asked.model_copy(update={"init": other}))
+    for change in ({"seed": -1}, {"seed": 1}, {"target": 0.2}, {"sizes": {}}):
+        other = asked.init.model_copy(update=change)
+        assert not is_base(tmp_path / "m", asked.model_copy(update={"init": other})), change
 
 
 @pytest.mark.parametrize(
@@ -367,7 +368,7 @@ def test_a_base_model_of_other_settings_is_another_one(tmp_path):
 )
 def test_init_refuses_settings_that_cannot_be(settings, message):
     with pytest.raises(ValueError, match=message):
-        InitConfig(**settings)
+        InitSettings(**settings)
 
 
 def test_init_stops_when_it_solves_some_and_says_which(tmp_path):

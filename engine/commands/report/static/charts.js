@@ -27,8 +27,8 @@ function positions(run, x) {
 
 const HELD_OUT = "eval/reward";
 
-// The points of a metric of a run. The held-out reward is of the weights after some steps, so its place is the
-// number of steps done: 0 is the model that the run began with.
+// The points of a metric of a run. A reward of an evaluation is of the weights after some steps, so its place is
+// the number of steps done: 0 is the model that the run began with.
 function points(run, metric, x) {
   const at = positions(run, x);
   if (metric === HELD_OUT) {
@@ -37,7 +37,8 @@ function points(run, metric, x) {
   }
   const values = run.metrics[metric] || [];
   const kept = values.map((v, i) => i).filter((i) => isNumber(values[i]));
-  return { x: kept.map((i) => at[i]), y: kept.map((i) => values[i]) };
+  const done = metric.startsWith("eval/") && x === "step" ? 1 : 0;
+  return { x: kept.map((i) => at[i] + done), y: kept.map((i) => values[i]) };
 }
 
 // An exponential mean whose beginning has no bias; gaps stay gaps.
