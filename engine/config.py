@@ -272,10 +272,11 @@ class EvaluationConfig(Section):
     """Completions of each problem."""
     temperature: Temperature = Field(0.0, ge=0)
     """Temperature; 0 is greedy. The filters are those of the section sampling."""
+    training: bool = False
+    """Evaluate the policy on as many training problems too, drawn at the training temperature."""
     both_policies: bool = True
-    """Where the sampler differs from the trainer, evaluate both policies: on the held-out problems, and on
-    as many training problems at the training temperature. Elsewhere there is one policy, and this does
-    nothing.
+    """Where the sampler differs from the trainer, evaluate both policies, on held-out and on training
+    problems. Elsewhere there is one policy, and this does nothing.
     """
 
 

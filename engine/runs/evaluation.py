@@ -40,8 +40,9 @@ class HeldOut:
         problems = problems_of(task, config.task.name, "held_out", config.task.directory)
         problems = problems[: config.evaluation.problems]
         self._state, self._problems = state, problems if config.evaluation.every else []
-        compares = config.evaluation.every and config.evaluation.both_policies and config.sampler_differs
-        self._training = state.problems[: config.evaluation.problems] if compares else []
+        self._compares = config.evaluation.both_policies and config.sampler_differs
+        takes_training = config.evaluation.every and (config.evaluation.training or self._compares)
+        self._training = state.problems[: config.evaluation.problems] if takes_training else []
         self._warned = False
         state.player.check(self._problems, config.sampling.max_tokens, state.policy.config.max_positions)
 
@@ -69,19 +70,23 @@ class HeldOut:
         result = self._of_held_out(self._state.evaluator)
         accuracy = {} if result.accuracy is None else {ACCURACY: result.accuracy}
         at_budgets = {f"eval/reward_at_{b}": mean for b, mean in result.reward_at_budgets.items()}
-        of_both, line = self._of_both(result) if self._training else ({}, None)
-        return {MEAN_REWARD: result.mean_reward} | accuracy | at_budgets | of_both, line
+        metrics = {MEAN_REWARD: result.mean_reward} | accuracy | at_budgets
+        if not self._training:
+            return metrics, None
+        training = self._of_training(self._state.evaluator)
+        metrics[TRAINING_REWARD] = training.mean_reward
+        of_sampler, line = self._of_sampler(result, training) if self._compares else ({}, None)
+        return metrics | of_sampler, line
 
-    def _of_both(self, held_out: Episodes) -> tuple[dict[str, float], str | None]:
-        """See metrics. held_out: those of the trainer's policy."""
-        trainer, sampler = self._state.evaluator, self._state.sampler
+    def _of_sampler(self, held_out: Episodes, training: Episodes) -> tuple[dict[str, float], str | None]:
+        """See metrics. held_out, training: those of the trainer's policy."""
+        sampler = self._state.sampler
         pairs = {
-            "training": (self._of_training(sampler), self._of_training(trainer)),
+            "training": (self._of_training(sampler), training),
             "held-out": (self._of_held_out(sampler), held_out),
         }
         metrics = {
             SAMPLER_TRAINING_REWARD: pairs["training"][0].mean_reward,
-            TRAINING_REWARD: pairs["training"][1].mean_reward,
             SAMPLER_REWARD: pairs["held-out"][0].mean_reward,
         }
         lines = [line for of, pair in pairs.items() if (line := _difference(*pair, of))]

@@ -8,10 +8,10 @@ from typing import Any
 MEAN_REWARD, BASE_REWARD = "eval/reward", "eval/base_reward"
 # The same number as MEAN_REWARD, where every reward is 0 or 1 by its own word.
 ACCURACY = "eval/accuracy"
-# Where the sampler differs from the trainer: what its policy earns on the held-out problems, and what both
-# policies earn on training problems, at the training temperature.
-SAMPLER_REWARD = "eval/sampler_reward"
-TRAINING_REWARD, SAMPLER_TRAINING_REWARD = "eval/training_reward", "eval/sampler_training_reward"
+# On training problems, at the training temperature.
+TRAINING_REWARD = "eval/training_reward"
+# What the policy of a sampler earns that differs from the trainer.
+SAMPLER_REWARD, SAMPLER_TRAINING_REWARD = "eval/sampler_reward", "eval/sampler_training_reward"
 
 
 def held_out_name(binary: bool) -> str:

@@ -62,7 +62,10 @@ def cell_result(path: Path, settings: Mapping[str, str], seed: int) -> dict[str,
     seconds = [m["time/sample_s"] + m["time/train_s"] for m in lines]
     evaluated = {name: [m[name] for m in lines if m.get(name) is not None] for name in _OF_BOTH}
     # With one policy, the sampler's is the trainer's.
-    sampler_held_out = _last(evaluated[SAMPLER_REWARD] or ([] if _differs(lines) else held_out))
+    same = not _differs(lines)
+    training, of_sampler = evaluated[TRAINING_REWARD], evaluated[SAMPLER_TRAINING_REWARD]
+    sampler_held_out = _last(evaluated[SAMPLER_REWARD] or held_out * same)
+    training, sampler_training = _last(training), _last(of_sampler or training * same)
     return {
         "settings": dict(settings),
         "seed": seed,
@@ -76,8 +79,8 @@ def cell_result(path: Path, settings: Mapping[str, str], seed: int) -> dict[str,
         "held_out_last": _last(held_out),
         "sampler_held_out_last": sampler_held_out,
         "policies_apart": sampler_held_out - _last(held_out),
-        "training_last": _last(evaluated[TRAINING_REWARD]),
-        "sampler_training_last": _last(evaluated[SAMPLER_TRAINING_REWARD]),
+        "training_last": training,
+        "sampler_training_last": sampler_training,
         "entropy_last10": _mean([v for _, v in series["entropy"]][-10:]),
         "collapse_step": collapse_step(rewards),
         "mismatch_k3_mean": _mean([v for _, v in series["mismatch/k3"]]),

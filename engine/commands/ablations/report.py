@@ -22,6 +22,7 @@ _MISMATCH = (
 )
 # What policies.png shows: figure -> label, mark and colour.
 _MARKS = {
+    "training_last": ("training problems, what is saved", "v", "tab:orange"),
     "reward_last10": ("training reward, the sampler's", "o", "tab:gray"),
     "sampler_held_out_last": ("held-out, sampler's policy", "s", "tab:blue"),
     "held_out_last": ("held-out, what is saved", "D", "tab:red"),
