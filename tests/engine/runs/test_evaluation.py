@@ -31,11 +31,11 @@ def run(perturbed, tmp_path_factory) -> tuple[Path, str]:
     return path, train(perturbed, path).fingerprint
 
 
-def greedy_reward(folder: Path, cfg: Config) -> float:
-    """The mean reward of what transformers draws greedily with a model folder for the held-out problems."""
+def greedy_reward(folder: Path, cfg: Config, split: str = "held_out") -> float:
+    """The mean reward of what transformers draws greedily with a model folder for the problems of a split."""
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    problems = load_task(cfg.task.name, cfg.task.options).problems("held_out")[: cfg.evaluation.problems]
+    problems = load_task(cfg.task.name, cfg.task.options).problems(split)[: cfg.evaluation.problems]
     rewards = []
     for problem in problems:
         ids = torch.tensor([tokenizer.encode(problem.prompt, add_special_tokens=False)])
@@ -85,6 +85,16 @@ def test_it_changes_no_bit_and_can_be_off(run, perturbed, tmp_path):
 def test_one_policy_is_evaluated_once(config, tmp_path):
     train(config(**SETTINGS), tmp_path / "run")
     assert not set(OF_BOTH) & load_run(tmp_path / "run").metrics.keys()
+
+
+def test_training_problems_are_evaluated_where_asked(config, tmp_path, read_jsonl):
+    """With top-k of 1 the draw at temperature 1 is greedy, and transformers' completions earn the same."""
+    cfg = config(**SETTINGS, evaluation__training=True, sampling__top_k=1)
+    train(cfg, tmp_path / "run")
+    last = read_jsonl(tmp_path / "run" / "metrics.jsonl")[-1]
+    expected = greedy_reward(tmp_path / "run" / "checkpoints" / "step-000002", cfg, "train")
+    assert last["eval/training_reward"] == pytest.approx(expected, abs=1e-6)
+    assert not {"eval/sampler_reward", "eval/sampler_training_reward"} & last.keys()
 
 
 @pytest.mark.parametrize(("gain", "said"), [(60.0, 1), (0.0, 0)])
