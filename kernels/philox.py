@@ -28,6 +28,9 @@ class Stream(IntEnum):
     LOGIT_NOISE_TOKENS = 11  # the noise of a token's logits
     DIGEST = 12  # the keys of the ledger's digests
     LORA = 13  # the first A of the adapters: counter (element, matrix)
+    # A token of what the gradient is compared on, drawn from the trainer's policy, and by the run's sampler.
+    GRADIENT_EXACT = 14
+    GRADIENT_SAMPLED = 15
 
 
 _MASK = np.uint64(0xFFFFFFFF)
