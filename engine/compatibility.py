@@ -165,8 +165,8 @@ RULES: tuple[Rule, ...] = (
     Rule(
         lambda s: bool(s.config.monitor.gradient) and s.config.exact and not s.config.max_staleness,
         lambda s: (
-            f"monitor.gradient ({s.config.monitor.gradient}) with exact = true: every rollout is exact, so its "
-            "gradient has no bias to measure; set exact = false for a sampler that differs, or "
+            f"monitor.gradient ({s.config.monitor.gradient}) with exact = true: every rollout is exact, so "
+            "its gradient has no bias to measure; set exact = false for a sampler that differs, or "
             "monitor.gradient = 0"
         ),
     ),

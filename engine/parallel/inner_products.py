@@ -23,7 +23,7 @@ WHOLE = "model"
 
 
 def layer_of(name: str) -> str:
-    """The layer of a tensor of a checkpoint: layers.3; of one that is in no layer its module, as in lm_head."""
+    """The layer of a tensor of a checkpoint, such as layers.3; outside of layers its module, as lm_head."""
     found = re.search(r"\blayers\.\d+\b", name)
     return found[0] if found else name.split(".")[-2]
 

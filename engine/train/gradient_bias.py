@@ -9,7 +9,7 @@ holds three gradients in the host's memory, 12 bytes a weight; with ranks, a ran
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -69,7 +69,7 @@ def _measured(state: TrainState, sampled: Shard) -> tuple[dict[str, float], dict
     exact = [exact_gradient(state, key) for key in keys]
     floors: dict[str, dict[str, float]] = {}
     losses: dict[str, dict[str, dict[str, float]]] = {}
-    for name, products in loss_products(state, [sampled], exact):
+    for name, products in loss_products(state, measured_losses(state), [sampled], exact):
         losses[name] = {layer: figures_of_step(x) for layer, x in products.items()}
         floors = {layer: floor_of_step(x[1:, 1:]) for layer, x in products.items()}
     return _metrics(losses, floors[WHOLE]), _of_layers(losses, floors)
@@ -96,23 +96,29 @@ def _of_layers(
     }
 
 
+def measured_losses(state: TrainState) -> dict[str, LossConfig]:
+    """The losses that are compared; see corrected.py."""
+    return corrected(state.config.loss.resolve())
+
+
 def loss_products(
-    state: TrainState, sampled: Sequence[Shard], exact: Sequence[torch.Tensor]
-) -> list[tuple[str, dict[str, np.ndarray]]]:
-    """For each loss of MEASURED the inner products of its gradients, m of `sampled`, and of the n exact ones.
+    state: TrainState,
+    losses: Mapping[str, LossConfig],
+    sampled: Sequence[Shard],
+    exact: Sequence[torch.Tensor],
+) -> Iterator[tuple[str, dict[str, np.ndarray]]]:
+    """For each loss the inner products of its gradients, m of `sampled`, and of the n exact ones.
 
     -> (name, layer -> [m + n, m + n]). A loss that equals an earlier one is computed once.
     """
     done: dict[str, dict[str, np.ndarray]] = {}
-    measured: list[tuple[str, dict[str, np.ndarray]]] = []
-    for name, loss in corrected(state.config.loss.resolve()).items():
+    for name, loss in losses.items():
         key = loss.model_dump_json(exclude={"preset"})
         if key not in done:
             gradients = [*(gradient(state, shard, loss) for shard in sampled), *exact]
             with state.parallel.own_threads():
                 done[key] = inner_products(gradients, state.optimizer.slices)
-        measured.append((name, done[key]))
-    return measured
+        yield name, done[key]
 
 
 def exact_gradient(state: TrainState, rng_key: RngKey) -> torch.Tensor:
@@ -121,7 +127,7 @@ def exact_gradient(state: TrainState, rng_key: RngKey) -> torch.Tensor:
     Where all ratios are 1 a correction does nothing, whatever its bounds; so it has none.
     """
     shard = drawn(state, state.evaluator, rng_key, state.version)
-    return gradient(state, shard, corrected(state.config.loss.resolve())["none"])
+    return gradient(state, shard, measured_losses(state)["none"])
 
 
 def drawn(state: TrainState, sampler: Sampler, rng_key: RngKey, version: int | None = None) -> Shard:
