@@ -20,6 +20,7 @@ of a product is unbiased. Errors are those of the jackknife over draws: draw i o
     length     <E g, E A> / |E A|^2                    1 without a bias
     bias       |b|^2 / |E A|^2                         0 without a bias; an estimate may be negative
     noise      sqrt(tr Var g) / |E A|                  of one step
+    draws_cosine   mean of cos(g_i, A_j)               floor: mean of cos(A_i, A_j)
 
 Shapes: n draws.
 """
@@ -72,11 +73,12 @@ def _ratio(x: float, y: float) -> float:
     return x / y if y > 0 else math.nan
 
 
-class Estimate(NamedTuple):
+@dataclass(frozen=True)
+class Estimate:
     """A value and its standard error."""
 
     value: float
-    error: float
+    standard_error: float
 
 
 @dataclass(frozen=True)
@@ -87,18 +89,57 @@ class Bias:
     length: Estimate
     bias: Estimate
     noise: Estimate
+    draws_cosine: Estimate
+
+
+@dataclass(frozen=True)
+class ExactDraws:
+    """What exact draws show of each other, and so the floor of what single draws show of a bias."""
+
+    noise: Estimate
+    draws_cosine: Estimate
+
+
+@dataclass(frozen=True)
+class DrawnBias:
+    """The bias of a policy's gradient on the prompts of one step, from `draws` draws of each kind.
+
+    losses: of the whole model, by loss. layers: the same of each layer.
+    """
+
+    step: int
+    sampler: str
+    draws: int
+    prompts: int
+    num_generations: int
+    exact: ExactDraws
+    losses: dict[str, Bias]
+    layers: dict[str, dict[str, Bias]]
+
+
+def check_draws(n: int) -> None:
+    """Raise ValueError for fewer than 3 draws: where one is left out, a pair must be left."""
+    if n < 3:
+        raise ValueError(
+            f"gradient: draws ({n}) must be at least 3; the error leaves one out, and needs a pair"
+        )
 
 
 def estimate(products: np.ndarray) -> Bias:
     """The estimates of n draws of g and n exact ones.
 
-    products [2n, 2n]: the inner products of all, those of g first. Draws of one number may be of equal
-    prompts. Raises ValueError for fewer than 3 draws: the jackknife leaves one out, and pairs must be left.
+    products [2n, 2n]: the inner products of all, those of g first. Raises ValueError (see check_draws).
     """
     n = len(products) // 2
-    if n < 3:
-        raise ValueError(f"gradient: draws ({n}) must be at least 3: an error needs pairs with one left out")
-    return Bias(*(_jackknife(products, figure) for figure in (_cosine, _length, _bias, _noise)))
+    check_draws(n)
+    return Bias(*(_jackknife(products, n, figure) for figure in (_cosine, _length, _bias, _noise, _of_draws)))
+
+
+def of_exact(products: np.ndarray) -> ExactDraws:
+    """The noise of n exact draws, and the mean cosine of two. products [n, n]. Raises as `estimate` does."""
+    n = len(products)
+    check_draws(n)
+    return ExactDraws(_jackknife(products, n, _exact_noise), _jackknife(products, n, _exact_cosine))
 
 
 class _Means(NamedTuple):
@@ -113,34 +154,68 @@ class _Means(NamedTuple):
 def _means(products: np.ndarray) -> _Means:
     n = len(products) // 2
     own, cross, exact = products[:n, :n], products[:n, n:], products[n:, n:]
-    apart = ~np.eye(n, dtype=bool)
-    means = (math.fsum(x.tolist()) / x.size for x in (own[apart], cross.ravel(), exact[apart], np.diag(own)))
-    return _Means(*means)
+    return _Means(_of_pairs(own), _mean(cross.ravel()), _of_pairs(exact), _mean(np.diag(own)))
 
 
-def _cosine(m: _Means) -> float:
+def _mean(values: np.ndarray) -> float:
+    return math.fsum(values.tolist()) / len(values) if np.isfinite(values).all() else math.nan
+
+
+def _of_pairs(square: np.ndarray) -> float:
+    """The mean over pairs of different draws. square [n, n]"""
+    return _mean(square[~np.eye(len(square), dtype=bool)])
+
+
+def _cosine(products: np.ndarray) -> float:
+    m = _means(products)
     return _ratio(m.cross, _root(m.own) * _root(m.exact))
 
 
-def _length(m: _Means) -> float:
+def _length(products: np.ndarray) -> float:
+    m = _means(products)
     return _ratio(m.cross, m.exact)
 
 
-def _bias(m: _Means) -> float:
+def _bias(products: np.ndarray) -> float:
+    m = _means(products)
     return _ratio(m.own - 2 * m.cross + m.exact, m.exact)
 
 
-def _noise(m: _Means) -> float:
+def _noise(products: np.ndarray) -> float:
+    m = _means(products)
     return _ratio(_root(m.square - m.own), _root(m.exact))
 
 
-def _jackknife(products: np.ndarray, figure: Callable[[_Means], float]) -> Estimate:
-    """A figure and its error: (n - 1) / n times the sum of squares of its values with one draw left out."""
+def _cosines(products: np.ndarray) -> np.ndarray:
+    """The cosine of every two draws; NaN where one of them is zero."""
+    norms = np.sqrt(np.diag(products))
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return products / np.outer(norms, norms)
+
+
+def _of_draws(products: np.ndarray) -> float:
     n = len(products) // 2
+    return _mean(_cosines(products)[:n, n:].ravel())
+
+
+def _exact_noise(products: np.ndarray) -> float:
+    signal = _of_pairs(products)
+    return _ratio(_root(_mean(np.diag(products)) - signal), _root(signal))
+
+
+def _exact_cosine(products: np.ndarray) -> float:
+    return _of_pairs(_cosines(products))
+
+
+def _jackknife(products: np.ndarray, n: int, figure: Callable[[np.ndarray], float]) -> Estimate:
+    """A figure and its error: (n - 1) / n times the sum of squares of its values with one draw left out.
+
+    products [k n, k n]: of k kinds of draws, one kind after another.
+    """
     left = []
     for i in range(n):
-        kept = [j for j in range(2 * n) if j % n != i]
-        left.append(figure(_means(products[np.ix_(kept, kept)])))
+        kept = np.flatnonzero(np.arange(len(products)) % n != i)
+        left.append(figure(products[np.ix_(kept, kept)]))
     centre = sum(left) / n
     error = math.sqrt((n - 1) / n * sum((x - centre) ** 2 for x in left))
-    return Estimate(figure(_means(products)), error)
+    return Estimate(figure(products), error)
