@@ -22,7 +22,7 @@ from ..loss.config import LossConfig
 from ..loss.corrected import corrected
 from ..parallel.inner_products import WHOLE, inner_products
 from ..rollout.types import RngKey, Sampler
-from .collect import RolloutBatch, collect_step
+from .collect import collect_step
 from .prepare import prepare
 from .shard import Shard, ShardWork
 from .state import TrainState
@@ -138,7 +138,7 @@ def drawn(state: TrainState, sampler: Sampler, rng_key: RngKey, version: int | N
     batch = collect_step(state, state.step, sampler, rng_key)
     if version is not None:
         rollouts = [replace(rollout, weight_version=version) for rollout in batch.rollouts]
-        batch = RolloutBatch(**vars(batch) | {"rollouts": rollouts})
+        batch = replace(batch, rollouts=rollouts)
     return prepare(state, batch)[0]
 
 

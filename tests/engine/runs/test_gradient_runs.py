@@ -38,6 +38,8 @@ RUNS: dict[str, dict[str, Any]] = {
     "turns": LATE
     | {"task__name": "calculator", "task__options": {}, "task__reward": "", "environment__max_turns": 2},
 }
+# In `make test` the first one is run; the others of these with the rest, and all in a proof.
+MARKS = {"native": []} | dict.fromkeys(("hf", "critic", "turns"), pytest.mark.full)
 
 
 @pytest.fixture(scope="module")
@@ -75,7 +77,7 @@ def ended(run: Path) -> list[object]:
 
 
 @pytest.mark.parametrize(
-    "name", ["native", *(pytest.param(name, marks=pytest.mark.full) for name in RUNS if name != "native")]
+    "name", [pytest.param(name, marks=MARKS.get(name, pytest.mark.proof)) for name in RUNS]
 )
 def test_a_run_with_the_monitor_ends_with_the_bits_of_one_without(make, name):
     without, beside = make(**RUNS[name]), make(**RUNS[name], monitor__gradient=2)
@@ -93,11 +95,12 @@ def test_a_run_with_the_monitor_ends_with_the_bits_of_one_without(make, name):
         assert first["gradient/norm_own"] == pytest.approx(lines(beside)[0]["grad_norm"], rel=1e-12)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "spread",
     [
-        {"micro_batch": 1, "shards_in_flight": 2, "threads": 2},
-        pytest.param({"workers": 2, "native__max_concurrency": 2}, marks=pytest.mark.full),
+        {"micro_batch": 1, "shards_in_flight": 2, "threads": 2, "workers": 1},
+        {"workers": 2, "native__max_concurrency": 2},
     ],
 )
 def test_how_the_work_is_spread_decides_no_bit_of_what_is_measured(make, spread):
@@ -142,7 +145,7 @@ def test_a_resumed_run_measures_the_same_and_a_replay_finds_it_so(make, tmp_path
     assert main(["verify", "run", str(part), "--replays", "3", "--draw", "0"]) == 1
 
 
-@pytest.mark.full
+@pytest.mark.proof
 def test_replayed_experts(make, tmp_path_factory):
     model = random_model(tmp_path_factory.mktemp("experts"), EXPERTS | ONE_LAYER | {"mlp_only_layers": []})
     chosen = LATE | {"model": model, "perturb__routing": "replayed", "steps": 2}

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import combinations, product
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import pytest
@@ -22,7 +23,7 @@ import torch
 from transformers import AutoModelForCausalLM
 from zerokl.engine.loss.corrections import CORRECTIONS
 from zerokl.engine.rollout.players import open_judge
-from zerokl.engine.rollout.types import RngKey
+from zerokl.engine.rollout.types import RngKey, Sampler
 from zerokl.engine.runs.setup import make_state, settled
 from zerokl.engine.tasks.loading import load_task
 from zerokl.engine.train.gradient_bias import drawn, exact_gradient, loss_products, measured_losses
@@ -32,6 +33,7 @@ from zerokl.verify.gradient_bias import estimate, figures_of_step, floor_of_step
 
 from tests.random_model import ONE_LAYER, random_model
 
+pytestmark = pytest.mark.full
 TASK = '''
 class Task:
     """One prompt, and a reward for the letter c."""
@@ -169,8 +171,8 @@ class ClosedForm:
 Drawn = tuple[list, list[torch.Tensor]]
 
 
-def draws(state: TrainState, n: int, shared: bool = False) -> Drawn:
-    """n sets of the sampler's rollouts, and 2 n exact gradients: A and B of each by turns.
+def draws(state: TrainState, n: int, sampler: Sampler, shared: bool = False) -> Drawn:
+    """n sets of a sampler's rollouts, and 2 n exact gradients: A and B of each by turns.
 
     shared: A has the random numbers of g.
     """
@@ -178,21 +180,28 @@ def draws(state: TrainState, n: int, shared: bool = False) -> Drawn:
     keys = [RngKey(0, i, Stream.GRADIENT_EXACT) for i in range(2 * n)]
     if shared:
         keys[::2] = of_sampler
-    sampled = [drawn(state, state.sampler, key, state.version) for key in of_sampler]
+    sampled = [drawn(state, sampler, key, state.version) for key in of_sampler]
     return sampled, [exact_gradient(state, key) for key in keys]
 
 
 @pytest.fixture(scope="module")
 def sound(state) -> Drawn:
-    return draws(state, DRAWS)
+    return draws(state, DRAWS, state.sampler)
 
 
 def beyond(
-    state: TrainState, answers: list[Answer], drawn_sets: Drawn, names: tuple[str, ...]
+    state: TrainState,
+    answers: list[Answer],
+    drawn_sets: Drawn,
+    names: tuple[str, ...],
+    policy: Literal["sampled", "exact"] = "sampled",
 ) -> dict[str, float]:
-    """What lies beyond 4 standard errors of its closed form, and how many; of the losses `names`."""
+    """What lies beyond 4 standard errors of its closed form, and how many; of the losses `names`.
+
+    policy: whose probabilities the sampler's answers have.
+    """
     sampled, exact = drawn_sets
-    mu, pi = (np.array([getattr(a, name) for a in answers]) for name in ("sampled", "exact"))
+    mu, pi = (np.array([getattr(a, name) for a in answers]) for name in (policy, "exact"))
     truth, forms = ClosedForm(answers, pi, C["none"]), {n: ClosedForm(answers, mu, C[n]) for n in names}
     losses = {name: measured_losses(state)[name] for name in names}
     # Known directions stand beside the exact gradients: the products with them are projections.
@@ -286,9 +295,7 @@ def _projections(
     }
 
 
-@pytest.mark.parametrize(
-    "names", [("none", "full_sequence"), pytest.param(("own", "full", "mis"), marks=pytest.mark.full)]
-)
+@pytest.mark.parametrize("names", [("none", "full_sequence"), ("own", "full", "mis")])
 def test_the_tool_has_the_expectation_and_the_noise_of_the_closed_form(state, answers, sound, names):
     assert beyond(state, answers, sound, names) == {}
 
@@ -306,8 +313,8 @@ def test_control_a_wrong_correction_is_seen(state, answers, sound, monkeypatch, 
     assert any("direction" in what for what in found)
 
 
-@pytest.mark.full
 def test_control_exact_draws_with_the_random_numbers_of_the_sampler_are_seen(state, answers):
-    found = beyond(state, answers, draws(state, 40, shared=True), ("none",))
+    """The sampler is the policy here, so equal random numbers draw equal answers: g is A."""
+    found = beyond(state, answers, draws(state, 24, state.evaluator, shared=True), ("none",), "exact")
     assert "none covariance of g and A" in found
     assert "none covariance of g and B" not in found
