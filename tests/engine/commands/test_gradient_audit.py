@@ -1,4 +1,4 @@
-"""`zerokl audit RUN --gradient`: the bias at a checkpoint for a pair of engines, in all parts of the report."""
+"""`zerokl audit RUN --gradient`: the bias at a checkpoint for a pair of engines, in each part of a report."""
 
 import json
 
