@@ -55,7 +55,7 @@ def find_target(path: Path) -> Target:
     Raises ValueError for a folder without a run, and for a checkpoint that is damaged or not of its run.
     """
     run = path.parent.parent if path.parent.name == "checkpoints" else path
-    ledger, config = open_run(run), run_config(run, {})
+    config, ledger = run_config(run, {}), open_run(run)
     folders = checkpoint_folders(run) if run == path else [path]
     if not folders:
         return Target(run, None, base_model(config, run))

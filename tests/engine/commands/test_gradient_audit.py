@@ -21,7 +21,7 @@ def run(config, tmp_path_factory):
 
 def audited(run, out, *words: str) -> dict:
     """The gradient's part of audit.json."""
-    asked = ["--gradient", "3", "--n", "4", "--max_tokens", "4", "--out", str(out), *words]
+    asked = ["--gradient", "3", "-n", "4", "--max_tokens", "4", "--out", str(out), *words]
     assert main(["audit", str(run), *asked]) in (0, 1)
     return json.loads((out / "audit.json").read_text())["gradient"]
 
