@@ -40,8 +40,7 @@ def audit_run(
     reports: dict[int, Report] = {}
     for step, model in models.items():
         stage(f"step {step} ({len(reports) + 1} of {len(models)} checkpoints)")
-        with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as process:
-            reports[step] = process.submit(run_audit, str(model), "", n, settings).result()
+        reports[step] = audit_apart(model, n, settings)
         write_reports(reports[step], out / f"step-{step:06d}")
     first = next(iter(reports.values()))
     return RunReport(
@@ -55,6 +54,12 @@ def audit_run(
         outcome=outcome_of_run([report.outcome for report in reports.values()]),
         steps=[_step(step, report) for step, report in reports.items()],
     )
+
+
+def audit_apart(model: Path, n: int | None, settings: AuditSettings) -> Report:
+    """Audit a model in a process of its own. Raises ValueError for bad input."""
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as process:
+        return process.submit(run_audit, str(model), "", n, settings).result()
 
 
 def _models(run: Path, every: int) -> dict[int, Path]:

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 
+from ..verify.gradient_bias import DrawnBias
 from .as_json import OPTIONAL, OPTIONAL_PART, PART
 from .changes_since import Since
 from .conclusion.outcome import Outcome
@@ -43,6 +44,8 @@ class Measurements:
     caches: CacheSection | None = field(default=None, metadata=OPTIONAL_PART)
     full_vocab: FullVocab | None = field(default=None, metadata=OPTIONAL)
     batch_invariance: BatchInvariance | None = field(default=None, metadata=OPTIONAL)
+    # of a checkpoint of a run, where it was asked for
+    gradient: DrawnBias | None = field(default=None, metadata=OPTIONAL)
     # an earlier audit
     against: Since | None = field(default=None, metadata=OPTIONAL)
 

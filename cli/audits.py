@@ -1,5 +1,7 @@
 """Commands about training-inference mismatch: audit, diff, convert, record."""
 
+from collections.abc import Callable
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -30,6 +32,7 @@ def audit(
     *,
     n: CountOrAll = None,
     every: int = 0,
+    gradient: int = 0,
     out: str | None = None,
     summary: str = "",
     junit: str = "",
@@ -38,7 +41,8 @@ def audit(
     """Measure how far a sampler and a trainer are apart, where their bits part, and what causes it.
 
     With two models, the sampler computes with the first and the trainer with the second: `zerokl audit A B`.
-    With --every, mismatch is shown against the steps of a run: `zerokl audit RUN --every 10`.
+    With --every, mismatch is shown against the steps of a run: `zerokl audit RUN --every 10`. With --gradient
+    the gradient's bias is measured at a checkpoint: `zerokl audit RUN --gradient 8 --sampler hf`.
 
     The exit code is 0 when every log-probability is equal (or within the given tolerances) and no fault is
     named, and 1 when not.
@@ -49,6 +53,9 @@ def audit(
         n: Number of completions to compare; by default 64, or all of a log that has both columns.
         every: Audit the checkpoints of a run, the target, at each step that this divides; step 0 is the model
             the run began with. 0 takes the target as a model or a log.
+        gradient: Draws of each kind, 3 at least, from which the bias of a run's gradient is measured: the
+            sampler's against exact ones, under each correction. The target is a run, or RUN/checkpoints/STEP;
+            task, loss and prompts are the run's. 0 does not.
         out: Folder for audit.json and audit.html; it must not hold an audit. By default audits/NAME, NAME
             being the target's, or audits/NAME-2 and so on where that exists.
         summary: File to which a summary in GitHub's Markdown is appended, such as $GITHUB_STEP_SUMMARY.
@@ -58,6 +65,8 @@ def audit(
     from ..engine.display.progress import Stages
 
     settings.tolerances.check()
+    if gradient:
+        _check_gradient(settings, bool(every or trainer_model or settings.model))
     if every and (trainer_model or settings.model or summary or junit):
         raise ValueError(
             "audit: --every audits the models of a run; a second model, --model, --summary and --junit do "
@@ -76,8 +85,46 @@ def audit(
             of_run = audit_run(Path(target), every, n, settings, folder, stage)
         return _show_run(of_run, list(sentences(of_run)), folder)
     with Stages("audit") as stage:
-        report = run_audit(target, trainer_model, n, settings, stage)
+        if gradient:
+            report = _with_gradient(Path(target), gradient, n, settings, stage)
+        else:
+            report = run_audit(target, trainer_model, n, settings, stage)
     return _show(report, folder, settings, summary, junit)
+
+
+def _check_gradient(settings: AuditSettings, other: bool) -> None:
+    """Raise ValueError for what does not go with --gradient. other: whether --every or a model was given."""
+    needs_trainer("audit: --gradient, the gradient of a run of zerokl")
+    if other:
+        raise ValueError(
+            "audit: --gradient is of one checkpoint of a run; --every, a second model and --model do not go "
+            "with it"
+        )
+    if settings.trainer != "zerokl":
+        raise ValueError(
+            f"audit: --gradient with trainer {settings.trainer}: zerokl computes the gradient; leave "
+            "--trainer out"
+        )
+
+
+def _with_gradient(
+    target: Path, draws: int, n: int | None, settings: AuditSettings, stage: Callable[[str], None]
+) -> "Report":
+    """The audit of a run's checkpoint, with the bias of its gradient. draws: of each kind.
+
+    The audit has a process of its own: a process holds one vLLM engine, and the gradient needs it.
+    """
+    needs_trainer("audit: --gradient, the gradient of a run of zerokl")
+    from ..audit.over_run import audit_apart
+    from ..engine.commands.gradient import Pair, find_target, pair_config, run_gradient_bias
+    from ..verify.gradient_bias import check_draws
+
+    check_draws(draws)
+    of_run = find_target(target)
+    config = pair_config(of_run.run, Pair(settings.sampler, **vars(settings.dtypes)))
+    stage(f"auditing {of_run.model}")
+    report = audit_apart(of_run.model, n, settings)
+    return replace(report, gradient=run_gradient_bias(of_run, config, draws, settings.seed, stage))
 
 
 def _show(report: "Report", folder: Path, settings: AuditSettings, summary: str, junit: str) -> int:

@@ -33,7 +33,7 @@ _LOG = logging.getLogger(__name__)
 _PAGES = "_source"
 _METRIC = re.compile(
     r'"((?:reward|response_len|groups|completions|turns|ends|scaling|time|perf|eval|staleness|ref|mismatch'
-    r'|dpo|verifree|brpo|critic|router|pool)/[a-z0-9_]*)"'
+    r'|dpo|verifree|brpo|critic|router|pool|gradient)/[a-z0-9_]*)"'
 )
 # Metrics without a group.
 _PLAIN = ("step", "tokens", "loss", "entropy", "grad_norm", "lr")
@@ -222,6 +222,10 @@ def metric_names() -> set[str]:
             found |= {name for name in _METRIC.findall(file.read_text()) if not name.endswith("/")}
     # A metric for each of a run's budgets, of N tokens.
     found |= {"brpo/reward_at_N", "eval/reward_at_N"}
+    # A metric for each loss that the gradient is compared under.
+    found |= {f"gradient/{figure}_LOSS" for figure in ("cosine", "distance", "inner", "norm")}
+    found |= {f"gradient/{figure}_floor" for figure in ("cosine", "distance")}
+    found |= {f"gradient/{figure}_exact" for figure in ("inner", "norm")}
     watched = re.search(r"^WATCHED = \((.*)\)$", (ROOT / "engine/train/underflow.py").read_text(), re.M)[1]
     found |= {f"scaling/underflow_{name}" for name in re.findall(r'"(\w+)"', watched)}
     one = np.zeros(1, np.float32)

@@ -163,6 +163,21 @@ RULES: tuple[Rule, ...] = (
         ),
     ),
     Rule(
+        lambda s: bool(s.config.monitor.gradient) and s.config.exact and not s.config.max_staleness,
+        lambda s: (
+            f"monitor.gradient ({s.config.monitor.gradient}) with exact = true: every rollout is exact, so "
+            "its gradient has no bias to measure; set exact = false for a sampler that differs, or "
+            "monitor.gradient = 0"
+        ),
+    ),
+    Rule(
+        lambda s: bool(s.config.monitor.gradient) and s.given,
+        lambda s: (
+            f"monitor.gradient ({s.config.monitor.gradient}) with a loss of given tokens (dpo, verifree): no "
+            "sampler decides them; set it to 0, or choose another loss"
+        ),
+    ),
+    Rule(
         lambda s: s.config.sampler == "vllm-zerokl" and s.any_other("cache_dtype"),
         lambda s: (
             "precision.cache_dtype and sampler_cache_dtype: vLLM's cache holds the compute dtype; "

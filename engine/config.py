@@ -280,6 +280,15 @@ class EvaluationConfig(Section):
     """
 
 
+class MonitorConfig(Section):
+    """Measurements beside the training. They change no bit of it."""
+
+    gradient: int = Field(0, ge=0)
+    """Steps between measurements of the gradient's bias: the gradient from the sampler's rollouts, under each
+    correction, against two from exact rollouts of the same prompts (docs/gradient.md). 0 is off.
+    """
+
+
 class CheckpointConfig(Section):
     """Checkpoints after some steps and always after the last one.
 
@@ -390,6 +399,7 @@ class Config(Section):
     optimizer: OptimizerConfig = OptimizerConfig()
     precision: PrecisionConfig = PrecisionConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
+    monitor: MonitorConfig = MonitorConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     parallel: ParallelConfig = ParallelConfig()
     ledger: LedgerConfig = LedgerConfig()

@@ -69,6 +69,7 @@ class Setting(NamedTuple):
             "perturb.* and precision.sampler_*": self.separate or c.precision.sampler_differs,
             f"workers ({c.workers})": c.workers > 1,
             f"shards_in_flight ({c.shards_in_flight})": c.shards_in_flight > 1,
+            f"monitor.gradient ({c.monitor.gradient})": bool(c.monitor.gradient),
         }
 
     @property

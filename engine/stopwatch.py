@@ -34,6 +34,15 @@ class Stopwatch:
             yield
             self._laps.append((name, began, self._now()))
 
+    @contextmanager
+    def apart(self) -> Iterator[None]:
+        """Forget what is measured inside this context: it is no part of the step, such as a measurement."""
+        laps, self._laps = self._laps, []
+        try:
+            yield
+        finally:
+            self._laps = laps
+
     def start(self) -> Callable[[str], AbstractContextManager[None]]:
         """Begin a step: forget what was measured before, such as an evaluation. Returns `station`."""
         self._laps = []

@@ -29,6 +29,9 @@ class Stream(IntEnum):
     DIGEST = 12  # the keys of the ledger's digests
     LORA = 13  # the first A of the adapters: counter (element, matrix)
     EVALUATE_TRAINING = 14  # a token of an evaluation rollout of a training problem
+    # A token of what the gradient is compared on, drawn from the trainer's policy, and by the run's sampler.
+    GRADIENT_EXACT = 15
+    GRADIENT_SAMPLED = 16
 
 
 _MASK = np.uint64(0xFFFFFFFF)

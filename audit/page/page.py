@@ -9,11 +9,13 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from ...verify.gradient_bias import DrawnBias
 from ..conclusion.outcome import Outcome
 from ..conclusion.verdict import headline, jump, parting
 from ..report import Report
 from ..run_report import RunReport
 from ..sections import TraceSection
+from .gradient import LEGEND, LOSSES, drawn_from, layer_headings, layer_rows, loss_rows
 from .numbers import logprob
 from .plots import operations_plot, positions_plot, ratios_plot, steps_plot
 from .rows import (
@@ -47,6 +49,7 @@ _SECTIONS = {
     "figures": "Figures",
     "tokens": "Tokens",
     "operations": "Operations",
+    "gradient": "Gradient",
     "settings": "Settings",
 }
 
@@ -59,6 +62,7 @@ def page(report: Report) -> str:
         "figures": _figures(report),
         "tokens": _tokens(report),
         "operations": _operations(report, report.trace) if report.trace else "",
+        "gradient": _gradient(report.gradient) if report.gradient else "",
         "settings": _settings(report),
     }
     return _document(title, report.outcome, headline(report), _first_screen(report), folded)
@@ -181,6 +185,12 @@ def _figures(report: Report) -> str:
     if not figures.equal:
         body += "<h3>Ratios</h3>" + _figure(ratios_plot(figures.ratio_histogram))
     return body
+
+
+def _gradient(found: DrawnBias) -> str:
+    body = f"<p>{_text(drawn_from(found))}</p>" + _table(LOSSES, loss_rows(found.losses))
+    body += f"<p>{_text(LEGEND)}</p><h3>By layer</h3>"
+    return body + _table(layer_headings(found), layer_rows(found))
 
 
 def _figure(svg: str) -> str:

@@ -4,8 +4,10 @@ from collections.abc import Iterable, Sequence
 
 from rich.table import Table
 
+from ...verify.gradient_bias import DrawnBias
 from ..report import Report
 from ..run_report import RunReport
+from .gradient import LEGEND, LOSSES, drawn_from, loss_rows
 from .rows import (
     AGAINST,
     HYPOTHESES,
@@ -32,6 +34,8 @@ def report_tables(report: Report) -> list[Table]:
         tables.append(_table(WORST, worst_rows(report)[:5], "tokens farthest apart"))
     if (rows := hypothesis_rows(report)) and not report.figures.equal:
         tables.append(_table(HYPOTHESES, rows[:5], "what would explain the difference, nearest first"))
+    if report.gradient:
+        tables.append(_gradient(report.gradient))
     tables.append(_settings(report))
     if report.against:
         tables.append(_table(AGAINST, against_rows(report), f"since {report.against.audit}"))
@@ -59,6 +63,12 @@ def _figures(report: Report) -> Table:
     title = f"{sampler} against {report.trainer} ({report.dtypes.dtype})"
     table = _table(("figure", "value", "meaning"), [row for some in rows for row in some], title)
     table.caption = PLUS_MINUS
+    return table
+
+
+def _gradient(found: DrawnBias) -> Table:
+    table = _table(LOSSES, loss_rows(found.losses), "the gradient against the exact one")
+    table.caption = f"{drawn_from(found)} {LEGEND}"
     return table
 
 

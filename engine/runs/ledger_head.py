@@ -41,6 +41,7 @@ FREE = {
     "sampler": "native and vllm-zerokl draw the same tokens (is_free: others do not)",
     "exact": "decides whether a run stops, not what it computes",
     "evaluation": "only reads the weights, with random numbers of its own",
+    "monitor": "only measures, with random numbers of its own",
     "tracking": "decides only where the metrics are written as well",
     "checkpoint": "decides only what is kept",
     "ledger.detail": "decides only what is written down; the roots are the same",

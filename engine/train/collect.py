@@ -10,7 +10,7 @@ step depends on how many draws another step needed.
 
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from ...kernels.philox import Stream, permutation
@@ -43,18 +43,22 @@ def collect(state: TrainState) -> RolloutBatch:
     return collect_step(state, state.step, state.sampler)
 
 
-def collect_step(state: TrainState, step: int, sampler: Sampler) -> RolloutBatch:
+def collect_step(
+    state: TrainState, step: int, sampler: Sampler, rng_key: RngKey | None = None
+) -> RolloutBatch:
     """Play the episodes of step number `step`; rank 0 computes the rewards.
 
-    It reads nothing of the state that a step changes, so the trainer may take other steps meanwhile.
+    It reads nothing of the state that a step changes, so the trainer may take other steps meanwhile. rng_key:
+    of the first prompt; None is the step's own.
 
     Raises ValueError (see Reward.values and Equivalence.classes), and where every trajectory ended in an
     error.
     """
     P, max_resamples = state.config.prompts, state.config.loss.resolve().max_resamples
+    rng_key = rng_key or RngKey(state.config.seed, step)
     groups: list[Episodes] = []
     for draw in range(max_resamples):
-        episodes = _play(state, step, sampler, draw)
+        episodes = _play(state, step, sampler, draw, replace(rng_key, prompt=draw * P))
         groups += [episodes.group(p) for p in range(P)]
         if sum(not _all_equal(group) for group in groups) >= P:
             break
@@ -75,14 +79,13 @@ def _classes(state: TrainState, episodes: Episodes) -> list[list[int]] | None:
         return state.equivalence.classes(episodes.problems, texts)
 
 
-def _play(state: TrainState, step: int, sampler: Sampler, draw: int) -> Episodes:
-    """The P groups of draw number `draw` of a step."""
+def _play(state: TrainState, step: int, sampler: Sampler, draw: int, rng_key: RngKey) -> Episodes:
+    """The P groups of draw number `draw` of a step. rng_key: of the first of them."""
     cfg, player = state.config, state.player
     n = cfg.prompts // player.players
     draws_before = step * cfg.loss.resolve().max_resamples + draw
     chosen = step_problems(len(state.problems), n, cfg.seed, draws_before)
     problems = [state.problems[i] for i in chosen]
-    rng_key = RngKey(cfg.seed, step, prompt=draw * cfg.prompts)
     return player.play(sampler, problems, state.generation_params, rng_key)
 
 

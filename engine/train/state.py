@@ -5,6 +5,7 @@ Shapes: P prompts, G generations of each.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -106,4 +107,4 @@ class StepRecord:
     # Of each rollout, with the weights that it was drawn with; None for one that is not trained on. This is
     # None in an exact run: they are the sampler's.
     trainer_logprobs: list[np.ndarray | None] | None = None
-    notes: dict[str, str] = field(default_factory=dict)  # metrics that are not numbers
+    notes: dict[str, Any] = field(default_factory=dict)  # metrics that are not numbers

@@ -10,8 +10,8 @@ from zerokl.engine.runs.setup import make_state
 from zerokl.engine.tasks.loading import load_task
 from zerokl.engine.tasks.tokenizer import character_tokenizer
 from zerokl.engine.train.collect import collect
+from zerokl.engine.train.prepare import prepare
 from zerokl.engine.train.shard import ShardWork
-from zerokl.engine.train.step import prepare
 
 from tests.random_model import TWO_LAYERS, random_model
 

@@ -23,8 +23,8 @@ from zerokl.engine.tasks.loading import load_task
 from zerokl.engine.tasks.tokenizer import Tokenizer
 from zerokl.engine.train.collect import collect
 from zerokl.engine.train.monitor import MismatchError
+from zerokl.engine.train.prepare import prepare
 from zerokl.engine.train.shard import ShardWork
-from zerokl.engine.train.step import prepare
 
 from tests.helpers import assert_gradient_at_most_twice_the_error
 

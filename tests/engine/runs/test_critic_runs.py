@@ -23,9 +23,9 @@ from zerokl.engine.runs.setup import make_state
 from zerokl.engine.tasks.loading import load_task
 from zerokl.engine.train import step as training
 from zerokl.engine.train.collect import collect
+from zerokl.engine.train.prepare import prepare
 from zerokl.engine.train.shard import ShardWork
 from zerokl.engine.train.state import TrainState
-from zerokl.engine.train.step import prepare
 from zerokl.files.writing import write_manifest
 from zerokl.model.weights import VALUE_HEAD_TENSOR
 

@@ -1,0 +1,47 @@
+"""The bias of the gradient in words and rows: for the terminal, and for audit.html."""
+
+from collections.abc import Mapping
+
+from ...verify.gradient_bias import Bias, DrawnBias, Estimate
+from .numbers import number
+
+Row = tuple[str, ...]
+# Headings of the losses, and what the figures are (verify/gradient_bias.py).
+LOSSES = ("correction", "bias", "length", "cosine", "noise of a step", "cosine of a step")
+LEGEND = (
+    "bias: the squared distance of the expected gradient from the exact one, in units of the exact one's "
+    "square; 0 without a bias, and an estimate may be negative. length: along the exact gradient, 1 without "
+    "a bias. ± is the standard error over draws (jackknife)."
+)
+
+
+def loss_rows(losses: Mapping[str, Bias]) -> list[Row]:
+    """The figures of the whole model, by loss."""
+    return [
+        (name, *map(_shown, (x.bias, x.length, x.cosine, x.noise, x.draws_cosine)))
+        for name, x in losses.items()
+    ]
+
+
+def layer_headings(found: DrawnBias) -> Row:
+    """Headings of the layers: the losses."""
+    return "bias of", *found.losses
+
+
+def layer_rows(found: DrawnBias) -> list[Row]:
+    """The bias of each layer, by loss."""
+    return [(layer, *(_shown(x.bias) for x in losses.values())) for layer, losses in found.layers.items()]
+
+
+def drawn_from(found: DrawnBias) -> str:
+    """What was drawn, and what exact draws show of each other."""
+    floor = found.exact
+    return (
+        f"{found.draws} draws of {found.sampler} and {found.draws} exact ones after step {found.step}, each "
+        f"of {found.prompts} prompts x {found.num_generations} completions. The exact ones have noise "
+        f"{_shown(floor.noise)}, and two of them the cosine {_shown(floor.draws_cosine)}: the floor."
+    )
+
+
+def _shown(x: Estimate) -> str:
+    return f"{number(x.value, 3)} ± {number(x.standard_error, 2)}"

@@ -1,0 +1,67 @@
+"""Inner products of gradients, of the whole model and of each of its layers, in fp64.
+
+Each block of the ledger (model/weights.py) is summed alone: along rows of FLAT_TILE in fp64, and then by a
+correctly rounded sum (math.fsum). A layer is a correctly rounded sum of its blocks, and so is the whole. So
+threads, workers and ranks decide no bit.
+
+Shapes: k gradients; n elements of this rank's part of a gradient.
+"""
+
+import math
+import re
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from ...model.weights import FLAT_TILE
+from .zero import Slices
+
+# The name of the whole model among the layers.
+WHOLE = "model"
+
+
+def layer_of(name: str) -> str:
+    """The layer of a tensor of a checkpoint, such as layers.3; outside of layers its module, as lm_head."""
+    found = re.search(r"\blayers\.\d+\b", name)
+    return found[0] if found else name.split(".")[-2]
+
+
+@torch.no_grad()
+def inner_products(gradients: Sequence[torch.Tensor], slices: Slices) -> dict[str, np.ndarray]:
+    """The inner product of every two gradients, [k, k] fp64: of the whole model (WHOLE) and of each layer.
+
+    gradients [k][n]: fp32, on the CPU. With ranks each is this rank's part (Slices.sum_roots), and all ranks
+    must call this together; every rank gets the products of the whole gradients. A product of gradients that
+    are not finite is NaN.
+    """
+    own = [(name, _of_block([g[start:stop] for g in gradients])) for name, start, stop in slices.blocks]
+    by_layer: dict[str, list[np.ndarray]] = {WHOLE: []}
+    for of_rank in slices.ranks.gather(lambda: own):
+        for name, products in of_rank:
+            by_layer.setdefault(layer_of(name), []).append(products)
+            by_layer[WHOLE].append(products)
+    return {layer: _summed(blocks) for layer, blocks in by_layer.items()}
+
+
+def _of_block(parts: Sequence[torch.Tensor]) -> np.ndarray:
+    """The inner products of k parts of equal length, [k, k]."""
+    x = torch.stack(list(parts)).double()
+    x = F.pad(x, (0, -x.shape[1] % FLAT_TILE))
+    k = len(x)
+    products = np.empty((k, k))
+    for i in range(k):
+        rows = (x[i:] * x[i]).view(k - i, -1, FLAT_TILE).sum(-1)
+        products[i, i:] = products[i:, i] = [_sum(row) for row in rows.tolist()]
+    return products
+
+
+def _summed(blocks: Sequence[np.ndarray]) -> np.ndarray:
+    """The sum of the blocks' products, each correctly rounded. [k, k]"""
+    columns = np.stack(blocks).reshape(len(blocks), -1).T.tolist()
+    return np.array([_sum(column) for column in columns]).reshape(blocks[0].shape)
+
+
+def _sum(values: Sequence[float]) -> float:
+    return math.fsum(values) if all(map(math.isfinite, values)) else math.nan

@@ -1,0 +1,107 @@
+"""What the loss of a step needs, before any forward of the trainer's current weights.
+
+Shapes: P prompts, G generations of each; n rollouts that are trained on; C drawn tokens of a rollout.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from ..loss.advantage import StepAdvantages, advantages, of_tokens
+from ..loss.budget_relative import cut_advantages
+from ..loss.config import LossConfig
+from ..loss.critic import Critic, critic_metrics, critic_of, token_rewards
+from ..loss.dpo import dpo_metrics, margins, pair_advantages
+from ..loss.policy_loss import sequence_weights
+from ..loss.reward_shaping import completion_kl, shaped_rewards
+from ..loss.semantic_entropy import scaled_by_entropy
+from ..loss.verifree import answer_advantages, answer_metrics
+from ..rollout.answers import answer_length
+from ..rollout.types import Rollout
+from .collect import RolloutBatch
+from .metrics import loss_metrics
+from .shard import Shard
+from .state import TrainState
+
+
+def prepare(state: TrainState, batch: RolloutBatch) -> tuple[Shard, StepAdvantages, dict[str, float]]:
+    """What the loss needs, except the trainer's logprobs; the step's advantages; and metrics of both.
+
+    All of it is known before any forward of the trainer's current weights.
+    """
+    cfg, loss_cfg = state.config, state.config.loss.resolve()
+    params, trained = cfg.sampling.sampling_params, batch.trained
+    rollouts = [r for r, is_kept in zip(batch.rollouts, trained.flat, strict=True) if is_kept]  # [n]
+    sampling_logprobs, ref_logprobs = [rollout.logprobs for rollout in rollouts], None
+    kl_PG: np.ndarray | None = None
+    if state.ref_policy:
+        ref_logprobs = state.ref_policy.score(rollouts, params)
+        if loss_cfg.kl_in == "reward":
+            kl_PG = batch.placed(completion_kl(sampling_logprobs, ref_logprobs, loss_cfg))
+    shaped = shaped_rewards(batch.rewards, batch.lengths, loss_cfg, state.max_tokens, trained, kl_PG)
+    metrics = loss_metrics(loss_cfg, batch, shaped, sampling_logprobs, ref_logprobs)
+    critic = _critic(state, batch, rollouts, shaped) if state.critic else None
+    if critic is not None:
+        A_step, of_advantages = _of_all(batch, critic.advantages), critic_metrics(critic)
+    else:
+        A_step, of_advantages = _advantages(loss_cfg, batch, shaped, sampling_logprobs, ref_logprobs)
+    metrics |= of_advantages
+    lengths = batch.lengths[trained].tolist()
+    weights = sequence_weights(lengths, loss_cfg.loss_agg_mode, state.max_tokens, trained.size)
+    # The number of updates by which the weights that were sampled from are older than the trainer's.
+    staleness = state.version - rollouts[0].weight_version
+    old_logprobs = state.old_policy.score(rollouts, params) if staleness else None
+    if cfg.max_staleness:
+        metrics["staleness/versions"] = staleness
+    if isinstance(A_step, list):
+        A = [of_rollout for of_rollout, is_kept in zip(A_step, trained.flat, strict=True) if is_kept]
+    else:
+        A = of_tokens(A_step[trained].tolist(), lengths)
+    of_kl_term, of_critic = ref_logprobs if loss_cfg.kl_coef else None, critic[:2] if critic else ()
+    return Shard(rollouts, A, np.array(weights), old_logprobs, of_kl_term, *of_critic), A_step, metrics
+
+
+def _critic(
+    state: TrainState, batch: RolloutBatch, rollouts: Sequence[Rollout], shaped: np.ndarray
+) -> Critic:
+    """Values, targets and advantages of the rollouts that are trained on. shaped [P, G]: rewards."""
+    places, R = np.flatnonzero(batch.trained).tolist(), shaped.reshape(-1).tolist()
+    of_turns = batch.turn_rewards or [None] * len(batch.rollouts)
+    rewards = [
+        token_rewards(r.drawn, r.turn_starts, of_turns[i], R[i])
+        for r, i in zip(rollouts, places, strict=True)
+    ]
+    return critic_of(rewards, state.critic.values(rollouts), state.config.loss.resolve())
+
+
+def _of_all(batch: RolloutBatch, of_trained: Sequence[np.ndarray]) -> list[np.ndarray]:
+    """Advantages [n][C] of the rollouts that are trained on, in their places of [P G]; 0 elsewhere."""
+    values, places = iter(of_trained), zip(batch.trained.flat, batch.lengths.flat, strict=True)
+    return [next(values) if is_kept else np.zeros(C) for is_kept, C in places]
+
+
+def _advantages(
+    loss: LossConfig,
+    batch: RolloutBatch,
+    shaped: np.ndarray,
+    logprobs: Sequence[np.ndarray],
+    ref_logprobs: Sequence[np.ndarray] | None,
+) -> tuple[StepAdvantages, dict[str, float]]:
+    """The advantages of a step, and the metrics that some losses have of them.
+
+    loss: resolved. shaped [P, G]: rewards. logprobs, ref_logprobs: [C] of each rollout that is trained on;
+    where tokens are given, all are.
+    """
+    if loss.advantage == "dpo":
+        of_pairs = margins(logprobs, ref_logprobs, loss.beta)
+        return pair_advantages(of_pairs, loss.beta), dpo_metrics(of_pairs)
+    if loss.advantage == "verifree":
+        answers = [answer_length(rollout) for rollout in batch.rollouts]
+        lengths = [len(logp) for logp in logprobs]
+        return answer_advantages(shaped, lengths, answers), answer_metrics(logprobs, answers)
+    if batch.cuts is not None:
+        return cut_advantages(shaped, batch.lengths, batch.cuts), {}
+    A = advantages(shaped, loss.advantage, batch.trained, loss.k)
+    if batch.classes is not None:
+        A = scaled_by_entropy(A, batch.classes, loss.semantic_entropy)
+    return A, {}
