@@ -11,7 +11,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, field_validator, mo
 from ..kernels.sampling_params import SamplingParams, bias_by_id, refuse_penalties
 from .lora import LoraConfig
 from .loss.config import LossConfig
-from .precision import PrecisionConfig, QuantisationText, ShortNames
+from .precision import KvQuantisationText, PrecisionConfig, QuantisationText, ShortNames
 from .sampler_names import RENAMED, SAMPLERS, SamplerName, listed
 from .section import Section
 from .tasks.rewards import RewardSettings
@@ -181,6 +181,16 @@ class PerturbConfig(Section):
     """Factor on the difference that round_weights or weights makes."""
     temperature: Temperature = Field(0.0, ge=0)
     """Temperature of the sampler; 0 is the trainer's."""
+    top_k: int = Field(0, ge=0)
+    """top_k of the sampler in place of sampling.top_k; 0 is the trainer's. The trainer does not know of the
+    cut. The sampler's logprobs are those of the distribution that is left, as vLLM's processed logprobs.
+    """
+    top_p: float = Field(0.0, ge=0, le=1)
+    """The same of top_p; 0 is the trainer's, and 1 keeps all tokens."""
+    min_p: float = Field(0.0, ge=0, le=1)
+    """The same of min_p; 0 is the trainer's."""
+    kv: KvQuantisationText = ""
+    """The sampler's keys and values are quantised as with precision.kv, which is then the trainer's alone."""
     delay: int = Field(0, ge=0)
     """Steps by which the sampler's weights are late. Its rollouts name the current version all the same."""
     routing: Literal["free", "replayed"] = "free"
@@ -194,7 +204,13 @@ class PerturbConfig(Section):
     def any(self) -> bool:
         """Whether the sampler differs from the trainer in any of these ways."""
         of_weights = self.round_weights or self.weights or self.delay
-        return bool(self.logit_noise or of_weights or self.temperature)
+        return bool(self.logit_noise or of_weights or self.kv or self.sampling_changes)
+
+    @property
+    def sampling_changes(self) -> dict[str, float]:
+        """The fields of SamplingParams that the sampler has for itself, with their values."""
+        values = {name: getattr(self, name) for name in ("temperature", "top_k", "top_p", "min_p")}
+        return {name: value for name, value in values.items() if value}
 
 
 class NativeConfig(Section):

@@ -27,9 +27,7 @@ from ..train.optimizer import Optimizer
 def perturbed(perturb: PerturbConfig, request: Request) -> Request:
     """A request as a perturbed sampler draws it."""
     params = request.draw_params
-    sampling_params = params.sampling_params
-    if perturb.temperature:
-        sampling_params = sampling_params._replace(temperature=perturb.temperature)
+    sampling_params = params.sampling_params._replace(**perturb.sampling_changes)
     params = params._replace(sampling_params=sampling_params, logit_noise=perturb.logit_noise)
     return replace(request, draw_params=params)
 
