@@ -84,8 +84,12 @@ def _of_elements(scale: torch.Tensor, shape: torch.Size, size: int) -> torch.Ten
 
 
 def _next_power_of_two(scale: torch.Tensor) -> torch.Tensor:
-    """The least power of two that is not below each positive normal number, by the bits of fp32."""
-    return ((scale.view(torch.int32) + _SIGNIFICAND) & ~_SIGNIFICAND).view(torch.float32)
+    """The least power of two that is not below each positive normal number, by the bits of fp32.
+
+    Infinity and NaN stay what they are. The sum of a NaN's bits would be those of a zero.
+    """
+    power = ((scale.view(torch.int32) + _SIGNIFICAND) & ~_SIGNIFICAND).view(torch.float32)
+    return torch.where(scale.isnan(), scale, power)
 
 
 def _rounded(x: torch.Tensor, format: str) -> torch.Tensor:
