@@ -51,9 +51,8 @@ def test_batch_and_chunks_change_no_bit_and_the_trainer_has_the_same(
     assert longest < 3 or scores(decoder, rollouts) != drawn, "control: a trainer that rounds nothing"
 
 
-@pytest.mark.parametrize(
-    "text", [HOW[1], *(pytest.param(x, marks=pytest.mark.full) for x in HOW if x != HOW[1])]
-)
+@pytest.mark.full
+@pytest.mark.parametrize("text", HOW)
 def test_later_turns_read_quantised_blocks_that_were_kept(decoder, text):
     game = Game(quantised(decoder, text), max_batch_tokens=7)
     prompt = tuple(range(6, 6 + KEY_TILE + 3))
@@ -63,6 +62,7 @@ def test_later_turns_read_quantised_blocks_that_were_kept(decoder, text):
     assert game.play([Turn(1, (7,), 8)]) == 0
 
 
+@pytest.mark.full
 def test_control_a_scale_of_all_tokens_is_seen(decoder, monkeypatch):
     """One scale from the largest of a whole pass depends on the chunks, so the property fails."""
     how = KvQuantisation("int8", "token")

@@ -144,6 +144,7 @@ def test_both_sides_are_exact_and_the_sampler_alone_draws_the_same(config, tmp_p
     assert load_run(tmp_path / "alone").metrics["mismatch/k3"][0] > 0
 
 
+@pytest.mark.full
 def test_control_a_decode_that_does_not_round_is_seen(config, tmp_path, monkeypatch):
     monkeypatch.setattr(Forward, "_cache_rounds_once", True)
     with pytest.raises(MismatchError):
