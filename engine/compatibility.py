@@ -57,6 +57,13 @@ RULES: tuple[Rule, ...] = (
         ),
     ),
     Rule(
+        lambda s: bool(s.config.precision.kv or s.config.perturb.kv) and s.any_other("cache_dtype"),
+        lambda s: (
+            f'precision.kv ("{s.config.precision.kv}") and perturb.kv ("{s.config.perturb.kv}") with '
+            "precision.cache_dtype or sampler_cache_dtype: each rounds keys and values; leave one out"
+        ),
+    ),
+    Rule(
         lambda s: s.config.exact and s.config.sampler == "vllm",
         lambda s: (
             'sampler ("vllm") with exact = true: vllm is vLLM as it comes now, and no trainer has its bits; '
@@ -74,11 +81,16 @@ RULES: tuple[Rule, ...] = (
     Rule(
         lambda s: (
             s.config.sampler == "hf"
-            and bool(s.config.sampling.min_p or s.config.sampling.sampling_params.changes_logits)
+            and bool(
+                s.config.sampling.min_p
+                or s.config.perturb.min_p
+                or s.config.sampling.sampling_params.changes_logits
+            )
         ),
         lambda s: (
-            'sampler ("hf") with sampling.min_p, logit_bias or allowed_token_ids: transformers applies min_p '
-            "after top_p, and has the other two in another form; leave them out, or set another sampler"
+            'sampler ("hf") with sampling.min_p, logit_bias or allowed_token_ids, or with perturb.min_p: '
+            "transformers applies min_p after top_p, and has the other two in another form; leave them out, "
+            "or set another sampler"
         ),
     ),
     Rule(
@@ -90,6 +102,13 @@ RULES: tuple[Rule, ...] = (
         lambda s: (
             "precision.head_dtype and cache_dtype, and those of the sampler: vLLM's own model has other "
             'kernels for them; set all to "compute"'
+        ),
+    ),
+    Rule(
+        lambda s: s.vllm_exact and bool(s.config.precision.kv or s.config.perturb.kv),
+        lambda s: (
+            f'precision.kv ("{s.config.precision.kv}") and perturb.kv ("{s.config.perturb.kv}"): vLLM\'s own '
+            'model has other kernels for them; leave them out, or set sampler = "vllm-zerokl"'
         ),
     ),
     Rule(
@@ -122,6 +141,13 @@ RULES: tuple[Rule, ...] = (
         lambda s: (
             f'perturb.logit_noise with sampler "{s.config.sampler}": an engine as it comes has a draw of its '
             "own; set logit_noise = 0, or another sampler"
+        ),
+    ),
+    Rule(
+        lambda s: s.external and bool(s.config.perturb.kv),
+        lambda s: (
+            f'perturb.kv ("{s.config.perturb.kv}") with sampler "{s.config.sampler}": an engine as it comes '
+            "has a cache of its own; leave it out, or set another sampler"
         ),
     ),
     Rule(

@@ -12,9 +12,10 @@ from ..kernels.sampling_params import SamplingParams, bias_by_id, refuse_penalti
 from .init_config import InitConfig
 from .lora import LoraConfig
 from .loss.config import LossConfig
-from .precision import PrecisionConfig, QuantisationText, ShortNames
+from .perturb_config import PerturbConfig
+from .precision import PrecisionConfig, ShortNames
 from .sampler_names import EXTERNAL, RENAMED, SAMPLERS, SamplerName, listed
-from .section import Section
+from .section import Section, Temperature
 from .tasks.rewards import RewardSettings
 from .vllm_config import VllmConfig
 
@@ -24,10 +25,6 @@ _SAMPLER_HELP = (
     f"The engine that draws the completions: {listed(SAMPLERS)}. native and vllm-zerokl draw the same "
     "tokens. hf and vllm need exact = false; vllm-exact needs a GPU."
 )
-
-
-def _in_range(temperature: float) -> float:
-    return SamplingParams(temperature).check().temperature
 
 
 def _in_order(ids: tuple[int, ...] | None) -> tuple[int, ...] | None:
@@ -42,16 +39,12 @@ def _by_id(logit_bias: Any) -> Any:
     return {str(token): bias for token, bias in bias_by_id(logit_bias).items()}
 
 
-# 0, or a number by which logits can be divided.
-Temperature = Annotated[float, AfterValidator(_in_range)]
-
-
 class TaskConfig(Section):
     """What the model learns."""
 
     name: str = "add"
-    """add, sort, countdown, jsonl, pairs; with an environment calculator, guesses, wordle, nim, python; or
-    your own task as module:object.
+    """add, sort, sums, countdown, jsonl, pairs; with an environment calculator, guesses, wordle, nim, python;
+    or your own task as module:object.
     """
     options: dict[str, Any] = Field(default_factory=dict)
     """Arguments of the task, e.g. { max_value = 99, train = 512, held_out = 256 } for add."""
@@ -163,39 +156,6 @@ class SamplingConfig(Section):
     def _ids(self) -> "SamplingConfig":
         self.sampling_params.check()
         return self
-
-
-class PerturbConfig(Section):
-    """Mismatch on demand: ways in which the sampler differs from the trainer. Needs exact = false."""
-
-    logit_noise: float = Field(0.0, ge=0)
-    """Standard deviation of the noise that is added to each logit, after the temperature."""
-    round_weights: Annotated[
-        Literal["", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2"], ShortNames
-    ] = ""
-    """The sampler's weights are rounded to this dtype."""
-    weights: QuantisationText = ""
-    """The sampler's weights are quantised as with precision.weights, which is then the trainer's alone."""
-    weights_of: Literal["masters", "compute"] = "masters"
-    """What is quantised: the fp32 master weights, or their export in the sampler's compute dtype."""
-    gain: float = Field(1.0, ge=0)
-    """Factor on the difference that round_weights or weights makes."""
-    temperature: Temperature = Field(0.0, ge=0)
-    """Temperature of the sampler; 0 is the trainer's."""
-    delay: int = Field(0, ge=0)
-    """Steps by which the sampler's weights are late. Its rollouts name the current version all the same."""
-    routing: Literal["free", "replayed"] = "free"
-    """Of a mixture of experts: free is the trainer's own choice of experts. With replayed the trainer
-    computes each token, of prompts too, with the experts that the sampler chose, and takes their weights from
-    its own router (R3, arXiv 2510.11370). Any sampler names them. It may go with exact = true, and then
-    changes no bit.
-    """
-
-    @property
-    def any(self) -> bool:
-        """Whether the sampler differs from the trainer in any of these ways."""
-        of_weights = self.round_weights or self.weights or self.delay
-        return bool(self.logit_noise or of_weights or self.temperature)
 
 
 class NativeConfig(Section):

@@ -5,7 +5,10 @@
     delay         the weights are those of `delay` steps ago, but the rollouts name the current version
     logits        z' = z + logit_noise n, with standard normal numbers n from the run's keys:
                   (seed, step, prompt, generation, position, token)
-    temperature   tokens are drawn, and their logprobs are reported, at a temperature of the sampler's own
+    temperature, top_k, top_p, min_p
+                  tokens are drawn, and their logprobs are reported, from the distribution of these
+                  settings (kernels/truncation.py)
+    kv            keys and values are quantised (model/kv_rounding.py)
 
 As with any engine, a rollout carries the logprobs with which its tokens were drawn. The trainer's logprobs
 differ from them. Everything is reproducible to the bit.
@@ -19,7 +22,8 @@ from ..model.checkpoint import DTYPES
 from ..model.compute_weights import compute_weights
 from ..model.quantisation import Quantisation
 from ..model.weights import Layout
-from .config import Config, PerturbConfig
+from .config import Config
+from .perturb_config import PerturbConfig
 
 _ROUNDED = {
     "bfloat16": torch.bfloat16,

@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, field_validator
 
-from ..model.quantisation import Quantisation
+from ..model.quantisation import KvQuantisation, Quantisation
 from .section import Section
 
 SHORT_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
@@ -26,8 +26,15 @@ def _known(text: str) -> str:
     return text
 
 
-# Empty, or how weights are quantised (model/quantisation.py).
+def _known_of_kv(text: str) -> str:
+    if text:
+        KvQuantisation.parse(text)
+    return text
+
+
+# Empty, or how weights, or keys and values, are quantised (model/quantisation.py).
 QuantisationText = Annotated[str, AfterValidator(_known)]
+KvQuantisationText = Annotated[str, AfterValidator(_known_of_kv)]
 
 
 class PrecisionConfig(Section):
@@ -68,6 +75,13 @@ class PrecisionConfig(Section):
     float8_e5m2, int8. SCALE, from the largest absolute value: tensor, row (of each output channel), block
     (128 x 128), block32 (32 x 32). Empty: they are not. Master weights stay fp32, and the gradient counts the
     rounding as the identity.
+    """
+    kv: KvQuantisationText = ""
+    """Keys and values are quantised to 8 bits and back before attention reads them, for sampler and trainer
+    alike: FORMAT/SCALE, or FORMAT/SCALE/pow2. FORMAT: float8_e4m3fn, float8_e5m2, int8. SCALE: unit (1, what
+    is out of range is clipped; not for int8), or from the largest absolute value of each token, or of each
+    head of each token (token_head). Empty: they are not. The cache stores them in the compute dtype, and the
+    gradient counts the rounding as the identity.
     """
     tiles: Literal["vllm-0.32", "vllm-0.33"] = "vllm-0.32"
     """The vLLM version whose tiles the matrix products use along the reduced dimension, on a GPU. These tiles

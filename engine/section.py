@@ -1,13 +1,23 @@
-"""The base of the sections of the configuration: what holds for every field."""
+"""What the sections of the configuration have in common: their base, and a kind of number."""
 
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, field_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, field_validator
+
+from ..kernels.sampling_params import SamplingParams
 
 # A larger whole number is a mistake: no run has so many of anything, and int64 or fp64 would not hold it.
 _LARGEST = 1 << 53
 # fp32 holds no number outside of these: it would become infinite, or 0.
 _SMALLEST_FLOAT, _LARGEST_FLOAT = 1e-37, 1e37
+
+
+def _in_range(temperature: float) -> float:
+    return SamplingParams(temperature).check().temperature
+
+
+# 0, or a number by which logits can be divided.
+Temperature = Annotated[float, AfterValidator(_in_range)]
 
 
 class Section(BaseModel):

@@ -8,15 +8,18 @@ arXiv:2209.05433), and 127 of int8. A part is the matrix, a row (an output chann
 elements. The last blocks of a row or a column may be smaller. s is never below 2^-126, the least normal fp32
 number, so that a part of zeros stays zero.
 
+`clipped` has s = 1 everywhere. A finite number outside the format's range becomes its largest, -m or m. It is
+of float8_e4m3fn and float8_e5m2: an int8 without a scale would be a whole number.
+
 Gradient: none here. Whoever trains through it counts it as the identity (straight-through: Bengio et al.,
 arXiv:1308.3432).
 
-Shapes: w [N, K]; the result [N, K] in fp32.
+Shapes: w [N, K]; the result [N, K] in fp32. x of `clipped` has any shape.
 Roundings: the quotient max |w| / m, the quotient w / s, Q, and the product with s. With a power of two both
-the second and the last are exact, as long as their results are normal numbers.
+the second and the last are exact, as long as their results are normal numbers. `clipped` has Q alone.
 Order: no sums. So torch computes the same bits on every device, and no Triton kernel is needed for what runs
 once in an update.
-A part with an infinity or a NaN is NaN everywhere: nothing hides it.
+A part with an infinity or a NaN is NaN everywhere, and `clipped` makes an infinity NaN: nothing hides it.
 """
 
 import torch
@@ -50,6 +53,19 @@ def quantise(w: torch.Tensor, format: str, size: int, power_of_two: bool = False
     return _rounded(w / scale, format).mul_(scale)
 
 
+def clipped(x: torch.Tensor, format: str) -> torch.Tensor:
+    """x of any shape and dtype, clipped to the numbers of an 8-bit float and rounded, as fp32.
+
+    Raises ValueError for another format.
+    """
+    if format not in _FLOATS:
+        raise ValueError(f"clipped: format ({format}) must be one of {', '.join(_FLOATS)}")
+    m = LARGEST[format]
+    # torch's own conversion saturates in some versions only, and then hides infinities as well.
+    finite = x.float().masked_fill(x.isinf(), float("nan"))
+    return _rounded(finite.clamp(-m, m), format)
+
+
 def _largest_of_parts(w: torch.Tensor, size: int) -> torch.Tensor:
     """max |w| of each part: [1, 1] of the matrix, [N, 1] of rows, or one for each block."""
     if size < 2:
@@ -68,8 +84,12 @@ def _of_elements(scale: torch.Tensor, shape: torch.Size, size: int) -> torch.Ten
 
 
 def _next_power_of_two(scale: torch.Tensor) -> torch.Tensor:
-    """The least power of two that is not below each positive normal number, by the bits of fp32."""
-    return ((scale.view(torch.int32) + _SIGNIFICAND) & ~_SIGNIFICAND).view(torch.float32)
+    """The least power of two that is not below each positive normal number, by the bits of fp32.
+
+    Infinity and NaN stay what they are. The sum of a NaN's bits would be those of a zero.
+    """
+    power = ((scale.view(torch.int32) + _SIGNIFICAND) & ~_SIGNIFICAND).view(torch.float32)
+    return torch.where(scale.isnan(), scale, power)
 
 
 def _rounded(x: torch.Tensor, format: str) -> torch.Tensor:

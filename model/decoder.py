@@ -41,7 +41,8 @@ from ..kernels.upload import Tables, upload_tables
 from .cache import DecodeContext
 from .config import ModelConfig
 from .experts import run_experts
-from .numerics import COMPUTE, Numerics, RoundThrough
+from .kv_rounding import rounded_kv
+from .numerics import COMPUTE, Numerics
 from .routing import FREE, Routing
 from .weights import VALUE_HEAD, FlatWeights, LayerWeights, Layout, WeightSource
 
@@ -361,9 +362,7 @@ class Forward:
         qk = rope(qk, *rotation)
         hook(f"layers.{i}.rope", qk)
         q, k = qk.split([c.heads, c.kv_heads], dim=1)
-        if self.numerics.cache not in (None, self.dtype):
-            k, v = (RoundThrough.apply(x, self.numerics.cache) for x in (k, v))
-        return q, k, v
+        return q, rounded_kv(k, self.numerics), rounded_kv(v, self.numerics)
 
     def _projected_heads(self, w: LayerWeights, x: torch.Tensor, context: Context) -> torch.Tensor:
         """x [T, D] -> [T, Hq + 2 Hkv, D]."""
@@ -373,7 +372,7 @@ class Forward:
     @property
     def _cache_rounds_once(self) -> bool:
         """Whether keys and values need no other rounding than to the dtype that the cache stores."""
-        return self.numerics.cache in (None, self.cache_dtype)
+        return self.numerics.kv is None and self.numerics.cache in (None, self.cache_dtype)
 
     def _heads_to_cache(
         self, i: int, w: LayerWeights, x: torch.Tensor, rotation: Rotation, context: DecodeContext

@@ -5,6 +5,7 @@ from typing import NamedTuple
 import torch
 
 from ..kernels.tile_tables import DEFAULT_TABLE, TileTable, tile_table
+from .quantisation import KvQuantisation
 
 
 class Numerics(NamedTuple):
@@ -16,30 +17,22 @@ class Numerics(NamedTuple):
     cache: torch.dtype | None = None
     tiles: TileTable = DEFAULT_TABLE  # of the matrix products along K
     router: torch.dtype | None = None  # of the logits of a mixture of experts
+    # How keys and values are quantised, instead of rounded to the dtype `cache`.
+    kv: KvQuantisation | None = None
 
 
 COMPUTE = Numerics()
 
 
-def named_numerics(head_dtype: str, cache_dtype: str, tiles: str, router_dtype: str = "compute") -> Numerics:
-    """Numerics from the settings precision.head_dtype, cache_dtype, tiles and router_dtype.
+def named_numerics(
+    head_dtype: str, cache_dtype: str, tiles: str, router_dtype: str = "compute", kv: str = ""
+) -> Numerics:
+    """Numerics from the settings precision.head_dtype, cache_dtype, tiles, router_dtype and kv.
 
-    The dtype "compute" is the compute dtype. Raises ValueError (see tile_table).
+    The dtype "compute" is the compute dtype. Raises ValueError (see tile_table and KvQuantisation.parse).
     """
     lm_head, cache, router = (
         None if name == "compute" else getattr(torch, name)
         for name in (head_dtype, cache_dtype, router_dtype)
     )
-    return Numerics(lm_head, cache, tile_table(tiles), router)
-
-
-class RoundThrough(torch.autograd.Function):
-    """x rounded to a dtype and back; the gradient passes unchanged."""
-
-    @staticmethod
-    def forward(ctx, x, dtype):
-        return x.to(dtype).to(x.dtype)
-
-    @staticmethod
-    def backward(ctx, dy):
-        return dy, None
+    return Numerics(lm_head, cache, tile_table(tiles), router, KvQuantisation.parse(kv) if kv else None)

@@ -31,6 +31,7 @@ PLACES = (
     "engine.loss",
     "engine.tasks",
     "engine.init_config",
+    "engine.perturb_config",
     "engine.precision",
     "engine.vllm_config",
     "engine.sampler_names",

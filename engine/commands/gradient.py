@@ -15,11 +15,12 @@ from ...kernels.philox import Stream
 from ...verify.divergence import open_run
 from ...verify.gradient_bias import Bias, DrawnBias, check_draws, estimate, of_exact
 from ..compatibility import check_settings
-from ..config import Config, MonitorConfig, ParallelConfig, PerturbConfig, PoolConfig
+from ..config import Config, MonitorConfig, ParallelConfig, PoolConfig
 from ..config_file import validation_message
 from ..display.progress import silent
 from ..display.terminal import console
 from ..parallel.inner_products import WHOLE
+from ..perturb_config import PerturbConfig
 from ..rollout.players import open_judge
 from ..rollout.types import RngKey
 from ..runs.base_model import base_model

@@ -294,6 +294,7 @@ def check_case(case: Path, device: torch.device | None = None) -> list[Check]:
             saved.precision.cache_dtype,
             saved.precision.tiles,
             saved.precision.router_dtype,
+            saved.precision.kv,
         ),
     )
     pairs, sampling_params = saved.pairs, saved.sampling_params

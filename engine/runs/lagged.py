@@ -13,9 +13,10 @@ import torch
 
 from ...model.checkpoint import DTYPES
 from ...model.config import ModelConfig
-from ..config import Config, PerturbConfig
+from ..config import Config
 from ..parallel.workers import Workers
 from ..perturb import sampled_weights, trained_weights
+from ..perturb_config import PerturbConfig
 from ..rollout.older_weights import OlderWeights, Snapshot
 from ..rollout.pool.actor import identify, weight_bytes
 from ..rollout.pool.dispatch import Dispatcher
@@ -27,9 +28,10 @@ from ..train.optimizer import Optimizer
 def perturbed(perturb: PerturbConfig, request: Request) -> Request:
     """A request as a perturbed sampler draws it."""
     params = request.draw_params
-    sampling_params = params.sampling_params
-    if perturb.temperature and sampling_params.temperature:  # a greedy evaluation stays greedy
-        sampling_params = sampling_params._replace(temperature=perturb.temperature)
+    changes = perturb.sampling_changes
+    if not params.sampling_params.temperature:  # a greedy evaluation stays greedy
+        changes.pop("temperature", None)
+    sampling_params = params.sampling_params._replace(**changes)
     params = params._replace(sampling_params=sampling_params, logit_noise=perturb.logit_noise)
     return replace(request, draw_params=params)
 

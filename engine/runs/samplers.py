@@ -257,10 +257,11 @@ def _lagged_weight_bytes(config: Config, compute: int, of_sampler: int, drawing:
 
 
 def numerics_of(config: Config, sampler: bool = False) -> Numerics:
-    """The dtypes of lm_head, cache and router, of the trainer or of the sampler, and the tiles of both."""
+    """The numerics of the trainer or of the sampler; the tiles are those of both."""
     precision = config.precision.of_sampler if sampler else config.precision
+    kv = (sampler and config.perturb.kv) or config.precision.kv
     return named_numerics(
-        precision.head_dtype, precision.cache_dtype, precision.tiles, precision.router_dtype
+        precision.head_dtype, precision.cache_dtype, precision.tiles, precision.router_dtype, kv
     )
 
 

@@ -42,11 +42,18 @@ SETTINGS: OrderedDict[str, list] = OrderedDict(
         "precision.sampler_cache_dtype": ["", "bfloat16"],
         "perturb.logit_noise": [0.0, 0.1],
         "perturb.round_weights": ["", "float8_e4m3fn"],
+        "perturb.weights": ["", "int8/row"],
+        "perturb.kv": ["", "float8_e4m3fn/token_head"],
+        "perturb.top_p": [0.0, 0.8],
+        "perturb.top_k": [0, 3],
+        "perturb.min_p": [0.0, 0.1],
         "perturb.temperature": [0.0, 1.3],
         "perturb.delay": [0, 1],
         "dtype": ["float32", "bfloat16", "float16"],
         "precision.head_dtype": ["compute", "float32"],
         "precision.cache_dtype": ["compute", "bfloat16"],
+        "precision.weights": ["", "float8_e4m3fn/block32"],
+        "precision.kv": ["", "float8_e5m2/unit"],
         "precision.scaling": ["auto", "static"],
         "loss.max_resamples": [None, 2],
         "loss.kl_coef": [0.0, 0.1],
@@ -200,8 +207,9 @@ def audit_words(config: Config, run: Path, rollouts: list[dict], folder: Path) -
 
 
 def differs(config: Config) -> bool:
-    """Whether an audit may find a difference: the sampler has one, or a cache that no option sets."""
-    return not config.exact or config.precision.cache_dtype != "compute"
+    """Whether an audit may find a difference: the sampler has one, or numerics that no option sets."""
+    precision = config.precision
+    return not config.exact or bool(precision.cache_dtype != "compute" or precision.kv or precision.weights)
 
 
 def run_rows(

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from zerokl.files.bitwise import count_unequal
-from zerokl.kernels.quantise import LARGEST, quantise
+from zerokl.kernels.quantise import LARGEST, clipped, quantise
 from zerokl.model.quantisation import FORMATS, SCALES, Quantisation, is_quantised
 
 from tests.helpers import property_settings, randn
@@ -169,3 +169,27 @@ def test_which_tensors_are_quantised():
     assert all(is_quantised(layer + name) for name in [*yes, "mlp.experts.0.gate_proj.weight"])
     assert not any(map(is_quantised, [*(layer + name for name in no), "lm_head.weight"]))
     assert not is_quantised("model.embed_tokens.weight")
+
+
+# The scale 1
+
+
+@pytest.mark.parametrize("format", FLOATS)
+def test_without_a_scale_what_is_out_of_range_is_the_largest_number(format):
+    m = codes(format)[-1]
+    beyond = torch.tensor([m * f for f in (1.01, 1.04, 1.2, 1e3)])
+    x = torch.cat([middles(format)[0], beyond, -beyond])
+    expected = torch.from_numpy(nearest(x.clamp(-m, m).double().numpy(), format)).float()
+    assert count_unequal(clipped(x, format), expected) == 0
+    assert count_unequal(clipped(x.view(2, -1), format).flatten(), expected) == 0
+
+
+@pytest.mark.parametrize("format", FLOATS)
+def test_without_a_scale_an_infinity_is_not_hidden(format):
+    x = torch.tensor([np.inf, -np.inf, np.nan, 1.0])
+    assert clipped(x, format).isnan().tolist() == [True, True, True, False]
+
+
+def test_an_int8_needs_a_scale():
+    with pytest.raises(ValueError, match=r"clipped: format \(int8\) must be one of float8_e4m3fn"):
+        clipped(torch.zeros(3), "int8")

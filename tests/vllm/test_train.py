@@ -75,6 +75,15 @@ def test_frozen_weights_lie_in_vllm_where_they_lie_in_the_trainer(base, tmp_path
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("separate_process", ["false", "true"])
+def test_vllm_rounds_keys_and_values_as_the_trainer_does(base, tmp_path, separate_process):
+    words = ("--dtype", "bfloat16", "--precision.kv", "int8/token_head")
+    native = _fingerprint(base, tmp_path / "native", *words)
+    vllm = ("--sampler", "vllm-zerokl", "--vllm.multiprocess", separate_process)
+    assert _fingerprint(base, tmp_path / "vllm", *words, *vllm) == native
+
+
+@pytest.mark.full
 def test_a_critics_head_lies_among_the_weights_that_vllm_reads(base, tmp_path):
     """The head lies between the trained weights and the frozen ones."""
     critic = ("--loss.preset", "ppo", "--loss.advantage", "gae", "--frozen", "model.embed_tokens.*")

@@ -13,9 +13,10 @@ from ....kernels.passes import Pass
 from ....kernels.tile_tables import DEFAULT_TABLE, tile_table
 from ....model.config import Experts, ModelConfig
 from ....model.decoder import Decoder, Numerics, no_hook
+from ....model.quantisation import KvQuantisation
 from ....model.weights import Layout
 from .attention import ZeroklAttentionBackend
-from .plugin import FROZEN, HAS_VALUE_HEAD, TILES_OVERRIDE
+from .plugin import FROZEN, HAS_VALUE_HEAD, KV, TILES_OVERRIDE
 
 
 class _VllmContext:
@@ -79,7 +80,12 @@ class ZeroklForCausalLM(torch.nn.Module):
         has_head = getattr(hf_config, HAS_VALUE_HEAD, False)
         layout = Layout(self.zerokl_config, getattr(hf_config, FROZEN, ()), has_head)
         version = getattr(hf_config, TILES_OVERRIDE, DEFAULT_TABLE.vllm)
-        self.numerics = Numerics(lm_head=model_config.head_dtype, tiles=tile_table(version))
+        kv = getattr(hf_config, KV, None)
+        self.numerics = Numerics(
+            lm_head=model_config.head_dtype,
+            tiles=tile_table(version),
+            kv=None if kv is None else KvQuantisation(*kv),
+        )
         self.decoder = Decoder(
             self.zerokl_config, torch.zeros(layout.numel, dtype=model_config.dtype), layout, self.numerics
         )

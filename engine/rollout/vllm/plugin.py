@@ -3,6 +3,8 @@
 ARCHITECTURE = "ZeroklForCausalLM"
 # The key in the model's configuration under which our model finds the version of its tile table.
 TILES_OVERRIDE = "zerokl_tiles"
+# The key under which it finds how keys and values are quantised (Numerics.kv).
+KV = "zerokl_kv"
 # Weight transfer engines (weights.py). SHARED: our model, in memory that two processes map. OWN: our model,
 # in the trainer's process. EXACT: vLLM's own model, in the trainer's process.
 SHARED, OWN, EXACT = "zerokl", "zerokl-own", "zerokl-exact"

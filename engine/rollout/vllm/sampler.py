@@ -288,7 +288,7 @@ class VllmZeroklSampler(KeyedSampler):
         value_head: bool = False,
         has_weights: bool = True,
     ):
-        from .plugin import ARCHITECTURE, FROZEN, HAS_VALUE_HEAD, OWN, SHARED, TILES_OVERRIDE
+        from .plugin import ARCHITECTURE, FROZEN, HAS_VALUE_HEAD, KV, OWN, SHARED, TILES_OVERRIDE
 
         assert numerics.cache is None, "engine/compatibility.py refuses it"
         overrides = {
@@ -296,6 +296,7 @@ class VllmZeroklSampler(KeyedSampler):
             FROZEN: sorted(frozen),
             HAS_VALUE_HEAD: value_head,
             TILES_OVERRIDE: numerics.tiles.vllm,
+            **({KV: list(numerics.kv)} if numerics.kv else {}),
             **({"head_dtype": str(numerics.lm_head)[6:]} if numerics.lm_head else {}),
         }
         if isinstance(weights, SharedTensor):

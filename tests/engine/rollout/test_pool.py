@@ -36,6 +36,8 @@ PRODUCTS = {
         "max_staleness": 2,
         "exact": False,
         "perturb__temperature": 0.9,
+        "perturb__top_p": 0.9,
+        "perturb__kv": "float8_e4m3fn/token",
         "perturb__logit_noise": 0.1,
         "precision__sampler_dtype": "bfloat16",
     },

@@ -43,7 +43,8 @@ class Game:
     """Trajectories that one sampler draws turn by turn; every turn beside a sampler that has no cache."""
 
     def __init__(self, decoder: Decoder, **settings: int):
-        self.decoder = Decoder(decoder.config, decoder.flat.detach().clone(), decoder.layout)
+        flat = decoder.flat.detach().clone()
+        self.decoder = Decoder(decoder.config, flat, decoder.layout, decoder.numerics)
         self.sampler = NativeSampler(self.decoder, **settings)
         self.ids: dict[int, tuple[int, ...]] = {}
         self.drawn: dict[int, int] = {}

@@ -12,7 +12,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from zerokl.engine.commands.verify import check_law
 from zerokl.engine.commands.verify_run import verify_run
-from zerokl.engine.config import Config, PerturbConfig
+from zerokl.engine.config import Config
+from zerokl.engine.perturb_config import PerturbConfig
 from zerokl.engine.rollout.types import Completion, Request, Sampler
 from zerokl.engine.runs import samplers
 from zerokl.engine.runs.init import random_decoder
