@@ -49,9 +49,6 @@ from .trackers import Trackers, require_trackers
 # Metrics of mismatch and staleness that the display's lines of other metrics leave out.
 _NOT_LISTED = ("mismatch/max_abs", "mismatch/frac_equal", "staleness/versions")
 
-# The metrics of the gradient's bias that the display shows begin so.
-_COSINE = "gradient/cosine"
-
 # How long the ranks of a job's start before may hold the run's folder. They end within parts of a second
 # after their torchrun (parallel/orphans.py); a machine under load takes longer.
 _END_OF_RANKS_S = 30.0
@@ -355,8 +352,8 @@ def _fields(metrics: dict[str, float]) -> list[list[Field]]:
 
 def _gradient_bias(metrics: dict[str, float]) -> list[Field]:
     """The cosines with the exact gradient, in a step that measures them."""
-    names = [name for name in metrics if name.startswith(f"{_COSINE}_")]
-    fields = [f"{name.removeprefix(f'{_COSINE}_')} {metrics[name]:.3f}" for name in names]
+    names = [name for name in metrics if name.startswith("gradient/") and "cosine_" in name]
+    fields = [f"{name.partition('cosine_')[2]} {metrics[name]:.3f}" for name in names]
     return ["gradient's cosine:", *fields] if fields else []
 
 
