@@ -3,8 +3,8 @@
 usage: check.py FOLDER REQUIREMENT ...
 
 FOLDER holds both wheels and one sdist; check_audit.py uses zerokl-audit without torch. The requirements (a
-build of torch) are what pip installs before them. The Python is the one that runs this file. Where pip has torch
-for it as a build for CUDA only, what needs no torch is used.
+build of torch) are what pip installs before them. The Python is the one that runs this file. Where pip has
+torch for it as a build for CUDA only, what needs no torch is used.
 
 The environments are made outside of the repository, so nothing can come from the sources by accident.
 """
@@ -154,13 +154,12 @@ def main(folder: Path, *requirements: str) -> None:
     compare(expected, wheel_files(wheel), wheel.name, whole=True)
     compare(expected, sdist_files(sdist), sdist.name, whole=False)
     python = "Python " + ".".join(map(str, sys.version_info[:3]))
-    if sys.version_info < (3, 11):
-        return print(f"{python}: zerokl is for Python 3.11 and later; zerokl-audit is checked with it")
+    if sys.version_info < (3, 11):  # noqa: UP036 - `make package` runs this file with zerokl-audit's Pythons
+        print(f"{python}: zerokl is for Python 3.11 and later; zerokl-audit is checked with it")
+        return
     why = fault(pip_of(sys.executable), requirements or ["torch"])
     if why:
-        print(
-            f"{python}: {' '.join(requirements)} is left out ({why}); what needs no torch is used", flush=True
-        )
+        print(f"{python}: {' '.join(requirements)}: {why}; what needs no torch is used", flush=True)
     for artefact, commands in ((wheel, WHEEL_COMMANDS), (sdist, SDIST_COMMANDS)):
         with tempfile.TemporaryDirectory() as work:
             if why:

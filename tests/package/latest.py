@@ -2,9 +2,9 @@
 
 usage: latest.py FOLDER TESTS [REQUIREMENT ...]
 
-FOLDER gets the environment. TESTS are folders below tests/ with commas between them. The requirements are what
-pip is given for torch; without any, the newest torch that is a build for CPUs is taken. A build for CUDA is
-refused. The end is a table; where something breaks, the exit code is 1.
+FOLDER gets the environment. TESTS are folders below tests/ with commas between them. The requirements are
+what pip is given for torch; without any, the newest torch that is a build for CPUs is taken. A build for CUDA
+is refused. The end is a table; where something breaks, the exit code is 1.
 """
 
 import json
