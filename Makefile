@@ -6,7 +6,7 @@ STAMP  := $(VENV)/.installed
 RUN    ?= runs/demo
 
 # TORCH: what pip is given for torch, e.g. TORCH='torch==2.13.0 --index-url ...' for another build.
-.PHONY: help demo demo-turns test test-rest test-full test-slow test-proofs vllm test-vllm test-vllm-0.33 test-triton test-latest test-trl test-trl-vllm test-trl-releases test-peft test-verl test-titan test-browser \
+.PHONY: help demo demo-turns test test-rest test-full test-slow test-proofs vllm test-vllm test-vllm-0.33 test-triton test-latest test-notebooks test-trl test-trl-vllm test-trl-releases test-peft test-verl test-titan test-browser \
   test-trackers test-worlds test-ray test-nodes real test-real pairs lint docs package wheels pictures bench bench-vllm clean
 .DEFAULT_GOAL := help
 
@@ -28,6 +28,7 @@ help:
 	@echo "make test-peft      adapters of runs in PEFT, and PEFT's in runs"
 	@echo "make test-verl      verl's own worker over zerokl's kernels and sampler; make test-titan: torchtitan's trainer. Not in CI"
 	@echo "make test-browser   the pages of audit, report and watch in Chromium (apt-get install chromium chromium-driver)"
+	@echo "make test-notebooks the notebooks of docs/examples/notebooks, each in a kernel of its own"
 	@echo "make test-trackers  runs tracked by Weights & Biases, Trackio and MLflow, offline"
 	@echo "make test-worlds    environments of verifiers, TextArena, GEM and Gymnasium, played and trained in"
 	@echo "make test-ray       runs whose rollouts are drawn by actors on several nodes of Ray; actors and driver are killed"
@@ -65,7 +66,7 @@ JOBS   ?= $(shell nproc)
 # CASES=--quick: one diagonal of each matrix and a fifth of a property's examples, as in `make test`. For the targets that follow it.
 CASES  ?=
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest \
-  -m "not (slow or vllm or proof or trl or peft or browser or trackers or worlds or ray or nodes or real or verl or titan)"
+  -m "not (slow or vllm or proof or trl or peft or browser or trackers or worlds or ray or nodes or real or verl or titan or notebooks)"
 
 test: $(STAMP)
 	$(PYTEST) -n $(JOBS) --quick
@@ -181,6 +182,14 @@ test-browser: $(VENV)/.browser
 
 $(VENV)/.browser: $(STAMP)
 	$(BIN)/pip install -q -e ".[browser]"
+	touch $@
+
+test-notebooks: .venv-notebooks/.installed
+	.venv-notebooks/bin/python -m pytest --durations=0 -m notebooks tests/notebooks
+
+.venv-notebooks/.installed: pyproject.toml setup.py
+	$(WITH_TORCH)
+	.venv-notebooks/bin/pip install -q -e ".[test,notebooks]"
 	touch $@
 
 test-trackers: .venv-trackers/.installed

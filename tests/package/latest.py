@@ -23,7 +23,8 @@ from torch_builds import REMEDY, Pip, fault, newest_for_cpus, pip_of
 
 ROOT = Path(__file__).resolve().parents[2]
 MARKERS = (
-    "not (slow or vllm or proof or trl or peft or browser or trackers or worlds or ray or nodes or real)"
+    "not (slow or vllm or proof or trl or peft or browser or trackers or worlds or ray or nodes or real"
+    " or verl or titan or notebooks)"
 )
 COMMANDS = (
     "train --preset demo --run_dir demo --steps 3",
