@@ -6,7 +6,7 @@ STAMP  := $(VENV)/.installed
 RUN    ?= runs/demo
 
 # TORCH: what pip is given for torch, e.g. TORCH='torch==2.13.0 --index-url ...' for another build.
-.PHONY: help demo demo-turns test test-rest test-full test-slow test-proofs vllm test-vllm test-vllm-0.33 test-triton test-trl test-trl-vllm test-trl-releases test-peft test-verl test-titan test-browser \
+.PHONY: help demo demo-turns test test-rest test-full test-slow test-proofs vllm test-vllm test-vllm-0.33 test-triton test-latest test-notebooks test-trl test-trl-vllm test-trl-releases test-peft test-verl test-titan test-browser \
   test-trackers test-worlds test-ray test-nodes real test-real pairs lint docs package wheels pictures bench bench-vllm clean
 .DEFAULT_GOAL := help
 
@@ -21,12 +21,14 @@ help:
 	@echo "make test-vllm      vLLM as the sampler: tokens and logprobs beside the native sampler's and the trainer's"
 	@echo "make test-vllm-0.33 the same, and the Triton kernels, with vLLM 0.33's Python files"
 	@echo "make test-triton    the Triton kernels, interpreted on a CPU, beside vLLM's own; and compiled for two GPUs"
+	@echo "make test-latest    the newest of everything that the package index has, and what breaks with it"
 	@echo "make test-trl       exact runs inside TRL; losses and gradients beside TRL's own; the recorder beside a run without it"
 	@echo "make test-trl-vllm  exact runs inside TRL that vLLM draws"
 	@echo "make test-trl-releases  the exact runs inside two earlier releases of TRL"
 	@echo "make test-peft      adapters of runs in PEFT, and PEFT's in runs"
 	@echo "make test-verl      verl's own worker over zerokl's kernels and sampler; make test-titan: torchtitan's trainer. Not in CI"
 	@echo "make test-browser   the pages of audit, report and watch in Chromium (apt-get install chromium chromium-driver)"
+	@echo "make test-notebooks the notebooks of docs/examples/notebooks, each in a kernel of its own"
 	@echo "make test-trackers  runs tracked by Weights & Biases, Trackio and MLflow, offline"
 	@echo "make test-worlds    environments of verifiers, TextArena, GEM and Gymnasium, played and trained in"
 	@echo "make test-ray       runs whose rollouts are drawn by actors on several nodes of Ray; actors and driver are killed"
@@ -64,7 +66,7 @@ JOBS   ?= $(shell nproc)
 # CASES=--quick: one diagonal of each matrix and a fifth of a property's examples, as in `make test`. For the targets that follow it.
 CASES  ?=
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest \
-  -m "not (slow or vllm or proof or trl or peft or browser or trackers or worlds or ray or nodes or real or verl or titan)"
+  -m "not (slow or vllm or proof or trl or peft or browser or trackers or worlds or ray or nodes or real or verl or titan or notebooks)"
 
 test: $(STAMP)
 	$(PYTEST) -n $(JOBS) --quick
@@ -125,6 +127,12 @@ test-vllm-0.33: .venv-vllm/vllm-0.33/.made
 	PYTHONPATH=$(CURDIR)/.venv-vllm/vllm-0.33 TRITON_INTERPRET=1 .venv-vllm/bin/python -m pytest tests/triton \
 	  --ignore tests/triton/test_binaries.py --ignore tests/triton/test_float_programs.py
 
+# LATEST_TESTS: folders of tests. LATEST_TORCH: what pip is given for torch in place of the newest build for CPUs that the
+# index has. Not in CI.
+LATEST_TESTS ?= kernels,model,engine
+test-latest:
+	$(PYTHON) tests/package/latest.py .venv-latest $(LATEST_TESTS) $(LATEST_TORCH)
+
 test-trl: .venv-trl/.installed
 	.venv-trl/bin/python -m pytest $(CASES) --durations=10 -m "trl and not vllm" tests/trl
 
@@ -174,6 +182,14 @@ test-browser: $(VENV)/.browser
 
 $(VENV)/.browser: $(STAMP)
 	$(BIN)/pip install -q -e ".[browser]"
+	touch $@
+
+test-notebooks: .venv-notebooks/.installed
+	.venv-notebooks/bin/python -m pytest --durations=0 -m notebooks tests/notebooks
+
+.venv-notebooks/.installed: pyproject.toml setup.py
+	$(WITH_TORCH)
+	.venv-notebooks/bin/pip install -q -e ".[test,notebooks]"
 	touch $@
 
 test-trackers: .venv-trackers/.installed
@@ -244,10 +260,11 @@ $(VENV)/.docs: $(STAMP)
 pictures: $(VENV)/.browser
 	$(BIN)/python docs/_pictures.py $(RUN)
 
-# sdist and wheel; each is installed in an empty environment and used there. PYTHONS: other Pythons for zerokl-audit.
+# sdist and wheel; each is installed in an empty environment and used there. PYTHONS: further Pythons. Where the
+# index has torch for one of them as a build for CUDA only, zerokl is used there as far as it goes without torch.
 package: wheels
 	$(BIN)/python tests/package/check_audit.py dist $(PYTHONS)
-	$(PYTHON) tests/package/check.py dist $(TORCH)
+	for python in $(PYTHON) $(PYTHONS); do $$python tests/package/check.py dist $(TORCH) || exit 1; done
 
 # Both wheels, zerokl and zerokl-audit, from one source (wheels/audit/shipped.py says what the second one has).
 wheels: $(STAMP)

@@ -84,6 +84,23 @@ def test_what_a_page_names_exists(page):
 def test_the_citation_is_of_this_version():
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
     assert (citation["version"], citation["license"]) == (PROJECT["version"], PROJECT["license"])
+    newest = re.search(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)[1]
+    assert newest == PROJECT["version"]
+
+
+def wheels_of_other_versions(text: str) -> set[str]:
+    """The versions of zerokl that wheels and images in a text have, less the one of this project."""
+    return set(re.findall(r"\bzerokl(?:_audit)?[-:](\d[\w.]*?)(?=-py3|\s|$)", text)) - {PROJECT["version"]}
+
+
+def test_the_pages_name_the_wheels_of_this_version():
+    pages = [path for kind in ("*.md", "*.yaml") for path in (ROOT / "docs").rglob(kind)]
+    assert {path.name: found for path in pages if (found := wheels_of_other_versions(path.read_text()))} == {}
+
+
+def test_control_another_version_is_found():
+    text = "pip install zerokl_audit-0.0.9-py3-none-any.whl\nimage: registry.example/zerokl:0.0.8\n"
+    assert wheels_of_other_versions(text) == {"0.0.9", "0.0.8"}
 
 
 def test_the_proof_that_contributors_read_holds_and_so_does_its_control():

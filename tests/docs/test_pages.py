@@ -77,10 +77,11 @@ def test_every_file_that_a_page_shows_is_an_example():
     shown = {
         name.removeprefix("../")
         for page in DOCS.rglob("*.md")
-        for name in re.findall(r"literalinclude\} (\S+)", page.read_text())
+        for name in re.findall(r"(?:literalinclude\} |\{download\}`[^`<]*<)([^\s>`]+)", page.read_text())
     }
-    files = (DOCS / "examples").rglob("*.*")
-    assert {str(file.relative_to(DOCS)) for file in files if "__pycache__" not in file.parts} == shown
+    files = (file for file in (DOCS / "examples").rglob("*.*") if file.is_file())
+    made = {"__pycache__", ".ipynb_checkpoints"}
+    assert {str(file.relative_to(DOCS)) for file in files if made.isdisjoint(file.parts)} == shown
 
 
 def test_the_grid_has_a_run_for_each_dtype_sampler_and_seed():

@@ -3,17 +3,22 @@
 usage: check.py FOLDER REQUIREMENT ...
 
 FOLDER holds both wheels and one sdist; check_audit.py uses zerokl-audit without torch. The requirements (a
-build of torch) are what pip installs before them.
+build of torch) are what pip installs before them. The Python is the one that runs this file. Where pip has
+torch for it as a build for CUDA only, what needs no torch is used.
 
 The environments are made outside of the repository, so nothing can come from the sources by accident.
 """
 
+import email
 import subprocess
 import sys
 import tarfile
 import tempfile
 import zipfile
+from collections.abc import Sequence
 from pathlib import Path
+
+from torch_builds import fault, pip_of
 
 ROOT = Path(__file__).parents[2]
 # Folders at the root that are no part of the package.
@@ -46,6 +51,12 @@ zerokl verify run run
 zerokl report run
 zerokl sample base --prompt 3+14= --n 2
 zerokl audit base --sampler native --n 4 --max_tokens 5 --out audit
+"""
+# Where there is no torch. LOG is a log of TRL's.
+COMMANDS_WITHOUT_TORCH = """
+zerokl --version
+zerokl audit LOG --out audit
+zerokl diff LOG LOG
 """
 
 
@@ -95,6 +106,27 @@ def use(artefact: Path, requirements: list[str], commands: str, folder: Path) ->
     run_lines(commands, folder)
 
 
+def use_without_torch(artefact: Path, folder: Path) -> None:
+    """Install an artefact without torch, compile every file, and run the commands that need none."""
+
+    def python(*words: str) -> None:
+        subprocess.run(["env/bin/python", *words], cwd=folder, check=True)
+
+    subprocess.run([sys.executable, "-m", "venv", "env"], cwd=folder, check=True)
+    python("-m", "pip", "install", "-q", "--no-deps", str(artefact))
+    (installed,) = folder.glob("env/lib/python*/site-packages")
+    (metadata,) = installed.glob("zerokl-*.dist-info/METADATA")
+    required = email.message_from_string(metadata.read_text()).get_all("Requires-Dist")
+    python("-m", "pip", "install", "-q", *needed_but_torch(required))
+    python("-W", "error", "-m", "compileall", "-q", "-f", str((installed / "zerokl").relative_to(folder)))
+    run_lines(COMMANDS_WITHOUT_TORCH.replace("LOG", str(ROOT / "tests/audit/log_samples/trl.jsonl")), folder)
+
+
+def needed_but_torch(required: Sequence[str]) -> list[str]:
+    """The requirements of no extra, less torch."""
+    return [r for r in required if "extra ==" not in r and not r.startswith("torch>")]
+
+
 def run_lines(commands: str, folder: Path) -> None:
     """Run commands of the environment in `folder`, a line each."""
     for line in commands.strip().splitlines():
@@ -121,8 +153,18 @@ def main(folder: Path, *requirements: str) -> None:
     expected = tracked()
     compare(expected, wheel_files(wheel), wheel.name, whole=True)
     compare(expected, sdist_files(sdist), sdist.name, whole=False)
+    python = "Python " + ".".join(map(str, sys.version_info[:3]))
+    if sys.version_info < (3, 11):  # noqa: UP036 - `make package` runs this file with zerokl-audit's Pythons
+        print(f"{python}: zerokl is for Python 3.11 and later; zerokl-audit is checked with it")
+        return
+    why = fault(pip_of(sys.executable), requirements or ["torch"])
+    if why:
+        print(f"{python}: {' '.join(requirements)}: {why}; what needs no torch is used", flush=True)
     for artefact, commands in ((wheel, WHEEL_COMMANDS), (sdist, SDIST_COMMANDS)):
         with tempfile.TemporaryDirectory() as work:
+            if why:
+                use_without_torch(artefact.resolve(), Path(work))
+                continue
             use(artefact.resolve(), list(requirements), commands, Path(work))
             if artefact is wheel:
                 use_audit(audit.resolve(), Path(work))
