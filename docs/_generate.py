@@ -16,6 +16,7 @@ from pathlib import Path
 import annotated_types
 import cyclopts
 import zerokl
+from _results import RESULTS, table
 from pydantic import BaseModel
 from sphinx.util import logging
 from zerokl.audit import config as audit_config
@@ -168,13 +169,13 @@ def loss_presets() -> str:
                 extra,
             ]
         )
-    return _table(head, rows)
+    return table(head, rows)
 
 
 def rules() -> str:
     """The rows of engine/compatibility.py: when a combination is refused, and what is said."""
     rows = [row for table in ("loss_rules", "compatibility") for row in _rules_of(f"engine/{table}.py")]
-    return _table(["what is said (… is a value)", "refused when"], rows)
+    return table(["what is said (… is a value)", "refused when"], rows)
 
 
 def _rules_of(file: str) -> list[list[str]]:
@@ -210,7 +211,7 @@ def _condition(node: ast.AST) -> str:
 
 def free_keys() -> str:
     """The keys that decide no bit, and why."""
-    return _table(
+    return table(
         ["key or section", "why it decides no bit"],
         [[f"`{key}`", _prose(why.replace("is_free: ", ""))] for key, why in FREE.items()],
     )
@@ -227,7 +228,7 @@ def ledger_format() -> str:
 def log_fields() -> str:
     """The fields of a log, from its JSON schema."""
     schema = json.loads((ROOT / "audit/formats/log.schema.json").read_text())
-    return _table(
+    return table(
         ["field", "meaning"],
         [[f"`{name}`", field["description"]] for name, field in schema["properties"].items()],
     )
@@ -244,7 +245,7 @@ def places() -> str:
         file = ROOT / path if path.endswith(".py") else ROOT / path / "__init__.py"
         said = " ".join(ast.get_docstring(ast.parse(file.read_text())).split())
         rows.append([f"{{src}}`{path}`", _prose(re.split(r"(?<=\.) ", said)[0])])
-    return _table(["place", "what lives there"], rows)
+    return table(["place", "what lives there"], rows)
 
 
 def samplers() -> str:
@@ -253,20 +254,20 @@ def samplers() -> str:
     for name, line in (SAMPLERS | audit_config.SAMPLERS).items():
         train = "no" if name not in SAMPLERS else "with `exact = false`" if name in EXTERNAL else "yes"
         rows.append([f"`{name}`", _prose(line), train, "yes" if name in audit_config.SAMPLERS else "no"])
-    return _table(["sampler", "engine", "`zerokl train`", "`zerokl audit`"], rows)
+    return table(["sampler", "engine", "`zerokl train`", "`zerokl audit`"], rows)
 
 
 def audit_samplers() -> str:
     """The engines that draw in an audit."""
     rows = [[f"`{name}`", _prose(line)] for name, line in audit_config.SAMPLERS.items()]
     rows.append(["a file", "nothing: [a log](log.md) of rollouts that were drawn elsewhere"])
-    return _table(["`--sampler`", "draws with"], rows)
+    return table(["`--sampler`", "draws with"], rows)
 
 
 def audit_trainers() -> str:
     """The engines that score in an audit."""
     rows = [[f"`{name}`", _prose(line)] for name, line in audit_config.TRAINERS.items()]
-    return _table(["`--trainer`", "scores with"], rows)
+    return table(["`--trainer`", "scores with"], rows)
 
 
 def vllm_allowed() -> str:
@@ -274,7 +275,7 @@ def vllm_allowed() -> str:
     by_reason: dict[str, list[str]] = {}
     for name, reason in ALLOWED.items():
         by_reason.setdefault(reason, []).append(f"`{name}`")
-    return _table(
+    return table(
         ["why it is allowed", "arguments"],
         [[_prose(reason), ", ".join(names)] for reason, names in by_reason.items()],
     )
@@ -282,7 +283,7 @@ def vllm_allowed() -> str:
 
 def vllm_set() -> str:
     """The arguments that a setting of zerokl stands for."""
-    return _table(
+    return table(
         ["argument of vLLM", "set instead"],
         [[f"`{a}`", f"{{confval}}`{b}`"] for a, b in SET_BY_ZEROKL.items()],
     )
@@ -408,7 +409,7 @@ def _command(title: str, function) -> list[str]:
     parts = [f"({anchor})=", f"## {title}", "", "```text", " ".join(usage), "```", ""]
     for paragraph in text.strip().split("\n\n"):
         parts += [_prose(paragraph), ""]
-    parts += [_table(["argument", "type", "default", "meaning"], rows), ""]
+    parts += [table(["argument", "type", "default", "meaning"], rows), ""]
     if settings:
         parts += ["It also takes [every key of the configuration](configuration.md) as `--KEY VALUE`.", ""]
     return parts
@@ -440,35 +441,7 @@ def _argument_default(default: object) -> str:
     return "off" if default is False else f"`{default}`"
 
 
-def _table(head: list[str], rows: list[list[str]]) -> str:
-    lines = [head, ["---"] * len(head), *rows]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
-
-
-def engine_pairs() -> str:
-    """The rows that `make pairs` has left, by dtype; the versions and the machine of each."""
-    files = sorted((ROOT / "benchmarks" / "results" / "pairs").glob("*.json"))
-    order = ["float32", "bfloat16", "float16"]
-    rows = sorted((json.loads(f.read_text()) for f in files), key=lambda r: order.index(r["dtype"]))
-    if not rows:
-        return "No row has been made for these versions yet."
-    head = ["dtype", "sampler", "trainer", "equal tokens", "largest", "k3", "bits part at", "with", "date"]
-    return _table(head, [_pair(row) for row in rows])
-
-
-def _pair(row: dict) -> list[str]:
-    equal = (
-        f"all {row['tokens']}" if row["frac_equal"] == 1 else f"{row['frac_equal']:.1%} of {row['tokens']}"
-    )
-    part = f"`{row['first_divergence']}`" if row["first_divergence"] else "nowhere"
-    packages = ", ".join(f"{name} {number}" for name, number in row["versions"].items())
-    engines = [f"`{row['sampler']}`", f"`{row['trainer']}`"]
-    figures = [f"{row['max_abs']:.2g}", f"{row['k3']:.1e}"]
-    return [row["dtype"], *engines, equal, *figures, part, packages, row["date"]]
-
-
-PARTS = {
-    "engine-pairs": engine_pairs,
+PARTS = RESULTS | {
     "configuration": configuration,
     "loss-presets": loss_presets,
     "rules": rules,

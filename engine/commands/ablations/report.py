@@ -20,13 +20,11 @@ _MISMATCH = (
     "mismatch_mean_abs_mean",
     "mismatch_max_abs",
 )
-# What policies.png shows: figure -> label, mark and colour.
-_MARKS = {
-    "training_last": ("training problems, what is saved", "v", "tab:orange"),
-    "reward_last10": ("training reward, the sampler's", "o", "tab:gray"),
-    "sampler_held_out_last": ("held-out, sampler's policy", "s", "tab:blue"),
-    "held_out_last": ("held-out, what is saved", "D", "tab:red"),
-}
+# The halves of policies.png: title, and the figures that are drawn, each with its mark and colour.
+_HALVES = (
+    ("training problems", {"reward_last10": ("o", "tab:gray"), "training_last": ("D", "tab:red")}),
+    ("held-out problems", {"sampler_held_out_last": ("o", "tab:gray"), "held_out_last": ("D", "tab:red")}),
+)
 # Columns of the table on a terminal on which not all columns fit.
 _NARROW = ("seeds", "last 10 steps", "held-out", "collapsed", "k3")
 
@@ -160,17 +158,21 @@ def _plot_policies(combinations: Sequence[Mapping[str, Any]], file: Path) -> Non
     """A row for each combination: a small mark for each seed's figure, and a large one for their mean."""
     from matplotlib import pyplot as plt
 
-    figure, axes = plt.subplots(figsize=(8, 1.2 + 0.42 * len(combinations)), layout="constrained")
-    for i, (name, (label, marker, color)) in enumerate(_MARKS.items()):
-        for row, c in enumerate(combinations):
-            values, y = [run[name] for run in c["runs"]], row + 0.22 * (i - (len(_MARKS) - 1) / 2)
-            axes.plot(values, [y] * len(values), marker, color=color, ms=3.5, alpha=0.35)
-            axes.plot(c[name]["mean"], y, marker, color=color, ms=8, label=label if row == 0 else None)
+    size = (9, 1.3 + 0.36 * len(combinations))
+    figure, halves = plt.subplots(1, 2, figsize=size, layout="constrained", sharey=True)
+    for axes, (title, marks) in zip(halves, _HALVES, strict=True):
+        for shift, (name, (marker, color)) in zip((-0.13, 0.13), marks.items(), strict=True):
+            for row, c in enumerate(combinations):
+                values = [run[name] for run in c["runs"]]
+                axes.plot(values, [row + shift] * len(values), marker, color=color, ms=3, alpha=0.35)
+                axes.plot(c[name]["mean"], row + shift, marker, color=color, ms=7)
+        axes.set_xlabel(f"reward, {title}")
+        axes.grid(alpha=0.3)
     names = [", ".join(c["settings"].values()) or "all runs" for c in combinations]
-    axes.set_yticks(range(len(names)), names)
-    axes.invert_yaxis()
-    axes.set_xlabel("reward at the end: mean of the seeds, and each seed")
-    axes.grid(alpha=0.3)
-    figure.legend(loc="outside lower center", ncols=len(_MARKS), fontsize="small", frameon=False)
+    halves[0].set_yticks(range(len(names)), names)
+    halves[0].invert_yaxis()
+    entries = [plt.Line2D([], [], marker=m, color=c, ls="", ms=7) for m, c in _HALVES[0][1].values()]
+    labels = ["the sampler's policy", "the trainer's policy, which is saved"]
+    figure.legend(entries, labels, loc="outside upper center", ncols=2, frameon=False)
     figure.savefig(file, dpi=120)
     plt.close(figure)

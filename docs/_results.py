@@ -1,0 +1,100 @@
+"""Tables of the pages that are drawn from committed results (benchmarks/results)."""
+
+import json
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+_RESULTS = ROOT / "benchmarks" / "results"
+
+
+def table(head: list[str], rows: list[list[str]]) -> str:
+    """A table in Markdown."""
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def engine_pairs() -> str:
+    """The rows that `make pairs` has left, by dtype; the versions and the machine of each."""
+    files = sorted((_RESULTS / "pairs").glob("*.json"))
+    order = ["float32", "bfloat16", "float16"]
+    rows = sorted((json.loads(f.read_text()) for f in files), key=lambda r: order.index(r["dtype"]))
+    if not rows:
+        return "No row has been made for these versions yet."
+    head = ["dtype", "sampler", "trainer", "equal tokens", "largest", "k3", "bits part at", "with", "date"]
+    return table(head, [_pair(row) for row in rows])
+
+
+def _pair(row: dict) -> list[str]:
+    equal = (
+        f"all {row['tokens']}" if row["frac_equal"] == 1 else f"{row['frac_equal']:.1%} of {row['tokens']}"
+    )
+    part = f"`{row['first_divergence']}`" if row["first_divergence"] else "nowhere"
+    packages = ", ".join(f"{name} {number}" for name, number in row["versions"].items())
+    engines = [f"`{row['sampler']}`", f"`{row['trainer']}`"]
+    figures = [f"{row['max_abs']:.2g}", f"{row['k3']:.1e}"]
+    return [row["dtype"], *engines, equal, *figures, part, packages, row["date"]]
+
+
+def _experiment(name: str) -> dict:
+    return json.loads((_RESULTS / "cpu" / f"{name}.json").read_text())
+
+
+# Column -> figure of an ablation, and its format.
+_COLUMNS = {
+    "training reward": ("reward_last10", "{:.3f}"),
+    "training problems, saved": ("training_last", "{:.3f}"),
+    "held-out, saved": ("held_out_last", "{:.3f}"),
+    "held-out, sampler's": ("sampler_held_out_last", "{:.3f}"),
+    "entropy": ("entropy_last10", "{:.3f}"),
+    "k3 a token": ("mismatch_k3_mean", "{:.2g}"),
+    "k3 a sequence": ("mismatch_k3_sequence_mean", "{:.2g}"),
+    "mean \\|d\\|": ("mismatch_mean_abs_mean", "{:.2g}"),
+}
+
+
+def _combinations(name: str) -> str:
+    """A row for each combination of an experiment: means over seeds, least and most of the rewards."""
+    result = _experiment(name)
+    rows = []
+    for c in result["combinations"]:
+        cells = [_spread(c[figure], form) for figure, form in _COLUMNS.values()]
+        rows.append([f"`{', '.join(c['settings'].values())}`", *cells])
+    seeds = len(result["combinations"][0]["seeds"])
+    made = f"{seeds} seeds a row; {result['cpu']}, torch {result['torch']}, {result['date']}."
+    return f"{table(['run', *_COLUMNS], rows)}\n\n{made}"
+
+
+def _spread(values: dict, form: str) -> str:
+    """The mean, and for a reward the least and the most."""
+    mean, low, high = (form.format(values[key]) for key in ("mean", "min", "max"))
+    return f"{mean}<br>{low} to {high}" if form == "{:.3f}" and low != high else mean
+
+
+def _hypotheses(name: str) -> str:
+    """A row for each hypothesis of an experiment: what was expected, what came, and what became of it."""
+    rows = []
+    for h in _experiment(name)["hypotheses"]:
+        by = f"{' to' if h['expects'] == 'alike' else ' by'} {h['by']:g}" if h["by"] else ""
+        rows.append(
+            [
+                h["says"],
+                f"`{h['figure']}`: {_named(h['of'])} {h['expects']}{by} against {_named(h['against'])}",
+                f"{h['difference']:+.3f}",
+                f"{h['p_adjusted']:.2g}",
+                f"**{h['result']}**",
+            ]
+        )
+    return table(["hypothesis", "expected", "difference", "p, adjusted", "result"], rows)
+
+
+def _named(settings: dict) -> str:
+    return "`" + ", ".join(settings.values()) + "`"
+
+
+RESULTS = {
+    "engine-pairs": engine_pairs,
+    "gap": lambda: _combinations("gap"),
+    "gap-hypotheses": lambda: _hypotheses("gap"),
+    "late": lambda: _combinations("late"),
+    "late-hypotheses": lambda: _hypotheses("late"),
+}
