@@ -86,7 +86,7 @@ def evaluate(
 
     Args:
         model: Model folder or hub name.
-        task: add, sort, countdown, jsonl, calculator, guesses, wordle, nim, python, or your own as
+        task: add, sort, sums, countdown, jsonl, calculator, guesses, wordle, nim, python, or your own as
             module:object.
         task_options: Arguments of the task, e.g. --task.options.max_value 49.
         task_reward: exact, numeric, math, or your own as module:function; empty is the task's own.

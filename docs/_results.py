@@ -95,6 +95,6 @@ RESULTS = {
     "engine-pairs": engine_pairs,
     "gap": lambda: _combinations("gap"),
     "gap-hypotheses": lambda: _hypotheses("gap"),
-    "late": lambda: _combinations("late"),
-    "late-hypotheses": lambda: _hypotheses("late"),
+    "gap-again": lambda: _combinations("gap_again"),
+    "gap-again-hypotheses": lambda: _hypotheses("gap_again"),
 }

@@ -60,7 +60,7 @@ _OPTIMIZER = OptimizerConfig(lr=2e-3, warmup_steps=20, schedule="linear", min_lr
 _CONTEXT = 512
 _DEFAULT = InitSettings()
 _NO_ANSWERS = (
-    "init: the task has answers that are no completions; init needs add, sort, countdown, calculator or a "
+    "init: the task has answers that are no completions; init needs add, sort, sums, countdown or a "
     "task like them"
 )
 

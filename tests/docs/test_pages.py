@@ -13,6 +13,7 @@ import torch
 import zerokl
 from zerokl import cli
 from zerokl.engine.commands.ablations.ablate import read_grid
+from zerokl.engine.commands.ablations.hypotheses import judged, read_hypotheses
 
 from tests.made_run import made_run
 from tests.random_model import ONE_LAYER, random_model
@@ -98,16 +99,34 @@ def test_the_grid_has_a_run_for_each_dtype_sampler_and_seed():
 
 
 def test_the_grid_of_the_page_about_mismatch_has_a_late_sampler():
-    cells = read_grid(DOCS.parent / "benchmarks" / "late.toml")
-    late = {cell.settings["run"]: cell.config for cell in cells}
-    assert [late[name].perturb.delay for name in ("exact", "late", "late_tis", "known_to_be_late")] == [
-        0,
-        1,
-        1,
-        0,
-    ]
-    assert [late[name].loss.resolve().correction for name in late] == ["none", "none", "truncate", "none"]
-    assert late["known_to_be_late"].lag == 1
+    cells = read_grid(DOCS.parent / "benchmarks" / "late_demo.toml")
+    assert len(cells) == 3 * 3
+    late = {cell.settings["sampler"]: cell.config for cell in cells}
+    assert [late[name].perturb.delay for name in ("exact", "late", "late_truncated")] == [0, 1, 1]
+    assert [late[name].loss.resolve().correction for name in late] == ["none", "none", "truncate"]
+
+
+@pytest.mark.parametrize("name", ["gap", "gap_again", "late"])
+def test_the_experiments_of_the_page_are_grids_with_controls_and_hypotheses(name):
+    """Every run without a mismatch is exact, every other one has no correction but the one that names it."""
+    path = DOCS.parent / "benchmarks" / f"{name}.toml"
+    cells = read_grid(path)
+    assert len(read_hypotheses(path, cells)) >= 3
+    assert {cell.config.exact for cell in cells if not cell.config.sampler_differs} == {True}
+    for cell in cells:
+        corrected = cell.config.loss.resolve().correction != "none"
+        assert corrected == cell.settings["run"].endswith(("_tis", "_mis", "_mis_token", "_icepop", "_full"))
+
+
+@pytest.mark.parametrize("name", ["gap", "gap_again"])
+def test_the_committed_result_of_an_experiment_is_that_of_its_grid(name):
+    """What the page draws was made by the grid as it stands, and its verdicts follow from its figures."""
+    result = json.loads((DOCS.parent / "benchmarks" / "results" / "cpu" / f"{name}.json").read_text())
+    path = DOCS.parent / "benchmarks" / f"{name}.toml"
+    assert result["grid"] == path.read_text()
+    cells = read_grid(path)
+    assert sum(len(c["runs"]) for c in result["combinations"]) == len(cells)
+    assert judged(read_hypotheses(path, cells), result["combinations"]) == result["hypotheses"]
 
 
 @pytest.fixture
