@@ -30,7 +30,7 @@ def test_every_command_that_computes_can_be_told_where(refused, words):
         ({"steps": "many"}, "config: steps ('many')"),
         ({"model": "./nowhere"}, "./nowhere is no folder"),
         ({"model": "nowhere"}, "nowhere is no folder"),
-        ({"model": "init:huge"}, "preset huge is not known; choose tiny, small"),
+        ({"model": "init:huge"}, "preset huge is not known; choose mini, tiny, small"),
         ({"task__name": "addd"}, "addd is not known"),
         ({"task__options": "{ max = 1 }"}, "option max is not known; choose max_value"),
         ({"task__reward": "mine:nothing"}, "mine:nothing cannot be imported"),

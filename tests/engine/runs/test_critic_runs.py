@@ -21,7 +21,7 @@ from zerokl.engine.runs.loaded import load_run
 from zerokl.engine.runs.run import resume, train
 from zerokl.engine.runs.setup import make_state
 from zerokl.engine.tasks.loading import load_task
-from zerokl.engine.train import step as training
+from zerokl.engine.train import prepare as preparing
 from zerokl.engine.train.collect import collect
 from zerokl.engine.train.prepare import prepare
 from zerokl.engine.train.shard import ShardWork
@@ -153,14 +153,14 @@ def test_turns_are_rewarded_at_their_last_tokens(ppo, tmp_path, monkeypatch):
         prompts=4,
         loss__overlong_share=1.0,
     )
-    seen, of_tokens = [], training.token_rewards
+    seen, of_tokens = [], preparing.token_rewards
 
     def watched(drawn, turn_starts, turn_rewards, shaped):
         rewards = of_tokens(drawn, turn_starts, turn_rewards, shaped)
         seen.append((sum(turn_rewards), rewards, shaped))
         return rewards
 
-    monkeypatch.setattr(training, "token_rewards", watched)
+    monkeypatch.setattr(preparing, "token_rewards", watched)
     run = train(cfg, tmp_path / "run")
     assert (run.tokens_unequal, run.mismatch_max_abs) == (0, 0.0)
     assert all(math.isclose(rewards.sum(), shaped, abs_tol=1e-12) for _, rewards, shaped in seen)
@@ -175,7 +175,7 @@ def _shifted_targets(monkeypatch) -> None:
         made = of(rewards, values, cfg)
         return made._replace(targets=[np.roll(target, -1) for target in made.targets])
 
-    monkeypatch.setattr(training, "critic_of", shifted)
+    monkeypatch.setattr(preparing, "critic_of", shifted)
 
 
 def test_control_shifted_targets_are_found_by_the_gradient(ppo, monkeypatch):
