@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 import torch
-from zerokl.benchmarks.pairs import cpu_name
+from zerokl.benchmarks.pairs import machine
 
 
 def result(out: Path) -> dict:
@@ -22,7 +22,7 @@ def result(out: Path) -> dict:
         del combination["by_step"]
         for run in combination["runs"]:
             del run["run"]
-    made = {"cpu": cpu_name(), "torch": torch.__version__, "date": datetime.date.today().isoformat()}
+    made = {"cpu": machine(), "torch": torch.__version__, "date": datetime.date.today().isoformat()}
     return report | made
 
 

@@ -18,6 +18,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import torch
+from zerokl.verify.environment import cpu_name
 
 PAIRS = (
     ("hf", "hf-eager"),
@@ -75,16 +76,14 @@ def row(report: dict, pair: tuple[str, str], of_model: str) -> dict:
         "first_divergence": first["op"] if first else None,
         "versions": versions(pair),
         "model": of_model,
-        "machine": cpu_name(),
+        "machine": machine(),
         "date": datetime.date.today().isoformat(),
     }
 
 
-def cpu_name() -> str:
+def machine() -> str:
     """The CPU's name, and the instructions that torch takes of it."""
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    name = next((x.partition(":")[2].strip() for x in lines if x.startswith("model name")), "unknown CPU")
-    return f"{name}, {torch.backends.cpu.get_cpu_capability()}"
+    return f"{cpu_name()}, {torch.backends.cpu.get_cpu_capability()}"
 
 
 def is_current(file: Path, pair: tuple[str, str], of_model: str) -> bool:

@@ -3,6 +3,8 @@
 import json
 from pathlib import Path
 
+from zerokl.engine.commands.ablations.hypotheses import expectation
+
 ROOT = Path(__file__).resolve().parents[1]
 _RESULTS = ROOT / "benchmarks" / "results"
 
@@ -74,11 +76,10 @@ def _hypotheses(name: str) -> str:
     """A row for each hypothesis of an experiment: what was expected, what came, and what became of it."""
     rows = []
     for h in _experiment(name)["hypotheses"]:
-        by = f"{' to' if h['expects'] == 'alike' else ' by'} {h['by']:g}" if h["by"] else ""
         rows.append(
             [
                 h["says"],
-                f"`{h['figure']}`: {_named(h['of'])} {h['expects']}{by} against {_named(h['against'])}",
+                f"`{h['figure']}`: {_named(h['of'])} {expectation(h)} against {_named(h['against'])}",
                 f"{h['difference']:+.3f}",
                 f"{h['p_adjusted']:.2g}",
                 f"**{h['result']}**",

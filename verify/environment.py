@@ -48,7 +48,7 @@ def environment(root: Path, device: torch.device, process: dict[str, Any]) -> di
         "torch": torch.__version__,
         **{name: _version(name) for name in _PACKAGES},
         "system": f"{platform.system()} {platform.release()}",
-        "cpu": _cpu(),
+        "cpu": cpu_name(),
         "cpu capability": torch.backends.cpu.get_cpu_capability(),
         "mkl": torch.backends.mkl.is_available(),
         "onednn": torch.backends.mkldnn.is_available(),
@@ -69,7 +69,8 @@ def _version(package: str) -> str | None:
         return None
 
 
-def _cpu() -> str:
+def cpu_name() -> str:
+    """The name of the CPU."""
     try:
         lines = read_text("/proc/cpuinfo").splitlines()
     except OSError:

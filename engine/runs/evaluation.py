@@ -1,12 +1,10 @@
 """The held-out evaluation of a run, and of both policies where the sampler's is not the trainer's."""
 
-import math
 from collections.abc import Sequence
-
-import numpy as np
 
 from ...files.reading import shown
 from ...kernels.philox import Stream
+from ...verify.mismatch import mean, standard_error
 from ..config import Config
 from ..rollout.episodes import Episodes
 from ..rollout.types import GenerationParams, RngKey, Sampler
@@ -131,17 +129,11 @@ def _difference(of_sampler: Episodes, of_trainer: Episodes, problems: str) -> st
     Both have the same problems, so the difference is of each problem, and its error over problems. problems:
     what they are called.
     """
-    a, b = (rewards_of_problems(episodes) for episodes in (of_sampler, of_trainer))
-    difference = float((a - b).mean())
-    error = float((a - b).std(ddof=1)) / math.sqrt(len(a)) if len(a) > 1 else math.inf
-    if abs(difference) <= _ERRORS_APART * error or not difference:
+    a, b = (episodes.rewards.mean(axis=1) for episodes in (of_sampler, of_trainer))
+    difference, error = mean(a - b), standard_error(a - b, [1] * len(a))
+    if not abs(difference) > _ERRORS_APART * error:  # the error of one problem is NaN
         return None
     return (
         f"on {problems} problems the sampler earns {a.mean():.3f}, the trainer {b.mean():.3f} "
         f"(difference {difference:+.3f}, standard error {error:.3f})"
     )
-
-
-def rewards_of_problems(episodes: Episodes) -> np.ndarray:
-    """The mean reward of each problem, [P]."""
-    return episodes.rewards.mean(axis=1)

@@ -22,10 +22,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 from torch_builds import REMEDY, Pip, fault, newest_for_cpus, pip_of
 
 ROOT = Path(__file__).resolve().parents[2]
-MARKERS = (
-    "not (slow or vllm or proof or trl or peft or browser or trackers or worlds or ray or nodes or real"
-    " or verl or titan or notebooks)"
-)
+# The tests that `make test` runs.
+MARKERS = re.search(r'-m "(not \([^"]+)"', (ROOT / "Makefile").read_text())[1]
 COMMANDS = (
     "train --preset demo --run_dir demo --steps 3",
     "verify run demo",

@@ -25,8 +25,6 @@ PLOTS = {
     "entropy": "entropy, nats",
     "grad_norm": "gradient norm",
 }
-# What both policies earn, in runs with a mismatch.
-_OF_BOTH = (SAMPLER_REWARD, TRAINING_REWARD, SAMPLER_TRAINING_REWARD)
 # A run has collapsed when its reward falls below this share of its peak and stays there until the end.
 COLLAPSED = 0.8
 # Figures of a run that are averaged over seeds.
@@ -60,12 +58,11 @@ def cell_result(path: Path, settings: Mapping[str, str], seed: int) -> dict[str,
     series[MEAN_REWARD] = held_out_curve(lines)
     rewards, held_out = ([v for _, v in series[name]] for name in ("reward/mean", MEAN_REWARD))
     seconds = [m["time/sample_s"] + m["time/train_s"] for m in lines]
-    evaluated = {name: [m[name] for m in lines if m.get(name) is not None] for name in _OF_BOTH}
+    training = _values(lines, TRAINING_REWARD)
     # With one policy, the sampler's is the trainer's.
     same = not _differs(lines)
-    training, of_sampler = evaluated[TRAINING_REWARD], evaluated[SAMPLER_TRAINING_REWARD]
-    sampler_held_out = _last(evaluated[SAMPLER_REWARD] or held_out * same)
-    training, sampler_training = _last(training), _last(of_sampler or training * same)
+    sampler_held_out = _last(_values(lines, SAMPLER_REWARD) or held_out * same)
+    sampler_training = _last(_values(lines, SAMPLER_TRAINING_REWARD) or training * same)
     return {
         "settings": dict(settings),
         "seed": seed,
@@ -79,13 +76,13 @@ def cell_result(path: Path, settings: Mapping[str, str], seed: int) -> dict[str,
         "held_out_last": _last(held_out),
         "sampler_held_out_last": sampler_held_out,
         "policies_apart": sampler_held_out - _last(held_out),
-        "training_last": training,
+        "training_last": _last(training),
         "sampler_training_last": sampler_training,
         "entropy_last10": _mean([v for _, v in series["entropy"]][-10:]),
         "collapse_step": collapse_step(rewards),
         "mismatch_k3_mean": _mean([v for _, v in series["mismatch/k3"]]),
-        "mismatch_k3_sequence_mean": _mean_of(lines, "mismatch/k3_sequence"),
-        "mismatch_mean_abs_mean": _mean_of(lines, "mismatch/mean_abs"),
+        "mismatch_k3_sequence_mean": _mean(_values(lines, "mismatch/k3_sequence")),
+        "mismatch_mean_abs_mean": _mean(_values(lines, "mismatch/mean_abs")),
         "mismatch_max_abs": max((m["mismatch/max_abs"] for m in lines), default=math.nan),
         "skipped_steps": sum(m.get("scaling/skipped", 0.0) > 0 for m in lines),
         "seconds": summary.get("seconds", math.fsum(seconds)),
@@ -97,9 +94,9 @@ def _last(values: Sequence[float]) -> float:
     return values[-1] if values else math.nan
 
 
-def _mean_of(lines: Sequence[Mapping[str, Any]], name: str) -> float:
-    """The mean of a metric over the steps that have it."""
-    return _mean([m[name] for m in lines if m.get(name) is not None])
+def _values(lines: Sequence[Mapping[str, Any]], name: str) -> list[float]:
+    """A metric of the steps that have it."""
+    return [m[name] for m in lines if m.get(name) is not None]
 
 
 def _differs(lines: Sequence[Mapping[str, Any]]) -> bool:

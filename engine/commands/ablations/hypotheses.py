@@ -20,7 +20,7 @@ simple sequentially rejective multiple test procedure", 1979).
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
 from pydantic import Field, ValidationError
@@ -50,7 +50,7 @@ class Hypothesis(Section):
     """What is expected of the difference (of - against)."""
     by: float = Field(0.0, ge=0)
     """The difference that is exceeded, or that is not reached where both are expected to be alike."""
-    alpha: Annotated[float, Field(gt=0, lt=1)] = 0.05
+    alpha: float = Field(0.05, gt=0, lt=1)
     """The hypothesis has held where its adjusted p is not above this."""
 
 
@@ -93,8 +93,8 @@ def judged(
 ) -> list[dict[str, Any]]:
     """What became of each hypothesis: its own keys, differences, p, adjusted p, and `result`.
 
-    combinations: of report.summarise. differences: one for each seed that both have finished, in the order of
-    seeds. result: held; refuted, where the opposite is as certain; open, where neither is.
+    combinations: of figures.summarise. differences: one for each seed that both have finished, in the order
+    of seeds. result: held; refuted, where the opposite is as certain; open, where neither is.
     """
     results = [_judged(hypothesis, combinations) for hypothesis in hypotheses]
     for name in ("p", "p_opposite"):
@@ -162,7 +162,7 @@ def hypothesis_line(result: Mapping[str, Any]) -> str:
     return (
         f"{result['result']}: {result['says']} ({result['figure']} {_named(result['of'])} against "
         f"{_named(result['against'])}: {result['difference']:+.3f} over {n} seed{'s' * (n != 1)}; expected "
-        f"{result['expects']}{_by(result)}, p {result['p']:.2g}, adjusted {result['p_adjusted']:.2g})"
+        f"{expectation(result)}, p {result['p']:.2g}, adjusted {result['p_adjusted']:.2g})"
     )
 
 
@@ -170,7 +170,9 @@ def _named(settings: Mapping[str, str]) -> str:
     return ", ".join(settings.values())
 
 
-def _by(result: Mapping[str, Any]) -> str:
-    if result["expects"] == "alike":
-        return f" to {result['by']:g}"
-    return f" by more than {result['by']:g}" if result["by"] else ""
+def expectation(hypothesis: Mapping[str, Any]) -> str:
+    """What a hypothesis expects of the difference, in words. hypothesis: its keys."""
+    expects, by = hypothesis["expects"], hypothesis["by"]
+    if expects == "alike":
+        return f"alike to {by:g}"
+    return f"{expects} by more than {by:g}" if by else expects

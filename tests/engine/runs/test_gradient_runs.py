@@ -29,7 +29,7 @@ RUNS: dict[str, dict[str, Any]] = {
     "stale": {"max_staleness": 1, "loss__preset": "tis"},
     "lagged": LATE | {"max_staleness": 1, "staleness_schedule": "lagged"},
     "delay": {"perturb__delay": 1, "exact": False},
-    "quantised": {"perturb__weights": "int8-row", "exact": False, "lora__rank": 2},
+    "quantised": {"perturb__weights": "int8/row", "exact": False, "lora__rank": 2},
     "frozen": LATE | {"frozen": ["model.embed_tokens.*"]},
     "critic": LATE | {"loss__preset": "ppo"},
     "resampled": LATE | {"loss__preset": "dapo", "loss__max_resamples": 2, "loss__kl_coef": 0.1},
