@@ -98,4 +98,6 @@ RESULTS = {
     "gap-hypotheses": lambda: _hypotheses("gap"),
     "gap-again": lambda: _combinations("gap_again"),
     "gap-again-hypotheses": lambda: _hypotheses("gap_again"),
+    "late": lambda: _combinations("late"),
+    "late-hypotheses": lambda: _hypotheses("late"),
 }
