@@ -3,18 +3,18 @@
     [[hypotheses]]
     says = "the model that is saved is worse"
     figure = "held_out_last"            # one of FIGURES (figures.py)
-    of = { sampler = "fp8" }            # of these two combinations, named by as many axes as tell them apart
-    against = { sampler = "exact" }
+    of = { sampler = "fp8" }            # of the combinations with these labels,
+    against = { sampler = "exact" }     # beside those with labels of the same axes
     expects = "lower"                   # lower, higher or alike
     by = 0.05                           # by more than this; alike: the means differ by less than this
     alpha = 0.05
 
-Runs of one seed are a pair, d its difference (of - against). `lower` asks whether the mean of -d - by is
-above 0, `higher` whether that of d - by is, and `alike` whether those of d + by and of by - d both are (two
-one-sided tests; Schuirmann, 1987). The test is exact: under the opposite the sign of each such number is a
-coin, so p is the share of all 2^n choices of signs whose mean is at least the observed one (Fisher, "The
-Design of Experiments", 1935, section 21). The p values of a file are adjusted for their number (Holm, "A
-simple sequentially rejective multiple test procedure", 1979).
+Two runs are a pair where the seed and all axes that are not named agree; d is their difference (of -
+against). `lower` asks whether the mean of -d - by is above 0, `higher` whether that of d - by is, and `alike`
+whether those of d + by and of by - d both are (two one-sided tests; Schuirmann, 1987). The test is exact:
+under the opposite the sign of each such number is a coin, so p is the share of all 2^n choices of signs whose
+mean is at least the observed one (Fisher, "The Design of Experiments", 1935, section 21). The p values of a
+file are adjusted for their number (Holm, "A simple sequentially rejective multiple test procedure", 1979).
 """
 
 import math
@@ -32,20 +32,20 @@ from .figures import FIGURES
 from .grid import Cell
 
 # Pairs that a test takes: all choices of signs are counted.
-MOST_SEEDS = 22
+MOST_PAIRS = 22
 
 
 class Hypothesis(Section):
-    """What a grid file says beforehand about a figure of two of its combinations."""
+    """What a grid file says beforehand about a figure of its combinations."""
 
     says: str
     """The hypothesis in words."""
     figure: Literal[FIGURES]  # type: ignore[valid-type]
     """The figure of a run that is compared."""
     of: dict[str, str]
-    """The combination that the hypothesis is about: axis -> label."""
+    """The combinations that the hypothesis is about: axis -> label."""
     against: dict[str, str]
-    """The combination that it is compared with."""
+    """Those that they are compared with: a label for each of the same axes."""
     expects: Literal["lower", "higher", "alike"]
     """What is expected of the difference (of - against)."""
     by: float = Field(0.0, ge=0)
@@ -57,12 +57,6 @@ class Hypothesis(Section):
 def read_hypotheses(path: Path, cells: Sequence[Cell]) -> list[Hypothesis]:
     """The hypotheses of a grid file. cells: of the same file (grid.read_grid). Raises ValueError."""
     tables = read_toml(path).get("hypotheses", [])
-    seeds = {cell.config.seed for cell in cells}
-    if tables and len(seeds) > MOST_SEEDS:
-        raise ValueError(
-            f"ablate: {path}: hypotheses take at most {MOST_SEEDS} seeds, and there are {len(seeds)}"
-        )
-    combinations = list({cell.name: cell.settings for cell in cells}.values())
     found = []
     for i, table in enumerate(tables, start=1):
         try:
@@ -70,17 +64,26 @@ def read_hypotheses(path: Path, cells: Sequence[Cell]) -> list[Hypothesis]:
         except ValidationError as error:
             message = validation_message(error).removeprefix("config: ")
             raise ValueError(f"ablate: {path}: hypothesis {i}: {message}") from None
-        for name in ("of", "against"):
-            named = getattr(hypothesis, name)
-            if (n := sum(_is_of(settings, named) for settings in combinations)) != 1:
-                raise ValueError(
-                    f"ablate: {path}: hypothesis {i}: {name} ({shown(named)}) must name one combination, "
-                    f"and names {n}"
-                )
-        if hypothesis.expects == "alike" and not hypothesis.by:
-            raise ValueError(f"ablate: {path}: hypothesis {i}: alike needs by, the difference not reached")
+        if fault := _fault(hypothesis, cells):
+            raise ValueError(f"ablate: {path}: hypothesis {i}: {fault}")
         found.append(hypothesis)
     return found
+
+
+def _fault(hypothesis: Hypothesis, cells: Sequence[Cell]) -> str:
+    """Why a hypothesis cannot be tested on these cells, or ""."""
+    for name in ("of", "against"):
+        named = getattr(hypothesis, name)
+        pairs = sum(_is_of(cell.settings, named) for cell in cells)
+        if not pairs:
+            return f"{name} ({shown(named)}) must name combinations of the grid, and names none"
+        if pairs > MOST_PAIRS:
+            return f"a hypothesis takes at most {MOST_PAIRS} pairs of runs, and this one has {pairs}"
+    if hypothesis.of.keys() != hypothesis.against.keys():
+        return "of and against must name the same axes"
+    if hypothesis.expects == "alike" and not hypothesis.by:
+        return "alike needs by, the difference not reached"
+    return ""
 
 
 def _is_of(settings: Mapping[str, str], named: Mapping[str, str]) -> bool:
@@ -93,8 +96,9 @@ def judged(
 ) -> list[dict[str, Any]]:
     """What became of each hypothesis: its own keys, differences, p, adjusted p, and `result`.
 
-    combinations: of figures.summarise. differences: one for each seed that both have finished, in the order
-    of seeds. result: held; refuted, where the opposite is as certain; open, where neither is.
+    combinations: of figures.summarise. differences: one for each pair that has finished, ordered by the
+    axes that are not named, and then by seed. result: held; refuted, where the opposite is as certain; open,
+    where neither is.
     """
     results = [_judged(hypothesis, combinations) for hypothesis in hypotheses]
     for name in ("p", "p_opposite"):
@@ -108,9 +112,9 @@ def judged(
 
 def _judged(hypothesis: Hypothesis, combinations: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     of, against = (
-        _by_seed(combinations, side, hypothesis.figure) for side in (hypothesis.of, hypothesis.against)
+        _figures(combinations, side, hypothesis.figure) for side in (hypothesis.of, hypothesis.against)
     )
-    d = np.array([of[seed] - against[seed] for seed in sorted(of.keys() & against.keys())])
+    d = np.array([of[pair] - against[pair] for pair in sorted(of.keys() & against.keys())])
     d = d[np.isfinite(d)]
     by = hypothesis.by
     if hypothesis.expects == "alike":
@@ -128,12 +132,16 @@ def _judged(hypothesis: Hypothesis, combinations: Sequence[Mapping[str, Any]]) -
     }
 
 
-def _by_seed(
+def _figures(
     combinations: Sequence[Mapping[str, Any]], named: Mapping[str, str], figure: str
-) -> dict[int, float]:
-    """Seed -> figure of the runs of the combination that is named."""
-    runs = (run for c in combinations if _is_of(c["settings"], named) for run in c["runs"])
-    return {run["seed"]: run[figure] for run in runs}
+) -> dict[tuple, float]:
+    """The figure of each run of the combinations that are named, by its labels of other axes and its seed."""
+    found = {}
+    for c in combinations:
+        if _is_of(c["settings"], named):
+            others = tuple(label for axis, label in c["settings"].items() if axis not in named)
+            found |= {(*others, run["seed"]): run[figure] for run in c["runs"]}
+    return found
 
 
 def p_above_zero(x: np.ndarray) -> float:
@@ -161,7 +169,7 @@ def hypothesis_line(result: Mapping[str, Any]) -> str:
     n = len(result["differences"])
     return (
         f"{result['result']}: {result['says']} ({result['figure']} {_named(result['of'])} against "
-        f"{_named(result['against'])}: {result['difference']:+.3f} over {n} seed{'s' * (n != 1)}; expected "
+        f"{_named(result['against'])}: {result['difference']:+.3f} over {n} pair{'s' * (n != 1)}; expected "
         f"{expectation(result)}, p {result['p']:.2g}, adjusted {result['p_adjusted']:.2g})"
     )
 

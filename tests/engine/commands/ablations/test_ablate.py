@@ -167,7 +167,8 @@ def test_a_run_that_ends_by_itself_is_a_result(grid, tmp_path):
     (run,) = combination["runs"]
     assert "logits of prompt" in run["error"]
     assert run["steps"] < 6
-    assert ablate(path, out)["combinations"][0]["runs"][0] == run, "the result is kept"
+    (again,) = ablate(path, out)["combinations"][0]["runs"]
+    assert json.dumps(again) == json.dumps(run), "the result is kept; NaN is as it was"
 
 
 @pytest.mark.full

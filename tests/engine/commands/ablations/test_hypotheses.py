@@ -21,6 +21,8 @@ from zerokl.engine.commands.ablations.hypotheses import (
 
 GRID = """
 seeds = [0, 1]
+[grid]
+dtype = ["float32"]
 [variants.run]
 exact = {}
 fp8 = { exact = false, "perturb.weights" = "float8_e5m2/tensor" }
@@ -108,6 +110,25 @@ def test_more_hypotheses_make_each_harder_to_hold():
     assert (one[0]["result"], three[0]["result"]) == ("held", "open")
 
 
+def test_the_axes_that_are_not_named_make_pairs():
+    """Only runs that agree in them are compared, whatever the order in which they come."""
+    pair = hypothesis("lower", 0.05)
+    crossed = [
+        {
+            "settings": c["settings"] | {"lr": lr},
+            "runs": [r | {"held_out_last": r["held_out_last"] + shift} for r in c["runs"]],
+        }
+        for lr, shift in (("low", 0.0), ("high", 7.0))
+        for c in combinations(WORSE[:3])[:: -1 if shift else 1]
+    ]
+    (found,) = judged([pair], crossed)
+    assert found["differences"] == pytest.approx(WORSE[:3] * 2)
+    assert found["p"] == 1 / 64
+    of_one = pair.model_copy(update={"of": {"run": "b", "lr": "high"}, "against": {"run": "a", "lr": "low"}})
+    (found,) = judged([of_one], crossed)
+    assert found["differences"] == pytest.approx([7 + d for d in WORSE[:3]])
+
+
 def grid(tmp_path: Path, text: str) -> Path:
     (tmp_path / "grid.toml").write_text(text)
     return tmp_path / "grid.toml"
@@ -125,13 +146,14 @@ def test_a_grid_file_has_them(tmp_path):
         (
             'of = { run = "fp8" }',
             'of = { run = "fp4" }',
-            "of ({'run': 'fp4'}) must name one combination, and names 0",
+            "of ({'run': 'fp4'}) must name combinations of the grid, and names none",
         ),
-        ('of = { run = "fp8" }', "of = {}", "names 0"),
+        ('of = { run = "fp8" }', "of = {}", "names none"),
+        ('of = { run = "fp8" }', 'of = { dtype = "float32" }', "must name the same axes"),
         ('"held_out_last"', '"held_out"', "hypothesis 1: figure"),
         ('expects = "lower"\nby = 0.05', 'expects = "alike"', "alike needs by"),
         ("by = 0.05", "by = -1", "hypothesis 1: by"),
-        ("seeds = [0, 1]", f"seeds = {list(range(23))}", "hypotheses take at most 22 seeds"),
+        ("seeds = [0, 1]", f"seeds = {list(range(23))}", "at most 22 pairs of runs, and this one has 23"),
         ("says =", "said =", "hypothesis 1"),
     ],
 )
