@@ -142,7 +142,8 @@ def _show(report: "Report", folder: Path, settings: AuditSettings, summary: str,
         append_summary(report, settings.band, Path(summary))
     if junit:
         write_junit(report, settings.tolerances, Path(junit))
-    for line in (verdict(report), *report.log_notes, *band_lines(report.corrections, settings.band)):
+    # What is read last is what it comes to.
+    for line in (*report.log_notes, *band_lines(report.corrections, settings.band), verdict(report)):
         console.say(line)
     return _end(report.outcome, folder)
 

@@ -55,15 +55,20 @@ _COLUMNS = {
 
 
 def _combinations(name: str) -> str:
-    """A row for each combination of an experiment: means over seeds, least and most of the rewards."""
+    """A row for each combination of an experiment: means over seeds, least and most of the rewards.
+
+    Without the columns of an evaluation that was off.
+    """
     result = _experiment(name)
+    first = result["combinations"][0]
+    columns = {title: x for title, x in _COLUMNS.items() if first[x[0]]["mean"] is not None}
     rows = []
     for c in result["combinations"]:
-        cells = [_spread(c[figure], form) for figure, form in _COLUMNS.values()]
+        cells = [_spread(c[figure], form) for figure, form in columns.values()]
         rows.append([f"`{', '.join(c['settings'].values())}`", *cells])
     seeds = len(result["combinations"][0]["seeds"])
     made = f"{seeds} seeds a row; {result['cpu']}, torch {result['torch']}, {result['date']}."
-    return f"{table(['run', *_COLUMNS], rows)}\n\n{made}"
+    return f"{table(['run', *columns], rows)}\n\n{made}"
 
 
 def _spread(values: dict, form: str) -> str:
@@ -98,6 +103,10 @@ RESULTS = {
     "gap-hypotheses": lambda: _hypotheses("gap"),
     "gap-again": lambda: _combinations("gap_again"),
     "gap-again-hypotheses": lambda: _hypotheses("gap_again"),
+    "step-size-hypotheses": lambda: _hypotheses("step_size"),
+    "kinds": lambda: _combinations("kinds"),
+    "length": lambda: _combinations("length"),
+    "length-hypotheses": lambda: _hypotheses("length"),
     "late": lambda: _combinations("late"),
     "late-hypotheses": lambda: _hypotheses("late"),
 }

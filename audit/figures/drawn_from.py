@@ -215,8 +215,9 @@ def _found_tempered(raw: str, other: str, seen: tuple[int, int, str]) -> Finding
     return Finding(
         f"{raw} without the temperature",
         f"the {raw}'s column is without the temperature: {words} is declared, and only the {other}'s "
-        f"column has it. It takes a probability p above 1/2 to p^a / (p^a + (1 - p)^a) or further, where a "
-        f"is 1 / temperature, and so the two columns differ in {agree:,} of {told:,} tokens that can tell.",
+        "column has it. A temperature takes a probability p above 1/2 to p^a / (p^a + (1 - p)^a) or further, "
+        f"where a is 1 / temperature. It changes {told:,} of the tokens by more than rounding, and {agree:,} "
+        "of them differ so.",
         _remedy(raw),
     )
 

@@ -212,7 +212,13 @@ def worst_rows(report: Report) -> list[Row]:
 
 
 def hypothesis_rows(report: Report) -> list[Row]:
-    """Every hypothesis in its best form, the nearest to the log first; none where none was tried."""
+    """Every hypothesis in its best form, the nearest to the log first; none where none was tried.
+
+    None either where a fault is named and none of them explains a part of the difference.
+    """
+    rows = report.log.hypotheses.rows if report.log else []
+    if report.outcome.faults and not any(row.explained > 0 for row in rows):
+        return []
     return [
         (
             row.name + (" (fits)" if row.fits else ""),
@@ -221,7 +227,7 @@ def hypothesis_rows(report: Report) -> list[Row]:
             number(row.left),
             f"{row.lines} of {row.lines_tried}",
         )
-        for row in (report.log.hypotheses.rows if report.log else [])
+        for row in rows
     ]
 
 

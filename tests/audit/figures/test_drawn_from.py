@@ -216,6 +216,23 @@ def test_a_fault_is_the_same_in_terminal_json_and_page(tmp_path, capsys):
     assert report["cause"]["text"][1:].replace("'", "&#x27;") in (tmp_path / "out" / "audit.html").read_text()
 
 
+def test_a_named_fault_is_read_last_and_hypotheses_that_explain_nothing_are_left_out(tmp_path, capsys):
+    def audited(name: str, trainer: P, noise: float) -> tuple[list[str], str]:
+        log = write_log(tmp_path / f"{name}.jsonl", draw(0, P(0.8), P(0.8), trainer, noise))
+        assert main(["audit", str(log), "--out", str(tmp_path / name)]) == 1
+        return capsys.readouterr().out.splitlines(), (tmp_path / name / "audit.html").read_text()
+
+    lines, shown = audited("named", RAW, 0.0)
+    of_cause = next(i for i, line in enumerate(lines) if line.startswith("Likely cause: "))
+    assert "the trainer's column is without the temperature" in " ".join(lines[of_cause:])
+    assert not [line for line in lines[of_cause:] if line.startswith("A correction with the bound")]
+    assert [line for line in lines[:of_cause] if line.startswith("A correction with the bound")]
+    assert "would explain" not in " ".join(lines) + shown
+    lines, shown = audited("unknown", P(0.8), 0.5)
+    assert "would explain" in " ".join(lines), "control: no cause is known"
+    assert "would explain" in shown
+
+
 def test_equal_columns_are_no_proof_and_the_page_says_so(tmp_path):
     shape = (8, 1, 10)  # one completion of each prompt: nothing repeats
     report = audit_columns(write_log(tmp_path / "log.jsonl", draw(0, P(0.8), RAW, RAW, shape=shape)))
