@@ -14,6 +14,9 @@ import zerokl
 from zerokl import cli
 from zerokl.engine.commands.ablations.ablate import read_grid
 from zerokl.engine.commands.ablations.hypotheses import judged, read_hypotheses
+from zerokl.engine.config_file import load_config
+from zerokl.engine.tasks.answers import NAMED_REWARDS
+from zerokl.engine.tasks.jsonl import Jsonl
 
 from tests.made_run import made_run
 from tests.random_model import ONE_LAYER, random_model
@@ -104,6 +107,21 @@ def test_the_grid_of_the_page_about_mismatch_has_a_late_sampler():
     late = {cell.settings["sampler"]: cell.config for cell in cells}
     assert [late[name].perturb.delay for name in ("exact", "late", "late_truncated")] == [0, 1, 1]
     assert [late[name].loss.resolve().correction for name in late] == ["none", "none", "truncate"]
+
+
+def test_the_recipe_reads_gsm8k_as_it_is(tmp_path):
+    config = load_config(DOCS / "examples" / "qwen3_gsm8k.toml")
+    rows = [{"question": f"What is {i} + {i}?", "answer": f"It is {2 * i}.\n#### {2 * i}"} for i in range(40)]
+    file = tmp_path / "gsm8k.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    task = Jsonl(**config.task.options | {"file": str(file)})
+    assert (len(task.problems("train")), len(task.problems("held_out")), task.chat) == (38, 2, True)
+    problem = task.problems("train")[0]
+    assert problem.prompt.startswith("What is ")
+    assert problem.prompt.endswith("the final answer within \\boxed{}. /no_think")
+    reward = NAMED_REWARDS[config.task.reward]
+    assert reward(problem, f"So it is \\boxed{{{problem.answer}}}.") == 1.0
+    assert reward(problem, "So it is \\boxed{7}.") == 0.0
 
 
 @pytest.mark.parametrize("name", ["gap", "gap_again", "late"])
