@@ -17,6 +17,8 @@ _HALVES = (
     ("training problems", {"reward_last10": ("o", "tab:gray"), "training_last": ("D", "tab:red")}),
     ("held-out problems", {"sampler_held_out_last": ("o", "tab:gray"), "held_out_last": ("D", "tab:red")}),
 )
+# More would make a picture that nobody reads.
+_MOST_PANELS = 12
 
 
 def draw_plots(combinations: Sequence[Mapping[str, Any]], out: Path) -> None:
@@ -89,13 +91,18 @@ def _map(combinations: Sequence[Mapping[str, Any]], file: Path) -> None:
     """A field for each combination, with its reward: the last axis to the right, the one before upwards.
 
     The axes before them make panels of their own. Where the sampler differs, the field has k3 a sequence,
-    too. A combination of which no run has ended has no colour.
+    too. A combination of which no run has ended has no colour. Of more than _MOST_PANELS there is no map.
     """
     from matplotlib import pyplot as plt
 
-    *panels, rows, columns = (list(dict.fromkeys(labels)) for labels in _labels(combinations))
-    by_settings = {tuple(c["settings"].values()): c for c in combinations}
+    labels = zip(*(c["settings"].values() for c in combinations), strict=True)
+    *panels, rows, columns = (list(dict.fromkeys(of_axis)) for of_axis in labels)
     titles = list(itertools.product(*panels))
+    if len(titles) > _MOST_PANELS:
+        return
+    by_settings = {tuple(c["settings"].values()): c for c in combinations}
+    means = [c["reward_last10"]["mean"] for c in combinations]
+    least, most = min(0.0, *means), max(1.0, *means)  # a reward may lie outside
     size = (1.2 + 1.1 * len(columns) * len(titles), 1.3 + 0.7 * len(rows))
     figure, drawn = plt.subplots(
         1, len(titles), figsize=size, layout="constrained", squeeze=False, sharey=True
@@ -104,7 +111,7 @@ def _map(combinations: Sequence[Mapping[str, Any]], file: Path) -> None:
     for axes, title in zip(drawn[0], titles, strict=True):
         fields = [[by_settings.get((*title, row, column)) for column in columns] for row in rows]
         rewards = [[c["reward_last10"]["mean"] if c else math.nan for c in line] for line in fields]
-        axes.imshow(rewards, vmin=0.0, vmax=1.0, cmap="RdYlGn", aspect="auto", origin="lower")
+        axes.imshow(rewards, vmin=least, vmax=most, cmap="RdYlGn", aspect="auto", origin="lower")
         for (y, line), x in itertools.product(enumerate(fields), range(len(columns))):
             axes.text(x, y, _field(line[x]), ha="center", va="center", fontsize=8)
         axes.set_title(", ".join(title))
@@ -114,11 +121,6 @@ def _map(combinations: Sequence[Mapping[str, Any]], file: Path) -> None:
     drawn[0][0].set_ylabel(names[-2])
     figure.savefig(file, dpi=120)
     plt.close(figure)
-
-
-def _labels(combinations: Sequence[Mapping[str, Any]]) -> list[tuple[str, ...]]:
-    """The labels of each axis, combination by combination."""
-    return list(zip(*(c["settings"].values() for c in combinations), strict=True))
 
 
 def _field(combination: Mapping[str, Any] | None) -> str:

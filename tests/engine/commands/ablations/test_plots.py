@@ -50,8 +50,11 @@ def test_a_field_of_the_map_is_its_combination(tmp_path, monkeypatch):
     assert (np.ma.is_masked(value) or np.isnan(value), words) == (True, "")
 
 
-def test_one_axis_has_no_map(tmp_path):
-    combinations = [combination(0, ("batch", "low", "exact"))]
-    combinations[0]["settings"] = {"sampler": "exact"}
-    draw_plots(combinations, tmp_path)
-    assert [file.name for file in tmp_path.iterdir()] == ["policies.png"]
+def test_one_axis_and_too_many_panels_have_no_map(tmp_path):
+    one = combination(0, ("batch", "low", "exact")) | {"settings": {"sampler": "exact"}}
+    many = [combination(i, (str(i), "low", "exact")) for i in range(13)]
+    for combinations in ([one], many):
+        draw_plots(combinations, tmp_path)
+        assert [file.name for file in tmp_path.iterdir()] == ["policies.png"]
+    draw_plots(many[1:], tmp_path)
+    assert (tmp_path / "map.png").exists(), "control"
