@@ -198,11 +198,12 @@ def _notes(figures: Figures, logged: int, by_version: Sequence[VersionFigures]) 
         notes.append(f"{figures.sequences} of the {logged} completions were compared (-n).")
     if by_version:
         best, *_, worst = sorted(by_version, key=lambda row: row.k3)
+        unknown = any(row.weight_version == -1 for row in by_version)
         notes.append(
             f"By weight version, k3 is smallest at version {best.weight_version} ({best.k3:.3g} over "
             f"{best.tokens} tokens) and largest at version {worst.weight_version} "
-            f"({worst.k3:.3g} over {worst.tokens} tokens); -1 stands for tokens of an "
-            "unknown version."
+            f"({worst.k3:.3g} over {worst.tokens} tokens)"
+            f"{'; -1 stands for tokens of an unknown version' * unknown}."
         )
     if figures.equal:
         notes.append(
