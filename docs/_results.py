@@ -107,6 +107,8 @@ RESULTS = {
     "kinds": lambda: _combinations("kinds"),
     "length": lambda: _combinations("length"),
     "length-hypotheses": lambda: _hypotheses("length"),
+    "length-again": lambda: _combinations("length_again"),
+    "length-again-hypotheses": lambda: _hypotheses("length_again"),
     "late": lambda: _combinations("late"),
     "late-hypotheses": lambda: _hypotheses("late"),
 }

@@ -136,7 +136,7 @@ def test_the_experiments_of_the_page_are_grids_with_controls_and_hypotheses(name
         assert corrected == cell.settings["run"].endswith(("_tis", "_mis", "_mis_token", "_icepop", "_full"))
 
 
-@pytest.mark.parametrize("name", ["gap", "gap_again", "late", "step_size", "kinds", "length"])
+@pytest.mark.parametrize("name", ["gap", "gap_again", "late", "step_size", "kinds", "length", "length_again"])
 def test_the_committed_result_of_an_experiment_is_that_of_its_grid(name):
     """What the page draws was made by the grid as it stands, and its verdicts follow from its figures."""
     result = json.loads((DOCS.parent / "benchmarks" / "results" / "cpu" / f"{name}.json").read_text())
