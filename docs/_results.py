@@ -1,6 +1,7 @@
 """Tables of the pages that are drawn from committed results (benchmarks/results)."""
 
 import json
+from functools import partial
 from pathlib import Path
 
 from zerokl.engine.commands.ablations.hypotheses import expectation
@@ -97,18 +98,10 @@ def _named(settings: dict) -> str:
     return "`" + ", ".join(settings.values()) + "`"
 
 
-RESULTS = {
-    "engine-pairs": engine_pairs,
-    "gap": lambda: _combinations("gap"),
-    "gap-hypotheses": lambda: _hypotheses("gap"),
-    "gap-again": lambda: _combinations("gap_again"),
-    "gap-again-hypotheses": lambda: _hypotheses("gap_again"),
-    "step-size-hypotheses": lambda: _hypotheses("step_size"),
-    "kinds": lambda: _combinations("kinds"),
-    "length": lambda: _combinations("length"),
-    "length-hypotheses": lambda: _hypotheses("length"),
-    "length-again": lambda: _combinations("length_again"),
-    "length-again-hypotheses": lambda: _hypotheses("length_again"),
-    "late": lambda: _combinations("late"),
-    "late-hypotheses": lambda: _hypotheses("late"),
+_EXPERIMENTS = ("gap", "gap_again", "late", "step_size", "kinds", "length", "length_again")
+_TABLES = {"": _combinations, "-hypotheses": _hypotheses}
+RESULTS = {"engine-pairs": engine_pairs} | {
+    name.replace("_", "-") + part: partial(table_of, name)
+    for name in _EXPERIMENTS
+    for part, table_of in _TABLES.items()
 }
