@@ -65,8 +65,7 @@ def compare_log(
     trainer_logprobs, sampling_logprobs, positions = columns
     stage("scoring some of them alone and token by token")
     comparison = _compared(rollouts, tokenizer, scored, trainer_logprobs, sampling_logprobs, positions)
-    stage("trying what may explain a difference")
-    causes = log_causes(rollouts, scored, log.lines, scorer, log.longest_prompt)
+    causes = log_causes(rollouts, scored, log.lines, scorer, log.longest_prompt, stage)
     section = LogSection(
         logged=log.logged,
         distribution=check_distribution(_as_drawn(rollouts, scored, log), is_doubled(causes.log_faults)),

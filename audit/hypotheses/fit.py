@@ -8,24 +8,26 @@ scored, the slope of r on e is 1, it is far from 0 beside its error, and what is
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import numpy as np
 
+from ...engine.display.progress import silent
 from . import noise as rounding_of
+from .compared import MOST, Compared, apart, shifted
 from .evidence import Evidence, Line, Scores
 from .noise import Noise, beyond_slack, is_rounding
 from .places import Where, where
 from .prediction import Prediction, Predictor
-from .registry import DIMMED, HYPOTHESES, LATE, ROUNDINGS, SECOND, WHOLE_LOG, Hypothesis
+from .registry import AT_ONCE, DIMMED, HYPOTHESES, LATE, ROUNDINGS, SECOND, WHOLE_LOG, Hypothesis
 from .slope import slope
 
-# A difference of one token counts so many nats at most: an impossible token alone must not decide.
-_MOST = 20.0
 # An exact fit leaves this share of the difference at most.
 _LEFT = 0.1
+# A fit that leaves this share at most, and no more than rounding, needs no other one beside it.
+_SETTLED = 0.25
 # A fit under rounding: the slope, its errors away from 0, and the share that it leaves at most. Where the
 # difference alone could be rounding, more errors are asked for.
 _SLOPE, _DIMMED, _ERRORS, _SURE, _LESS = (0.8, 1.25), 0.5, 10.0, 14.0, 0.85
@@ -104,8 +106,8 @@ class _Judge:
         """|logged - scored| and |logged - base| of each line's tokens."""
         pairs = []
         for i, x in enumerate(self.evidence.lines):
-            now = _gaps(x, x.scored)
-            pairs.append((now, now if self.base[i] is x.scored else _gaps(x, self.base[i])))
+            now = apart(x, x.scored)
+            pairs.append((now, now if self.base[i] is x.scored else apart(x, self.base[i])))
         return pairs
 
     @cached_property
@@ -127,20 +129,25 @@ class _Judge:
         return any(is_rounding(noise, left, scores, signed=False) for noise in noises)
 
 
-def explain(evidence: Evidence, predictors: Mapping[str, Predictor]) -> Tried:
-    """Try the hypotheses that have a predictor, by name; the others need a model."""
+def explain(
+    evidence: Evidence, predictors: Mapping[str, Predictor], stage: Callable[[str], None] = silent
+) -> Tried:
+    """Try the hypotheses that have a predictor, by name; the others need a model.
+
+    stage: is called with the hypothesis that is tried now, in words.
+    """
     evidence = _inside(evidence)
     evidence = replace(evidence, lines=_chosen(evidence), log=evidence.lines)
     evidence = evidence.scorer.with_slack(evidence) if evidence.scorer else evidence
-    gaps = np.concatenate([np.empty(0), *(_gaps(line, line.scored) for line in evidence.lines)])
+    gaps = np.concatenate([np.empty(0), *(apart(line, line.scored) for line in evidence.lines)])
     gaps = gaps[~np.isnan(gaps)]
     result = Tried(float(gaps.mean()) if len(gaps) else 0.0, len(gaps))
     if result.tokens < _FEWEST or not result.distance:
         return result
     judge = _judge(_by_nearest_engine(evidence))
-    rows = _in_stages(judge, predictors)
+    rows = _in_stages(judge, predictors, stage)
     nearest = _nearest([row for row, _ in rows if row.fits])
-    if not nearest and not judge.alike and (both := _second(judge, rows, predictors)):
+    if not nearest and not judge.alike and (both := _second(judge, rows, predictors, stage)):
         nearest = [both]
     tried = sum(hypothesis.name in predictors for hypothesis in HYPOTHESES)
     return replace(
@@ -156,15 +163,15 @@ def explain(evidence: Evidence, predictors: Mapping[str, Predictor]) -> Tried:
     )
 
 
-def _in_stages(judge: _Judge, predictors: Mapping[str, Predictor]) -> _Rows:
+def _in_stages(judge: _Judge, predictors: Mapping[str, Predictor], stage: Callable[[str], None]) -> _Rows:
     """How well the hypotheses fit: the likely ones first, the others where none of these does."""
     early = [h.name for h in HYPOTHESES if h.name not in LATE]
     if judge.alike and judge.alike.dtype == "float32" and judge.evidence.side == "trainer":
         early = [name for name in early if name in WHOLE_LOG]
-    rows = _tried(judge, predictors, early)
+    rows = _tried(judge, predictors, early, stage)
     if judge.alike or any(row.fits for row, _ in rows):
         return rows
-    return rows + _tried(judge, predictors, LATE)
+    return rows + _tried(judge, predictors, LATE, stage)
 
 
 def _judge(evidence: Evidence) -> _Judge:
@@ -181,7 +188,7 @@ def _judge(evidence: Evidence) -> _Judge:
     noise = noises[-1] if noises else None
 
     def total(scores: Scores) -> float:
-        return sum(np.nansum(_gaps(x, scores[i])) for i, x in enumerate(evidence.lines))
+        return sum(np.nansum(apart(x, scores[i])) for i, x in enumerate(evidence.lines))
 
     return _Judge(evidence, min(columns, key=total), noise, alike)
 
@@ -202,18 +209,37 @@ def _signed(evidence: Evidence) -> list[np.ndarray]:
         with np.errstate(invalid="ignore"):
             d = x.logged.astype(np.float64) - x.scored
         d = np.where(np.isinf(x.logged) & (x.logged == x.scored), 0.0, d)
-        result.append(beyond_slack(np.clip(d, -_MOST, _MOST), x.slack))
+        result.append(beyond_slack(np.clip(d, -MOST, MOST), x.slack))
     return result
 
 
-def _tried(judge: _Judge, predictors: Mapping[str, Predictor], names: Sequence[str]) -> _Rows:
-    """How well every prediction of the named hypotheses fits, in their order."""
+def _tried(
+    judge: _Judge,
+    predictors: Mapping[str, Predictor],
+    names: Sequence[str],
+    stage: Callable[[str], None],
+    first: str = "",
+) -> _Rows:
+    """How well every prediction of the named hypotheses fits, in their order. first: a cause that is known.
+
+    Where one leaves no more than rounding, those that search or compute again for minutes are left out.
+    """
     rows, small = [], _screen(judge)
     for hypothesis in HYPOTHESES:
         predict = predictors.get(hypothesis.name) if hypothesis.name in names else None
+        if hypothesis.name not in AT_ONCE and any(_leaves_rounding(row, judge) for row, _ in rows):
+            continue
+        if predict:
+            stage(f"trying what may explain it: {' and '.join(filter(None, (first, hypothesis.name)))}")
         if predict and (not small or _promises(hypothesis, predict, small)):
             rows += [(row, p) for p in predict(judge.evidence) if (row := _fit(hypothesis, p, judge))]
     return rows
+
+
+def _leaves_rounding(row: Row, judge: _Judge) -> bool:
+    """Whether a row is the whole difference but for what rounding makes of a token."""
+    most = rounding_of.TIMES * (judge.noise.size if judge.noise else _FP32)
+    return row.fits and row.share_left <= _SETTLED and row.left <= most
 
 
 def _screen(judge: _Judge) -> _Judge | None:
@@ -221,7 +247,7 @@ def _screen(judge: _Judge) -> _Judge | None:
     lines = judge.evidence.lines
     if judge.evidence.scorer is None or len(lines) <= 2 * _SCREENED:
         return None
-    order = np.argsort([-np.nansum(_gaps(x, x.scored)) for x in lines])
+    order = np.argsort([-np.nansum(apart(x, x.scored)) for x in lines])
     chosen = sorted(order[:_SCREENED])
     of = {name: {k: x[i] for k, i in enumerate(chosen)} for name, x in judge.evidence.by_dtype.items()}
     evidence = replace(judge.evidence, lines=[lines[i] for i in chosen], by_dtype=of)
@@ -249,7 +275,9 @@ def _best(rows: _Rows) -> list[Row]:
     return list(best.values())
 
 
-def _second(judge: _Judge, rows: _Rows, predictors: Mapping[str, Predictor]) -> Row | None:
+def _second(
+    judge: _Judge, rows: _Rows, predictors: Mapping[str, Predictor], stage: Callable[[str], None]
+) -> Row | None:
     """Two causes at once: another one on what each of the best first ones leaves; None where no two fit."""
     evidence, firsts = judge.evidence, {}
     for row, p in sorted(rows, key=lambda pair: pair[0].share_left):
@@ -259,7 +287,8 @@ def _second(judge: _Judge, rows: _Rows, predictors: Mapping[str, Predictor]) -> 
     fitting = []
     for first, p in list(firsts.values())[:_FIRSTS]:
         after = _judge_after(judge, p)
-        for second, _ in _tried(after, predictors, [name for name in SECOND if name != first.name]):
+        names = [name for name in SECOND if name != first.name]
+        for second, _ in _tried(after, predictors, names, stage, first.name):
             share = second.left * second.tokens / max(judge.before, 1e-30)
             if second.fits and share <= _BOTH and second.share_left <= 0.7:
                 fitting.append(_together(first, second, share))
@@ -277,17 +306,8 @@ def _judge_after(judge: _Judge, p: Prediction) -> _Judge:
         params = x.params._replace(**p.params) if p.params and x.params else x.params
         lines.append(replace(x, scored=p.scores[i], params=params))
     scorer = evidence.scorer.altered(p.decoder) if p.decoder is not None else evidence.scorer
-    shifted = {i: _shifted(x.scored, p.scores[i], base[i]) for i, x in enumerate(evidence.lines)}
-    return replace(judge, evidence=replace(evidence, lines=lines, scorer=scorer, by_dtype={}), base=shifted)
-
-
-def _shifted(scored: np.ndarray, predicted: np.ndarray, base: np.ndarray) -> np.ndarray:
-    """base + (predicted - scored); the prediction itself where that is unknown, or the base is the score."""
-    if base is scored:
-        return predicted
-    with np.errstate(invalid="ignore"):
-        x = base.astype(np.float64) + predicted - scored
-    return np.where(np.isfinite(x), x, predicted)
+    moved = {i: shifted(x.scored, p.scores[i], base[i]) for i, x in enumerate(evidence.lines)}
+    return replace(judge, evidence=replace(evidence, lines=lines, scorer=scorer, by_dtype={}), base=moved)
 
 
 def _together(first: Row, second: Row, share: float) -> Row:
@@ -334,7 +354,7 @@ def _by_nearest_engine(evidence: Evidence) -> Evidence:
 
 def _total(evidence: Evidence) -> float:
     """The whole difference of the lines, in nats."""
-    return float(sum(np.nansum(_gaps(line, line.scored)) for line in evidence.lines))
+    return float(sum(np.nansum(apart(line, line.scored)) for line in evidence.lines))
 
 
 def _chosen(evidence: Evidence) -> list[Line]:
@@ -343,11 +363,11 @@ def _chosen(evidence: Evidence) -> list[Line]:
     Each of the farthest ones comes with the two beside it: what a line may have in common with its
     neighbours must be there, and so must sound lines where only some are at fault.
     """
-    known = [x for x in evidence.lines if (~np.isnan(_gaps(x, x.scored))).any()]
+    known = [x for x in evidence.lines if (~np.isnan(apart(x, x.scored))).any()]
     most = _LINES if evidence.scorer else _COLUMNS
     if len(known) <= most:
         return known
-    order = np.argsort([-np.nansum(_gaps(x, x.scored)) for x in known], kind="stable").tolist()
+    order = np.argsort([-np.nansum(apart(x, x.scored)) for x in known], kind="stable").tolist()
     beside = (j for i in order for j in (i, i + 1, i - 1) if 0 <= j < len(known))
     return [known[i] for i in sorted(list(dict.fromkeys(beside))[:most])]
 
@@ -361,20 +381,12 @@ def _without_edge(scores: Scores, evidence: Evidence) -> Scores:
     return {i: np.where(outside[i], np.float32(np.nan), x) for i, x in scores.items()}
 
 
-def _gaps(line: Line, scores: np.ndarray) -> np.ndarray:
-    """|logged - scores| of a line's tokens, [C] fp64; NaN where either is unknown."""
-    with np.errstate(invalid="ignore"):
-        d = np.abs(line.logged.astype(np.float64) - scores)
-    # Both columns at -inf are equal.
-    return np.minimum(np.where(np.isinf(line.logged) & (line.logged == scores), 0.0, d), _MOST)
-
-
 def _fit(hypothesis: Hypothesis, prediction: Prediction, judge: _Judge) -> Row | None:
     """How well a prediction fits the lines that it is about; None where it is about too few tokens.
 
     A line for which it is worse than the trainer's own scores keeps those: a fault need not be in each line.
     """
-    evidence, compared = judge.evidence, _Compared()
+    evidence, compared = judge.evidence, Compared()
     for i, scores in _without_edge(prediction.scores, evidence).items():
         compared.add(evidence.lines[i], scores, judge.base[i], judge.gaps[i])
     if compared.tokens < _FEWEST or not compared.before:
@@ -405,40 +417,6 @@ def _fit(hypothesis: Hypothesis, prediction: Prediction, judge: _Judge) -> Row |
         errors=errors if math.isfinite(errors) else 1e9,
         fits=bool(fits and most),
     )
-
-
-class _Compared:
-    """The sums over the lines of a prediction, in nats."""
-
-    def __init__(self) -> None:
-        self.before = self.after = self.before_base = self.after_base = 0.0
-        self.tokens = self.nearer = 0
-        self.effects: list[np.ndarray] = []
-        self.differences: list[np.ndarray] = []
-        self.scores: list[np.ndarray] = []
-        self.left: list[np.ndarray] = []
-
-    def add(
-        self, line: Line, scores: np.ndarray, base: np.ndarray, gaps: tuple[np.ndarray, np.ndarray]
-    ) -> None:
-        """Take a line. scores, base: the prediction and the nearest column, [C]. gaps: those of _Judge."""
-        shifted = _shifted(line.scored, scores, base)
-        (now, of_base), direct = gaps, _gaps(line, scores)
-        follows = direct if shifted is scores else _gaps(line, shifted)
-        both = ~(np.isnan(now) | np.isnan(direct) | np.isnan(of_base) | np.isnan(follows))
-        a, b, c, d = (float(x[both].sum()) for x in (now, direct, of_base, follows))
-        self.before, self.after = self.before + a, self.after + min(a, b)
-        self.before_base, self.after_base = self.before_base + c, self.after_base + min(c, d)
-        self.tokens, self.nearer = self.tokens + int(both.sum()), self.nearer + (b < a)
-        with np.errstate(invalid="ignore"):
-            left = line.logged.astype(np.float64) - (shifted if d < c else base)
-            effect, r = shifted.astype(np.float64) - base, line.logged.astype(np.float64) - base
-        left = beyond_slack(np.clip(left, -_MOST, _MOST), line.slack)
-        self.left.append(np.where(both, left, np.nan))
-        self.scores.append(line.scored)
-        known = both & np.isfinite(effect) & np.isfinite(r) & (d < c)
-        self.effects.append(np.where(known, effect, np.nan))
-        self.differences.append(np.where(known, r, np.nan))
 
 
 def _of_side(what: str, side: str) -> str:

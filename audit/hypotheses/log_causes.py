@@ -1,12 +1,13 @@
 """What may have gone wrong with a log: the hypotheses and the checks of its ids, as a part of the report."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 import numpy as np
 
+from ...engine.display.progress import silent
 from ...engine.rollout.types import Rollout
 from ...kernels.sampling_params import SamplingParams
 from ...model.checkpoint import check_weights, resolve_model
@@ -46,11 +47,12 @@ def log_causes(
     lines: Sequence[LoggedRollout],
     scorer: Scorer,
     longest_prompt: int = 0,
+    stage: Callable[[str], None] = silent,
 ) -> LogCauses:
     """Why a log and a model differ.
 
     scored: the trainer's logprobs [C] of each rollout. lines: what the log says beside them. longest_prompt:
-    of the whole log, where `rollouts` are a part of it.
+    of the whole log, where `rollouts` are a part of it. stage: see audit.
     """
     evidence = Evidence(
         [
@@ -64,10 +66,11 @@ def log_causes(
     evidence = replace(evidence, lines=list(map(_drawn_only, evidence.lines, parts)))
     trainer_column = None
     if any(x.trainer_logprobs is not None for x in lines):
-        of_trainer = explain(_of_trainer(evidence, lines), PREDICTORS)
+        of_trainer = explain(_of_trainer(evidence, lines), PREDICTORS, stage)
         distribution = check(_both_columns(rollouts, lines))
         trainer_column = TrainerColumn(**vars(of_trainer), distribution=distribution)
-    hypotheses, log_faults = explain(evidence, PREDICTORS), check_log(lines, scorer.tokenizer)
+    hypotheses = explain(evidence, PREDICTORS, stage)
+    log_faults = check_log(lines, scorer.tokenizer)
     if hypotheses.is_rounding or not hypotheses.distance:
         # A stream that lines share may also double lines, so it stands first.
         log_faults = [*([fault] if (fault := one_stream(_first(evidence))) else []), *log_faults]

@@ -21,7 +21,7 @@ import numpy as np
 # What a likely token moves by, as a share.
 _LEAST = 0.02
 # Times its measured size up to which a difference is rounding: engines round more or less often than we do.
-_TIMES = 2.2
+TIMES = 2.2
 # The largest of a normal distribution's thousands is 4.5 times its mean |x|; rounding has a longer tail.
 _TAIL, _TAIL_TIMES = 6.0, 2.5
 # The mean as a share of the mean |d|, beyond chance; and of a line of so many tokens its mean |d|.
@@ -96,7 +96,7 @@ def is_rounding(
     error = float(z.std()) / math.sqrt(len(z))
     has_sign = abs(float(z.mean())) > _BIAS * mean + _ERRORS * error
     return bool(
-        mean <= _TIMES
+        mean <= TIMES
         and np.abs(z).max() <= _TAIL_TIMES * max(noise.tail, _TAIL)
         and not (signed and has_sign)
         and (means <= _LINE * max(mean, 1.0)).all()

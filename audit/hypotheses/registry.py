@@ -184,6 +184,15 @@ WHOLE_LOG = (
     "another line's prompt",
     "another line's completion",
 )
+# Kinds that search nothing and change no weight: a model scores the lines once at most.
+AT_ONCE = (
+    *WHOLE_LOG,
+    "raw logits",
+    "temperature not applied",
+    "top-p and top-k not renormalised",
+    "generation_config.json",
+    "temperature applied otherwise",
+)
 # Kinds whose difference is far above rounding, and that take many forwards: they are tried where no other one
 # fits, and not at all where the whole difference is like rounding.
 LATE = (

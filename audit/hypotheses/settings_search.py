@@ -24,8 +24,9 @@ from .evidence import Evidence, Line, Scores
 from .prediction import Prediction
 from .scorer import hidden_rows
 
-# Logits that are held at once; of a larger vocabulary fewer lines are tried.
-_MOST = 1 << 26
+# Logits that are held at once, and those that a search reads again and again; of a larger vocabulary fewer
+# lines are tried.
+_MOST, _SEARCHED = 1 << 26, 1 << 24
 # A token counts so many nats at most in a search: an edge of a filter must not decide it.
 _CAP = 1.0
 _ROUNDS, _POINTS = 4, 5
@@ -51,6 +52,17 @@ class Rows:
 
     evidence: Evidence
     logits: dict[int, torch.Tensor]
+
+    @property
+    def few(self) -> "Rows":
+        """The lines farthest apart, as many as a search reads."""
+        lines, chosen, held = self.evidence.lines, set(), 0
+        for i in sorted(self.logits, key=lambda i: -_distance(lines[i].logged, lines[i].scored)):
+            held += self.logits[i].numel()
+            if chosen and held > _SEARCHED:
+                break
+            chosen.add(i)
+        return Rows(self.evidence, {i: z for i, z in self.logits.items() if i in chosen})
 
     @torch.no_grad()
     def scores(self, transform: Transform | None, change: Change | None, x: float) -> Scores:
@@ -96,13 +108,12 @@ def searched(
     rows: Rows, grid: Sequence[float], transform: Transform | None = None, change: Change | None = None
 ) -> tuple[float, Scores]:
     """The number of a hypothesis that comes nearest to the log, and what the log would hold."""
-    tried: dict[float, tuple[float, Scores]] = {}
+    few, tried = rows.few, {}
 
     def loss(x: float) -> float:
         if x not in tried:
-            scores = rows.scores(transform, change, x)
-            tried[x] = rows.loss(scores), scores
-        return tried[x][0]
+            tried[x] = few.loss(few.scores(transform, change, x))
+        return tried[x]
 
     points = [float(x) for x in grid]
     for _ in range(_ROUNDS):
@@ -111,14 +122,15 @@ def searched(
         at = known.index(min(known, key=loss))
         low, high = known[max(at - 1, 0)], known[min(at + 1, len(known) - 1)]
         points = [best, *np.linspace(low, high, _POINTS + 2)[1:-1].tolist()]
-    best = min(tried, key=lambda x: tried[x][0])
-    return best, tried[best][1]
+    best = min(tried, key=tried.get)
+    return best, rows.scores(transform, change, best)
 
 
 def one_of(rows: Rows, values: Sequence[float], transform: Transform | None, change: Change | None):
     """As `searched`, of given numbers alone."""
-    tried = [(x, rows.scores(transform, change, x)) for x in values]
-    return min(tried, key=lambda pair: rows.loss(pair[1]))
+    few = rows.few
+    best = min(values, key=lambda x: few.loss(few.scores(transform, change, x)))
+    return best, rows.scores(transform, change, best)
 
 
 # --- the transforms ---

@@ -6,7 +6,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from zerokl.audit.hypotheses.registry import HYPOTHESES
+from zerokl.audit.audit import audit
+from zerokl.audit.hypotheses.registry import AT_ONCE, HYPOTHESES
 from zerokl.kernels.sampling_params import SamplingParams
 from zerokl.model.checkpoint import load_decoder
 
@@ -21,6 +22,7 @@ from tests.audit.hypotheses.planted import (
     scores,
     write,
 )
+from tests.audit.settings import audit_config
 
 
 @pytest.mark.parametrize("trainer", ["zerokl", "hf"])
@@ -89,6 +91,28 @@ DISTRIBUTIONS = {
     "another temperature": (SamplingParams(1.0), SamplingParams(0.6)),
     "another top-p, top-k or min-p": (SamplingParams(1.0), SamplingParams(1.0, 20)),
 }
+
+
+def _tried(case, log) -> set[str]:
+    """The hypotheses that an audit says it tries."""
+    said, before = [], "trying what may explain it: "
+    audit(audit_config(str(case.folder), str(log), dtype="float32"), said.append)
+    return {words.removeprefix(before) for words in said if words.startswith(before)}
+
+
+def test_what_leaves_rounding_alone_ends_the_searches_and_nothing_less_does(case, tmp_path):
+    """Searches take minutes with a real vocabulary; where a simple cause is the whole of it, nobody waits."""
+    costly = {h.name for h in HYPOTHESES} - set(AT_ONCE) - {"another temperature"}
+    said, real = DISTRIBUTIONS["another temperature"]
+    drawn = draw(case.decoder, real)
+    logged = [x.astype(np.float64) for x in scores(case.decoder, drawn, real)]
+    settled = _tried(case, write(tmp_path / "settled.jsonl", relogged(drawn, logged), said))
+    assert {"another temperature", "off by one"} <= settled
+    assert not settled & costly
+    noise = np.random.default_rng(0)
+    noisy = [np.minimum(x + noise.normal(0, 0.1, len(x)), 0.0) for x in logged]
+    left = _tried(case, write(tmp_path / "left.jsonl", relogged(drawn, noisy), said))
+    assert costly <= left
 
 
 @pytest.mark.full
