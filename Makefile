@@ -282,7 +282,8 @@ bench-vllm: .venv-vllm/.installed
 
 # vLLM's server, with the packages of it that are missing in the environment of vLLM, in a folder of their own.
 .venv-vllm/server/.made: .venv-vllm/.real
-	.venv-vllm/bin/pip install -q --no-deps --target $(@D) uvicorn==0.54.0 click==8.5.1 h11==0.16.0 watchfiles==1.3.0 prometheus-fastapi-instrumentator==8.1.0
+	.venv-vllm/bin/pip install -q --no-deps --target $(@D) uvicorn==0.54.0 click==8.5.1 h11==0.16.0 watchfiles==1.3.0 \
+	  prometheus-fastapi-instrumentator==8.1.0 model-hosting-container-standards==0.1.16 supervisor==4.3.0 jmespath==1.1.0
 	touch $@
 
 bench-proxy: .venv-vllm/server/.made
