@@ -12,7 +12,7 @@ import math
 import torch
 
 RARE = math.log(1e-2)  # a token of a lower log-probability under the trainer is rare
-# Share of the tokens with a negative advantage that are rare, in the first ten steps of a late run of seed 50.
+# Share of the negative tokens that are rare, in the first ten steps of a late run of seed 50.
 SHARE = 0.02
 
 

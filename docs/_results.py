@@ -98,7 +98,7 @@ def _named(settings: dict) -> str:
     return "`" + ", ".join(settings.values()) + "`"
 
 
-_EXPERIMENTS = ("gap", "gap_again", "late", "step_size", "kinds", "length", "length_again")
+_EXPERIMENTS = ("gap", "gap_again", "late", "step_size", "kinds", "length", "length_again", "rare_tokens")
 _TABLES = {"": _combinations, "-hypotheses": _hypotheses}
 RESULTS = {"engine-pairs": engine_pairs} | {
     name.replace("_", "-") + part: partial(table_of, name)

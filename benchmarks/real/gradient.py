@@ -16,10 +16,10 @@ from importlib.util import find_spec
 from pathlib import Path
 
 SAMPLERS = {
-    "transformers, bf16": {"sampler": "hf", "precision.sampler_dtype": "bfloat16"},
-    "vLLM, bf16": {"sampler": "vllm", "precision.sampler_dtype": "bfloat16"},
     "zerokl, weights in fp8 e4m3": {"perturb.weights": "float8_e4m3fn/tensor"},
     "zerokl, weights in fp8 e5m2": {"perturb.weights": "float8_e5m2/tensor"},
+    "transformers, bf16": {"sampler": "hf", "precision.sampler_dtype": "bfloat16"},
+    "vLLM, bf16": {"sampler": "vllm", "precision.sampler_dtype": "bfloat16"},
 }
 SMALL = {
     "exact": "false",

@@ -124,7 +124,7 @@ def test_the_recipe_reads_gsm8k_as_it_is(tmp_path):
     assert reward(problem, "So it is \\boxed{7}.") == 0.0
 
 
-@pytest.mark.parametrize("name", ["gap", "gap_again", "late"])
+@pytest.mark.parametrize("name", ["gap", "gap_again", "late", "rare_tokens"])
 def test_the_experiments_of_the_page_are_grids_with_controls_and_hypotheses(name):
     """Every run without a mismatch is exact, every other one has no correction but the one that names it."""
     path = DOCS.parent / "benchmarks" / f"{name}.toml"
@@ -136,7 +136,9 @@ def test_the_experiments_of_the_page_are_grids_with_controls_and_hypotheses(name
         assert corrected == cell.settings["run"].endswith(("_tis", "_mis", "_mis_token", "_icepop", "_full"))
 
 
-@pytest.mark.parametrize("name", ["gap", "gap_again", "late", "step_size", "kinds", "length", "length_again"])
+@pytest.mark.parametrize(
+    "name", ["gap", "gap_again", "late", "step_size", "kinds", "length", "length_again", "rare_tokens"]
+)
 def test_the_committed_result_of_an_experiment_is_that_of_its_grid(name):
     """What the page draws was made by the grid as it stands, and its verdicts follow from its figures."""
     result = json.loads((DOCS.parent / "benchmarks" / "results" / "cpu" / f"{name}.json").read_text())
