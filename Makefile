@@ -236,7 +236,7 @@ real: .venv-vllm/.real
 MODEL ?= $(REAL)/model
 pairs: .venv-vllm/.real
 	test -e $(MODEL)/config.json || .venv-vllm/bin/python benchmarks/real/convert.py $(MODEL)
-	.venv-vllm/bin/python benchmarks/pairs.py $(MODEL) benchmarks/results/pairs
+	.venv-vllm/bin/python benchmarks/pairs.py $(MODEL) benchmarks/results/cpu/pairs
 
 test-real: .venv-vllm/.real
 	.venv-vllm/bin/python -m pytest -m real tests/real

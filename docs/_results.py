@@ -18,7 +18,7 @@ def table(head: list[str], rows: list[list[str]]) -> str:
 
 def engine_pairs() -> str:
     """The rows that `make pairs` has left, by dtype; the versions and the machine of each."""
-    files = sorted((_RESULTS / "pairs").glob("*.json"))
+    files = sorted((_RESULTS / "cpu" / "pairs").glob("*.json"))
     order = ["float32", "bfloat16", "float16"]
     rows = sorted((json.loads(f.read_text()) for f in files), key=lambda r: order.index(r["dtype"]))
     if not rows:
