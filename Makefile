@@ -234,8 +234,10 @@ real: .venv-vllm/.real
 
 # Resumable: a row that was made with the installed versions is kept. MODEL: a folder in place of SmolLM2-135M-Instruct.
 MODEL ?= $(REAL)/model
-pairs: .venv-vllm/.real
-	test -e $(MODEL)/config.json || .venv-vllm/bin/python benchmarks/real/convert.py $(MODEL)
+$(MODEL)/config.json: | .venv-vllm/.real
+	.venv-vllm/bin/python benchmarks/real/convert.py $(@D)
+
+pairs: .venv-vllm/.real $(MODEL)/config.json
 	.venv-vllm/bin/python benchmarks/pairs.py $(MODEL) benchmarks/results/cpu/pairs
 
 test-real: .venv-vllm/.real
@@ -286,8 +288,7 @@ bench-vllm: .venv-vllm/.installed
 	  prometheus-fastapi-instrumentator==8.1.0 model-hosting-container-standards==0.1.16 supervisor==4.3.0 jmespath==1.1.0
 	touch $@
 
-bench-proxy: .venv-vllm/server/.made
-	test -e $(MODEL)/config.json || .venv-vllm/bin/python benchmarks/real/convert.py $(MODEL)
+bench-proxy: .venv-vllm/server/.made $(MODEL)/config.json
 	PYTHONPATH=$(CURDIR)/.venv-vllm/server .venv-vllm/bin/python benchmarks/proxy_cost.py $(MODEL)
 
 # TRL in an environment of its own: zerokl does not depend on it.

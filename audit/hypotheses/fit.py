@@ -110,6 +110,11 @@ class _Judge:
             pairs.append((now, now if self.base[i] is x.scored else apart(x, self.base[i])))
         return pairs
 
+    @property
+    def rounding(self) -> float:
+        """What rounding makes of a token, in nats."""
+        return self.noise.size if self.noise else _FP32
+
     @cached_property
     def total(self) -> float:
         """The difference from the trainer's scores, in nats."""
@@ -152,7 +157,7 @@ def explain(
     tried = sum(hypothesis.name in predictors for hypothesis in HYPOTHESES)
     return replace(
         result,
-        rounding=judge.noise.size if judge.noise else _FP32,
+        rounding=judge.rounding,
         rounds_like=judge.alike.dtype if judge.alike else "",
         where=None if judge.alike else where(judge.evidence, judge.noise),
         tried=tried,
@@ -227,19 +232,18 @@ def _tried(
     rows, small = [], _screen(judge)
     for hypothesis in HYPOTHESES:
         predict = predictors.get(hypothesis.name) if hypothesis.name in names else None
-        if hypothesis.name not in AT_ONCE and any(_leaves_rounding(row, judge) for row, _ in rows):
+        settled = hypothesis.name not in AT_ONCE and any(_leaves_rounding(row, judge) for row, _ in rows)
+        if predict is None or settled:
             continue
-        if predict:
-            stage(f"trying what may explain it: {' and '.join(filter(None, (first, hypothesis.name)))}")
-        if predict and (not small or _promises(hypothesis, predict, small)):
+        stage(f"trying what may explain it: {' and '.join(filter(None, (first, hypothesis.name)))}")
+        if not small or _promises(hypothesis, predict, small):
             rows += [(row, p) for p in predict(judge.evidence) if (row := _fit(hypothesis, p, judge))]
     return rows
 
 
 def _leaves_rounding(row: Row, judge: _Judge) -> bool:
     """Whether a row is the whole difference but for what rounding makes of a token."""
-    most = rounding_of.TIMES * (judge.noise.size if judge.noise else _FP32)
-    return row.fits and row.share_left <= _SETTLED and row.left <= most
+    return row.fits and row.share_left <= _SETTLED and row.left <= rounding_of.TIMES * judge.rounding
 
 
 def _screen(judge: _Judge) -> _Judge | None:
