@@ -1,8 +1,9 @@
 """What a static loss scale does to the bits: the gradient of one step at every power of two, in each dtype.
 
-    python benchmarks/fp16_scales.py runs/demo/base          (the model of `make demo`; minutes)
+    python benchmarks/fp16_scales.py runs/half          (docs/fp16-loss-scales.md says how it is made)
 
-The step is the demo's first one: 32 prompts x 8 samples of the task add, drawn by the model in that dtype.
+The step is the demo's first one, of the model's perfectible set: 32 prompts x 8 samples of the task add,
+drawn by the model in that dtype.
 At each scale 2^k it counts elements of the weights' gradient, divided by the scale,
 
     differ     whose bits are not those at 2^(k+1)
@@ -174,6 +175,7 @@ def run_config(model: str, dtype: str, head: str) -> Config:
     options = {} if task is None else {f"task.options.{k}": v for k, v in task["options"].items()}
     values = {
         "model": model,
+        "task.perfectible_only": "true",
         "dtype": dtype,
         "precision.head_dtype": head,
         "workers": "1",

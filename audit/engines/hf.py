@@ -6,6 +6,7 @@ and keys after rotary embedding, so a TorchFunctionMode reads them as inputs of 
 Shapes: C completion tokens, T tokens of one sequence, V vocabulary.
 """
 
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,12 @@ from ...verify.trace import Trace
 from .engine import DISTRIBUTIONS, TOGETHER, Pair
 from .modules import module_at, output
 from .settings import Settings, hf_settings
+
+
+def cache_argument(model: torch.nn.Module, cache: Any) -> dict[str, Any]:
+    """A cache of transformers as an argument of a model's forward, which 5.24 gave another name."""
+    names = inspect.signature(model.forward).parameters
+    return {"cache" if "cache" in names else "past_key_values": cache}
 
 
 class HfEngine(HfGenerator):
@@ -65,13 +72,14 @@ class HfEngine(HfGenerator):
 
     @torch.no_grad()
     def decode(self, pairs: Sequence[Pair], sampling_params: SamplingParams) -> list[np.ndarray]:
+        from transformers import DynamicCache
+
         scores = []
         for prompt, completion in pairs:
-            out = self.model(self.tensor([list(prompt)]), use_cache=True)
-            rows = [out.logits[0, -1:]]
+            memory = cache_argument(self.model, DynamicCache(config=self.model.config))
+            rows = [self.model(self.tensor([list(prompt)]), use_cache=True, **memory).logits[0, -1:]]
             for token in completion[:-1]:
-                out = self.model(self.tensor([[token]]), past_key_values=out.past_key_values, use_cache=True)
-                rows.append(out.logits[0])
+                rows.append(self.model(self.tensor([[token]]), use_cache=True, **memory).logits[0])
             scores.append(_logprobs(torch.cat(rows), completion, sampling_params).numpy())
         return scores
 

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, DynamicCache
+from zerokl.audit.engines.hf import cache_argument
 
 END_ID = 1
 
@@ -141,8 +142,8 @@ def draw(
     ]
     for length in dict.fromkeys(map(len, prompts)):
         batch = [x for x in drawing if len(x.prompt) == length]
-        memory = cache(model.config)
-        rows = model(torch.tensor([x.prompt for x in batch]), past_key_values=memory, use_cache=True).logits
+        memory = cache_argument(model, cache(model.config))
+        rows = model(torch.tensor([x.prompt for x in batch]), use_cache=True, **memory).logits
         for step in range(most):
             shown = reported or drawn_with
             for x, row, plain in zip(batch, rows[:, -1], _plain(rows[:, -1], drawn_with, shown), strict=True):
@@ -151,7 +152,7 @@ def draw(
                 break
             place = torch.full((len(batch), 1), length + step + position_gap)
             last = torch.tensor([[x.ids[-1]] for x in batch])
-            rows = model(last, past_key_values=memory, use_cache=True, position_ids=place).logits
+            rows = model(last, use_cache=True, position_ids=place, **memory).logits
     return [Line(x.prompt, x.ids, np.float32(x.numbers)) for x in drawing]
 
 

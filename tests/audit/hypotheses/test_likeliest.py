@@ -11,6 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, DynamicCache
 from zerokl.audit.engines.generation_config import generation_defaults, not_obeyed
+from zerokl.audit.engines.hf import cache_argument
 from zerokl.kernels.sampling_params import SamplingParams
 
 from tests.audit.hypotheses.planted import SAMPLING, changed_weights, draw, relogged, report_of, write
@@ -22,8 +23,8 @@ def logp_rows(folder, rollout, temperature: float, dtype=torch.float32, cache=No
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
     prompt, completion = rollout.pair
     ids = torch.tensor([[*prompt, *completion[:-1]]])
-    memory = cache(model.config) if cache else None
-    logits = model(ids, past_key_values=memory, use_cache=memory is not None).logits[0, len(prompt) - 1 :]
+    memory = cache_argument(model, cache(model.config)) if cache else {}
+    logits = model(ids, use_cache=bool(memory), **memory).logits[0, len(prompt) - 1 :]
     return torch.log_softmax(logits.float() / temperature, -1)
 
 
