@@ -11,6 +11,7 @@ change no bit. So all blocks are padded to one length, and their trees run toget
 """
 
 import torch
+import torch.nn.functional as F
 
 from .backend import on_triton
 from .grad import GradBuffer
@@ -19,16 +20,11 @@ from .order import TOKEN_BLOCK, TokenBlocks, tree_sum
 
 def add_columns_ref(acc_SN: torch.Tensor, dy_TN: torch.Tensor, blocks: TokenBlocks) -> None:
     """The reference of add_columns. acc [shards, N]."""
-    for shard, shard_blocks in blocks.parts:
-        longest = max((end - start for start, end in shard_blocks), default=0)
-        if not longest:
-            continue
-        padded = 1 << (longest - 1).bit_length()
-        rows = dy_TN.new_zeros(len(shard_blocks), padded, dy_TN.shape[1], dtype=acc_SN.dtype)
-        for block, (start, end) in zip(rows, shard_blocks, strict=True):
-            block[: end - start] = dy_TN[start:end]
-        for column_sums in tree_sum(rows, 1):
-            acc_SN[shard] += column_sums
+    shards, rows = blocks.padded
+    if len(shards):
+        dy = F.pad(dy_TN.to(acc_SN.dtype), (0, 0, 1, 0))
+        sums = tree_sum(dy.index_select(0, rows.view(-1)).view(*rows.shape, -1), 1)
+        acc_SN.index_add_(0, shards, sums)  # one block after another
 
 
 def add_columns(buffer: GradBuffer, dy_TN: torch.Tensor, blocks: TokenBlocks) -> None:

@@ -23,6 +23,7 @@ from functools import cached_property
 from itertools import accumulate, chain, pairwise
 from typing import NamedTuple
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 
@@ -64,6 +65,19 @@ class TokenBlocks:
     def sequence_parts(self) -> list[tuple[int, list[tuple[int, int]]]]:
         """Each shard with the rows of its sequences, on the host."""
         return self._by_shard(self.sequences, self.first_sequence)
+
+    @cached_property
+    def padded(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The shard of each block [n], and its rows [n, P], on the host. A row's number is one too large.
+
+        P is the longest block's length, rounded up to a power of two. Past the end of a block its rows are 0.
+        """
+        blocks = [(shard, block) for shard, part in self.parts for block in part if block[0] < block[1]]
+        longest = max((end - start for _, (start, end) in blocks), default=1)
+        rows = np.zeros((len(blocks), 1 << (longest - 1).bit_length()), np.int64)
+        for row, (_, (start, end)) in zip(rows, blocks, strict=True):
+            row[: end - start] = np.arange(start + 1, end + 1)
+        return torch.tensor([shard for shard, _ in blocks], dtype=torch.int64), torch.from_numpy(rows)
 
     def _by_shard(self, rows: torch.Tensor, first: torch.Tensor) -> list[tuple[int, list[tuple[int, int]]]]:
         bounds = [tuple(row) for row in rows.tolist()]

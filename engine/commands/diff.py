@@ -1,5 +1,6 @@
 """`zerokl diff`: the first difference of two runs, or of two traces, in words. Logs: audit/logs/diff.py."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -103,8 +104,9 @@ def _position(x: Any, y: Any) -> str:
 def _rollouts(run: Path, step: int) -> list[dict[str, Any]]:
     """The lines of rollouts.jsonl for the step; `run` is a run folder or a ledger in it."""
     file = (run if run.is_dir() else run.parent) / ROLLOUTS
+    of_step = re.compile(rb'"step"\s*:\s*%d\s*[,}]' % step)  # other lines need no parsing
     try:
-        lines = (parse_rollout(line) for line in read_bytes(file).splitlines())
+        lines = (parse_rollout(line) for line in read_bytes(file).splitlines() if of_step.search(line))
         return [line for line in lines if line["step"] == step]
     except (OSError, ValueError, KeyError, TypeError):
         return []  # the lines only help to find the place; the ledger has shown the difference without them
