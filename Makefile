@@ -7,7 +7,7 @@ RUN    ?= runs/demo
 
 # TORCH: what pip is given for torch, e.g. TORCH='torch==2.13.0 --index-url ...' for another build.
 .PHONY: help demo demo-turns test test-rest test-full test-slow test-proofs vllm test-vllm test-vllm-0.33 test-triton test-latest test-notebooks test-trl test-trl-vllm test-trl-releases test-peft test-verl test-titan test-browser \
-  test-trackers test-worlds test-ray test-nodes real test-real pairs lint docs package wheels pictures bench bench-vllm bench-proxy clean
+  test-trackers test-worlds test-ray test-nodes real real-gradient test-real pairs lint docs package wheels pictures bench bench-vllm bench-proxy clean
 .DEFAULT_GOAL := help
 
 help:
@@ -34,6 +34,7 @@ help:
 	@echo "make test-ray       runs whose rollouts are drawn by actors on several nodes of Ray; actors and driver are killed"
 	@echo "make test-nodes     the batch script and manifests of docs/nodes, by the validators of what reads them"
 	@echo "make real           SmolLM2-135M-Instruct: transformers, vLLM and zerokl audited, then exact RL of all weights and of LoRA of rank 16"
+	@echo "make real-gradient  the same model: what samplers with fp8 weights and engines in bf16 do to a step's gradient"
 	@echo "make test-real      the same model in short: converted, audited, trained two steps"
 	@echo "make pairs          the table of engine pairs in docs/audit/pairs.md, again: one audit a row; MODEL=FOLDER for another model"
 	@echo "make docs           the documentation, in build/docs; a broken link fails"
@@ -239,6 +240,11 @@ $(MODEL)/config.json: | .venv-vllm/.real
 
 pairs: .venv-vllm/.real $(MODEL)/config.json
 	.venv-vllm/bin/python benchmarks/pairs.py $(MODEL) benchmarks/results/cpu/pairs
+
+# An hour on two cores; SAMPLERS=e4m3,e5m2 takes these only.
+SAMPLERS ?= e4m3,e5m2,hf-bf16,vllm-bf16
+real-gradient: .venv-vllm/.real $(MODEL)/config.json
+	.venv-vllm/bin/python benchmarks/real/gradient.py $(MODEL) $(REAL)/gradient samplers=$(SAMPLERS)
 
 test-real: .venv-vllm/.real
 	.venv-vllm/bin/python -m pytest -m real tests/real
