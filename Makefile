@@ -241,7 +241,7 @@ $(MODEL)/config.json: | .venv-vllm/.real
 pairs: .venv-vllm/.real $(MODEL)/config.json
 	.venv-vllm/bin/python benchmarks/pairs.py $(MODEL) benchmarks/results/cpu/pairs
 
-# An hour on two cores; SAMPLERS=e4m3,e5m2 takes these only.
+# A quarter of an hour for each on two cores; SAMPLERS=e4m3,e5m2 takes these only.
 SAMPLERS ?= e4m3,e5m2,hf-bf16,vllm-bf16
 real-gradient: .venv-vllm/.real $(MODEL)/config.json
 	.venv-vllm/bin/python benchmarks/real/gradient.py $(MODEL) $(REAL)/gradient samplers=$(SAMPLERS)
