@@ -53,6 +53,33 @@ def test_vllm_computes_with_the_weights_it_was_given(model: Path, tmp_path: Path
         assert after < 1e-3 < 1e-2 < before
 
 
+# 2,048 tokens are one forward, and 47 do not divide them.
+MANY = """
+if __name__ == "__main__":
+    import sys
+    from pathlib import Path
+
+    import torch
+    from zerokl.engine.rollout.types import GenerationParams
+    from zerokl.engine.rollout.vllm.generator import VllmGenerator
+    from zerokl.kernels.sampling_params import SamplingParams
+
+    generator = VllmGenerator(Path(sys.argv[1]), torch.float32, 64)
+    prompts = [[3 + (i + j) % 50 for j in range(47)] for i in range(100)]
+    rollouts = generator.generate(prompts, GenerationParams(SamplingParams(), 1, 4, frozenset()), 0)
+    print("RESULT", *(len(r.completion_ids) for r in rollouts))
+"""
+
+
+def test_more_prompts_than_one_forward_takes_are_drawn_each_with_its_seed(model: Path, tmp_path: Path):
+    (tmp_path / "many.py").write_text(MANY)
+    command = [sys.executable, str(tmp_path / "many.py"), str(model)]
+    process = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert process.returncode == 0, process.stderr[-3000:]
+    (line,) = (line for line in process.stdout.splitlines() if line.startswith("RESULT"))
+    assert line.split()[1:] == ["4"] * 100
+
+
 def test_a_run_with_vllm_as_it_comes(model: Path, tmp_path: Path):
     options = {
         "--run_dir": str(tmp_path / "run"),

@@ -18,6 +18,9 @@ from .start import starting_vllm
 
 # Tokens of a sequence at most, and bytes of the key-value cache.
 CONTEXT, CACHE_BYTES = 4096, 1 << 30
+# Where a forward ends within a prompt, vLLM draws all the same and sets the request's generator back, which
+# those of a CPU refuse (vllm/v1/worker/gpu_model_runner.py). So no forward ends within a prompt.
+ON_A_CPU = {"enable_chunked_prefill": False}
 
 
 class VllmGenerator:
@@ -46,14 +49,13 @@ class VllmGenerator:
                 max_model_len=min(context, CONTEXT),
                 enforce_eager=True,
                 skip_tokenizer_init=True,
-                # One forward takes a whole sequence, never a chunk of it.
                 max_num_batched_tokens=max(2048, min(context, CONTEXT)),
                 logprobs_mode="processed_logprobs",
                 enable_prefix_caching=False,
                 kv_cache_memory_bytes=CACHE_BYTES,
                 hf_overrides={} if head in (None, dtype) else {"head_dtype": _name(head)},
                 **({"worker_extension_cls": EXTENSION} if experts else {}),
-                **({} if is_cpu_build() else ON_A_GPU | on_ranks(torch.device("cuda"))),
+                **(ON_A_CPU if is_cpu_build() else ON_A_GPU | on_ranks(torch.device("cuda"))),
             )
 
     def generate(
