@@ -10,10 +10,11 @@ OUT/gradient.json. samplers=NAME,NAME takes these only. One that is not installe
 
 import json
 import statistics
-import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
+
+from train import run
 
 SAMPLERS = {
     "e4m3": {"perturb.weights": "float8_e4m3fn/tensor"},
@@ -31,20 +32,6 @@ SMALL = {
     "evaluation.every": "0",
 }
 LOSSES = ("none", "tis", "mis", "full", "full_sequence")
-
-
-def run(model: str, folder: Path, settings: dict[str, str]) -> list[dict]:
-    """The metrics of each step of a run. Raises SystemExit where it fails."""
-    zerokl = str(Path(sys.executable).with_name("zerokl"))
-    command = [zerokl, "train", str(Path(__file__).with_name("train.toml")), "--model", model]
-    command += ["--run_dir", str(folder)]
-    for key, value in settings.items():
-        command += [f"--{key}", value]
-    print(*command, flush=True)
-    process = subprocess.run(command, stdout=subprocess.DEVNULL, check=False)
-    if process.returncode:
-        raise SystemExit(f"gradient: the run above ended with {process.returncode}")
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
 def figures(rows: list[dict]) -> dict[str, float]:
@@ -66,7 +53,8 @@ def main() -> None:
         if name.startswith("vllm") and find_spec("vllm") is None:
             print(f"{name}: vllm is not installed")
             continue
-        found[name] = figures(run(model, Path(out) / name, given | SAMPLERS[name]))
+        rows, _ = run(model, Path(out) / name, given | SAMPLERS[name])
+        found[name] = figures(rows)
     print("| sampler | k3, nats a token | a sequence | floor |", *(f"{loss} |" for loss in LOSSES))
     print("| --- " * (4 + len(LOSSES)) + "|")
     for name, x in found.items():

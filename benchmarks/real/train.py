@@ -18,8 +18,11 @@ from pathlib import Path
 RUNS = {"all weights": {}, "rank 16": {"lora.rank": "16", "optimizer.lr": "2e-4"}}
 
 
-def train(model: str, folder: Path, settings: dict[str, str]) -> dict[str, float]:
-    """One run, and its figures. Raises SystemExit where it fails."""
+def run(model: str, folder: Path, settings: dict[str, str]) -> tuple[list[dict], float]:
+    """Train by train.toml with these settings: the metrics of each step, and the most memory in GiB.
+
+    Raises SystemExit where it fails.
+    """
     zerokl = str(Path(sys.executable).with_name("zerokl"))
     command = [zerokl, "train", str(Path(__file__).with_name("train.toml")), "--model", model]
     command += ["--run_dir", str(folder)]
@@ -31,13 +34,19 @@ def train(model: str, folder: Path, settings: dict[str, str]) -> dict[str, float
     if process.returncode:
         raise SystemExit(f"train: {' '.join(command)} ended with {process.returncode}")
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return rows, usage.ru_maxrss / (1 << 20)
+
+
+def train(model: str, folder: Path, settings: dict[str, str]) -> dict[str, float]:
+    """One run, and its figures."""
+    rows, most_gib = run(model, folder, settings)
     rewards = [row["reward/mean"] for row in rows]
     return {
         "reward, first steps": statistics.fmean(rewards[:3]),
         "reward, last steps": statistics.fmean(rewards[-3:]),
         "unequal share": max(1.0 - row["mismatch/frac_equal"] for row in rows),
         "s a step": statistics.median(row["time/sample_s"] + row["time/train_s"] for row in rows),
-        "GiB at most": usage.ru_maxrss / (1 << 20),
+        "GiB at most": most_gib,
     }
 
 

@@ -40,16 +40,21 @@ if __name__ == "__main__":
 """
 
 
-def test_vllm_computes_with_the_weights_it_was_given(model: Path, tmp_path: Path):
-    (tmp_path / "reload.py").write_text(CODE)
-    command = [sys.executable, str(tmp_path / "reload.py"), str(model)]
+def _results(code: str, model: Path, tmp_path: Path) -> list[list[str]]:
+    """The words of each line of results that a program prints."""
+    (tmp_path / "program.py").write_text(code)
+    command = [sys.executable, str(tmp_path / "program.py"), str(model)]
     process = subprocess.run(command, capture_output=True, text=True, check=False)
     assert process.returncode == 0, process.stderr[-3000:]
-    lines = [line for line in process.stdout.splitlines() if line.startswith("RESULT")]
+    return [line.split()[1:] for line in process.stdout.splitlines() if line.startswith("RESULT")]
+
+
+def test_vllm_computes_with_the_weights_it_was_given(model: Path, tmp_path: Path):
+    lines = _results(CODE, model, tmp_path)
     assert len(lines) == 3
     # Two fp32 engines differ by rounding. Other weights make a far larger difference.
     for line in lines:
-        after, before = map(float, line.split()[1:])
+        after, before = map(float, line)
         assert after < 1e-3 < 1e-2 < before
 
 
@@ -72,12 +77,8 @@ if __name__ == "__main__":
 
 
 def test_more_prompts_than_one_forward_takes_are_drawn_each_with_its_seed(model: Path, tmp_path: Path):
-    (tmp_path / "many.py").write_text(MANY)
-    command = [sys.executable, str(tmp_path / "many.py"), str(model)]
-    process = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert process.returncode == 0, process.stderr[-3000:]
-    (line,) = (line for line in process.stdout.splitlines() if line.startswith("RESULT"))
-    assert line.split()[1:] == ["4"] * 100
+    (lengths,) = _results(MANY, model, tmp_path)
+    assert lengths == ["4"] * 100
 
 
 def test_a_run_with_vllm_as_it_comes(model: Path, tmp_path: Path):
