@@ -23,6 +23,8 @@ def result(out: Path) -> dict:
         for run in combination["runs"]:
             del run["run"]
     made = {"cpu": machine(), "torch": torch.__version__, "date": datetime.date.today().isoformat()}
+    if torch.cuda.is_available():
+        made["gpu"] = torch.cuda.get_device_name()
     return report | made
 
 

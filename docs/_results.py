@@ -39,7 +39,7 @@ def _pair(row: dict) -> list[str]:
 
 
 def _experiment(name: str) -> dict:
-    return json.loads((_RESULTS / "cpu" / f"{name}.json").read_text())
+    return json.loads((_RESULTS / _EXPERIMENTS[name] / f"{name}.json").read_text())
 
 
 # Column -> figure of an ablation, and its format.
@@ -68,7 +68,8 @@ def _combinations(name: str) -> str:
         cells = [_spread(c[figure], form) for figure, form in columns.values()]
         rows.append([f"`{', '.join(c['settings'].values())}`", *cells])
     seeds = len(result["combinations"][0]["seeds"])
-    made = f"{seeds} seeds a row; {result['cpu']}, torch {result['torch']}, {result['date']}."
+    machine = ", ".join(result[part] for part in ("gpu", "cpu") if part in result)
+    made = f"{seeds} seeds a row; {machine}, torch {result['torch']}, {result['date']}."
     return f"{table(['run', *columns], rows)}\n\n{made}"
 
 
@@ -98,7 +99,9 @@ def _named(settings: dict) -> str:
     return "`" + ", ".join(settings.values()) + "`"
 
 
-_EXPERIMENTS = ("gap", "gap_again", "late", "step_size", "kinds", "length", "length_again", "rare_tokens")
+_ON_A_CPU = ("gap", "gap_again", "late", "step_size", "kinds", "length", "length_again", "rare_tokens")
+# Experiment -> folder of its result.
+_EXPERIMENTS = dict.fromkeys(_ON_A_CPU, "cpu") | {"real_gap": "h100"}
 _TABLES = {"": _combinations, "-hypotheses": _hypotheses}
 RESULTS = {"engine-pairs": engine_pairs} | {
     name.replace("_", "-") + part: partial(table_of, name)

@@ -20,6 +20,9 @@ from .operations import Lookup, Operations, Tensor, linear, weight_names
 Change = tuple[str, Tensor]  # what would be changed, in words, and the output that it would give
 _E4M3, _E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 _SHORT = {torch.bfloat16: "bfloat16", torch.float16: "float16"}
+# In TF32 a factor of an fp32 product has float16's 11 bits; vLLM's attention on a GPU is an example.
+_PRODUCTS = {Equation.LINEAR, Equation.ATTENTION, Equation.EXPERTS}
+_TF32 = ", or with products in TF32, which is Triton's default on a GPU (TRITON_F32_DEFAULT=ieee is fp32)"
 # Other layers whose weights are tried. A model of 80 layers would take minutes.
 _NEIGHBOURS = 4
 
@@ -283,5 +286,7 @@ def _of_lower_precision(op: str, actual: Tensor, exact: Operations, lookup: Look
     for dtype, name in _SHORT.items():
         typical = rms(in_dtype(exact, dtype).compute(op, lookup).double() - expected)
         if typical / 3 <= error <= 3 * typical:
-            return f"its error is as large as if it were computed in {name}"
+            of_fp32 = dtype is torch.float16 and lookup(op).dtype is torch.float32
+            tf32 = _TF32 if of_fp32 and operation(op).equation in _PRODUCTS else ""
+            return f"its error is as large as if it were computed in {name}{tf32}"
     return ""

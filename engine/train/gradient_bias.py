@@ -163,4 +163,4 @@ def gradient(state: TrainState, shard: Shard, loss: LossConfig) -> torch.Tensor:
         part = slices.of_gradient(slices.own)
         return torch.zeros(part.stop - part.start)
     # The scale is a power of two, so the division is exact.
-    return total.detach().to("cpu", copy=True) / scale
+    return total.detach().to("cpu", copy=True).div_(scale)

@@ -124,7 +124,7 @@ def test_the_recipe_reads_gsm8k_as_it_is(tmp_path):
     assert reward(problem, "So it is \\boxed{7}.") == 0.0
 
 
-@pytest.mark.parametrize("name", ["gap", "gap_again", "late", "rare_tokens"])
+@pytest.mark.parametrize("name", ["gap", "gap_again", "late", "rare_tokens", "real/gap"])
 def test_the_experiments_of_the_page_are_grids_with_controls_and_hypotheses(name):
     """Every run without a mismatch is exact, every other one has no correction but the one that names it."""
     path = DOCS.parent / "benchmarks" / f"{name}.toml"
@@ -137,12 +137,23 @@ def test_the_experiments_of_the_page_are_grids_with_controls_and_hypotheses(name
 
 
 @pytest.mark.parametrize(
-    "name", ["gap", "gap_again", "late", "step_size", "kinds", "length", "length_again", "rare_tokens"]
+    ("grid", "result"),
+    [
+        ("gap", "cpu/gap"),
+        ("gap_again", "cpu/gap_again"),
+        ("late", "cpu/late"),
+        ("step_size", "cpu/step_size"),
+        ("kinds", "cpu/kinds"),
+        ("length", "cpu/length"),
+        ("length_again", "cpu/length_again"),
+        ("rare_tokens", "cpu/rare_tokens"),
+        ("real/gap", "h100/real_gap"),
+    ],
 )
-def test_the_committed_result_of_an_experiment_is_that_of_its_grid(name):
+def test_the_committed_result_of_an_experiment_is_that_of_its_grid(grid, result):
     """What the page draws was made by the grid as it stands, and its verdicts follow from its figures."""
-    result = json.loads((DOCS.parent / "benchmarks" / "results" / "cpu" / f"{name}.json").read_text())
-    path = DOCS.parent / "benchmarks" / f"{name}.toml"
+    result = json.loads((DOCS.parent / "benchmarks" / "results" / f"{result}.json").read_text())
+    path = DOCS.parent / "benchmarks" / f"{grid}.toml"
     assert result["grid"] == path.read_text()
     cells = read_grid(path)
     assert sum(len(c["runs"]) for c in result["combinations"]) == len(cells)

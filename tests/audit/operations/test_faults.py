@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers.models.qwen3 import modeling_qwen3
 from zerokl.audit.as_json import as_json
 from zerokl.audit.engines.engine import Engine, ZeroklEngine
 from zerokl.audit.engines.hf import HfEngine
@@ -275,6 +276,36 @@ def test_cut_goes_one_step_towards_0_at_most():
     x = torch.tensor([1.0, -1.0, 1.00390625, -1.0039, 0.0, 3.14159], dtype=torch.float64)
     shortened = cut(x, torch.bfloat16)
     assert shortened.tolist() == [1.0, -1.0, 1.0, -1.0, 0.0, 3.140625]
+
+
+def _tf32(x: torch.Tensor) -> torch.Tensor:
+    """An fp32 number as TF32 has it: cut off after ten bits."""
+    return (x.contiguous().view(torch.int32) & ~0x1FFF).view(torch.float32)
+
+
+class _Tf32Linear(torch.nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.linear(_tf32(x), _tf32(self.weight))
+
+
+def _attention_in_tf32(module, query, key, value, attention_mask, scaling, **kwargs):
+    """transformers' eager attention, its second product in TF32. The trace reads the first one's factors."""
+    key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], dim=1) for x in (key, value))
+    scores = query @ key.transpose(2, 3) * scaling
+    later = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
+    weights = scores.masked_fill(later, -torch.inf).softmax(-1)
+    return (_tf32(weights) @ _tf32(value)).transpose(1, 2).contiguous(), weights
+
+
+@pytest.mark.parametrize("op", ["layers.0.attention", "layers.1.o_proj"])
+def test_products_in_tf32_are_named_in_fp32(deep, op, monkeypatch):
+    """vLLM's attention on a GPU is such a one; to float16 the error alone would point."""
+    broken, ours = HfEngine(deep, torch.float32, "eager"), ZeroklEngine(deep, torch.float32)
+    if op == "layers.0.attention":
+        monkeypatch.setattr(modeling_qwen3, "eager_attention_forward", _attention_in_tf32)
+    else:
+        broken.model.model.layers[1].self_attn.o_proj.__class__ = _Tf32Linear
+    _assert_named(deep, "float32", broken, ours, op, "hf-eager", "float16, or with products in TF32")
 
 
 @pytest.mark.full
