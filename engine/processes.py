@@ -131,7 +131,7 @@ def keep(leash: int, entry: str, fd: int) -> None:
         if leash in readable:
             break
         os.read(wake, 4096)
-        code = dict(_ended()).get(child)
+        code = dict(ended_children()).get(child)
     _kill_all_below(child)
     if code is not None:
         with suppress(OSError), socket.socket(fileno=leash) as connection:
@@ -150,7 +150,7 @@ def _prctl(option: int, value: int) -> None:
         ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
 
 
-def _ended() -> Iterator[tuple[int, int]]:
+def ended_children() -> Iterator[tuple[int, int]]:
     """Process and exit code of each child that has ended."""
     with suppress(ChildProcessError):
         while (ended := os.waitpid(-1, os.WNOHANG))[0]:

@@ -5,9 +5,9 @@ else. Every error is a ValueError of one line. It says what is wrong; the caller
 """
 
 import json
-import math
 import sys
 from collections.abc import Mapping, Sequence
+from math import isfinite, isnan
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +79,7 @@ def parse_json(text: str | bytes, non_finite: bool = False) -> Any:
 
 # JSON has no infinities and no NaN. Where a value may be one, as a log-probability may, it is named instead.
 _NON_FINITE = ("Infinity", "-Infinity", "NaN")
+_AS_IT_IS = {int, str, bool, type(None)}
 
 
 def json_ready(x: Any) -> Any:
@@ -87,11 +88,12 @@ def json_ready(x: Any) -> Any:
     x: dicts, lists and values.
     """
     if isinstance(x, dict):
-        return {k: json_ready(v) for k, v in x.items()}
+        return {k: v if type(v) in _AS_IT_IS else json_ready(v) for k, v in x.items()}
     if isinstance(x, list):
-        return [json_ready(v) for v in x]
-    if isinstance(x, float) and not math.isfinite(x):
-        return "NaN" if math.isnan(x) else "Infinity" if x > 0 else "-Infinity"
+        # A call for each of a run's log-probabilities would take longer than writing them does.
+        return [v if type(v) in _AS_IT_IS or (type(v) is float and isfinite(v)) else json_ready(v) for v in x]
+    if isinstance(x, float) and not isfinite(x):
+        return "NaN" if isnan(x) else "Infinity" if x > 0 else "-Infinity"
     return x
 
 

@@ -9,7 +9,7 @@ width, N output width.
 Roundings: y is rounded once to the dtype of x, from an fp32 sum (fp64 for fp64). acc is not rounded.
 
 oneDNN computes the products in fp32 and bf16. Products of fp16 are computed from fp32 numbers and rounded
-once. So are products of bf16 where oneDNN has none (without AVX-512). Two facts about CPU matrix libraries
+once. So are products of bf16 where oneDNN has none (without AVX-512). Three facts about CPU matrix libraries
 shape this file. They were measured with torch 2.13, MKL 2024.2 and oneDNN 3.12, with AVX-512 and with AVX2:
 
 - The bits of a row may change with the number of rows in the call, because another number of rows may select
@@ -17,6 +17,8 @@ shape this file. They were measured with torch 2.13, MKL 2024.2 and oneDNN 3.12,
   product of ROW_TILE rows, and rows are cut into tiles of a few fixed sizes. A tile of another size than
   ROW_TILE is taken only where a probe found that the library gives every row the same bits, on this machine
   and for this shape (`_agrees`). The other tile saves time and decides no bit.
+- A call of oneDNN takes 40 microseconds before it computes anything; torch.mm, which is MKL in fp32, a few.
+  So mm computes small products where a probe found that it gives the bits of oneDNN (`_mm_agrees`).
 - With a width that is not a multiple of 16, the library sums the edge of the last vector in another order,
   and the place of that edge depends on the number of threads. So widths are first padded with zeros to a
   multiple of 16.
@@ -26,6 +28,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from itertools import accumulate, pairwise
 from types import MappingProxyType
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -45,6 +48,8 @@ _TAIL_TILES = (8, 16, 24, 40, 48, 56)
 # Products of more multiplications than this are not probed, but cut into tiles of ROW_TILE rows. So a probe
 # takes a tenth of a second at most.
 _PROBE_LIMIT = 1 << 31
+# Products of more multiplications than this go to oneDNN without a probe: there a call's cost is nothing.
+_MM_LIMIT = 1 << 23
 # Tiles of at most so many rows read packed weights, and the packed copies have at most so many bytes. The
 # limits bound time and memory.
 _PACKED_ROWS, _PACKED_BYTES = 128, 1 << 28
@@ -66,7 +71,7 @@ def matmul_ref(x_TK: torch.Tensor, w_NK: torch.Tensor, pack: torch.Tensor | None
         return matmul_ref(x_TK.float(), w_NK.float()).to(dtype)
     T, N = x_TK.shape[0], w_NK.shape[0]
     x, w = pad_width(x_TK), _pad_both(w_NK.t())
-    tiles = _tiles(x, w)
+    tiles = _tiles(T, dtype, *w.shape, w.stride(), torch.get_num_threads())
     if tiles == [T]:
         return narrow(_product(x, w, pack), N)
     y = x.new_empty(T, w.shape[1])
@@ -131,19 +136,21 @@ def pack_weights(weights_NK: Iterable[torch.Tensor]) -> dict[torch.Tensor, torch
 
     Products of few rows read the copy that they are given. So nobody may change the weights while the copies
     are in use. They decide no bit: a copy is made only where a probe finds the same bits with it
-    (`_pack_agrees`).
+    (`_pack_helps`).
     """
     packs, bytes_left = {}, _PACKED_BYTES
     for w in weights_NK:
         fits = w.nbytes <= bytes_left and not on_triton(w)
-        if _ONEDNN and fits and _pack_agrees(w.dtype, *w.shape, torch.get_num_threads()):
+        if _ONEDNN and fits and _pack_helps(w.dtype, *w.shape, torch.get_num_threads()):
             packs[w] = _pack(w.detach())
             bytes_left -= w.nbytes
     return packs
 
 
 def _product(x: torch.Tensor, w_KN: torch.Tensor, pack: torch.Tensor | None = None) -> torch.Tensor:
-    """x w by one call of the library."""
+    """x w by one call of a library."""
+    if x.dtype == torch.float32 and _mm_agrees(len(x), *w_KN.shape, w_KN.stride(), torch.get_num_threads()):
+        return torch.mm(x, w_KN)
     if pack is not None and len(x) <= _PACKED_ROWS:
         return _linear(x, pack)
     if x.dtype == torch.float32 and _ONEDNN:
@@ -161,22 +168,40 @@ def _pack(w_NK: torch.Tensor) -> torch.Tensor:
 
 
 @cache
-def _pack_agrees(dtype: torch.dtype, N: int, K: int, threads: int) -> bool:
-    """Whether all tiles that read packed weights have the bits of a product with plain weights."""
+def _pack_helps(dtype: torch.dtype, N: int, K: int, threads: int) -> bool:
+    """Whether a packed copy is read, and all tiles that read it have the bits of plain weights."""
     unpackable = dtype == torch.float64 or dtype in THROUGH_FP32 or K % ALIGN or N % ALIGN
     if unpackable or _PACKED_ROWS * K * N > _PROBE_LIMIT:
         return False
+    tiles = [rows for rows in (*LONG_TILES, ROW_TILE, *_TAIL_TILES) if rows <= _PACKED_ROWS]
+    if dtype == torch.float32 and all(_mm_agrees(rows, K, N, (1, K), threads) for rows in tiles):
+        return False  # nothing reads it
     g = torch.Generator().manual_seed(0)
     x, w = (torch.randn(n, K, generator=g).to(dtype) for n in (_PACKED_ROWS, N))
     pack, expected = _pack(w), torch.cat([_product(tile, w.t()) for tile in x.split(ROW_TILE)])
-    tiles = [rows for rows in (*LONG_TILES, ROW_TILE, *_TAIL_TILES) if rows <= _PACKED_ROWS]
     return all(equal(torch.cat([_linear(tile, pack) for tile in x.split(rows)]), expected) for rows in tiles)
 
 
-def _tiles(x: torch.Tensor, w_KN: torch.Tensor) -> list[int]:
-    """The rows of each tile of x. The last tile may have more rows than are left."""
-    shape = (x.dtype, *w_KN.shape, w_KN.stride(), torch.get_num_threads())
-    tiles, left = [], len(x)
+@cache
+def _mm_agrees(rows: int, K: int, N: int, strides: tuple[int, int], threads: int) -> bool:
+    """Whether torch.mm has the bits of oneDNN in a small fp32 product of `rows` rows, or there is no oneDNN.
+
+    The probe also has a row of zeros, whose sums are of zeros with the signs of w: their sign depends on what
+    a sum begins with.
+    """
+    if not _ONEDNN or rows * K * N > _MM_LIMIT:
+        return not _ONEDNN
+    g = torch.Generator().manual_seed(0)
+    x = torch.randn(rows, K, generator=g)
+    w = torch.empty_strided((K, N), strides)
+    w.copy_(torch.randn(K, N, generator=g))
+    x[0], w[:, 0] = 0.0, -1.0
+    return equal(torch.mm(x, w), _linear(x, w.t()))
+
+
+def _tiles(T: int, *shape: Any) -> list[int]:
+    """The rows of each tile of T rows. The last tile may have more rows than are left. shape: see _agrees."""
+    tiles, left = [], T
     for rows in LONG_TILES:
         if left >= rows and _agrees(rows, *shape):
             tiles += [rows] * (left // rows)

@@ -6,6 +6,7 @@ Then each turn draws one token for each running sample (decode.py). When samples
 places. New requests may come while others run: those of the next turns of trajectories.
 """
 
+import math
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -284,15 +285,16 @@ class Generation:
     def _take(self, samples: Sequence[Sample], drawn: Drawn) -> bool:
         """Give each sample the tokens that it drew; returns whether any sample ended with them."""
         ended = []
+        turns = list(zip(drawn.ids.tolist(), drawn.logprobs.tolist(), strict=True))
         for i, sample in enumerate(samples):
             if sample.finish:
                 continue  # it ended in an earlier look
-            for turn, (ids, logprobs) in enumerate(zip(drawn.ids, drawn.logprobs, strict=True)):
+            for turn, (ids, logprobs) in enumerate(turns):
                 if sample.finish:
                     break  # what it drew past its end is dropped
-                if not np.isfinite(logprobs[i]):
+                if not math.isfinite(logprobs[i]):
                     self._refuse(sample)
-                sample.append(int(ids[i]), float(logprobs[i]))
+                sample.append(ids[i], logprobs[i])
                 if drawn.experts is not None:
                     sample.experts.append(drawn.experts[turn, i])
             if sample.finish:

@@ -20,7 +20,10 @@ def by_definition(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     if x.dtype in matmul_module.THROUGH_FP32:
         return by_definition(x.float(), w.float()).to(x.dtype)
     padded = F.pad(x, (0, 0, 0, -len(x) % ROW_TILE))
-    return torch.cat([matmul_module._product(tile, w) for tile in padded.split(ROW_TILE)])[: len(x)]
+    by_onednn = x.dtype == torch.float32 and matmul_module._ONEDNN
+    tiles = padded.split(ROW_TILE)
+    products = [matmul_module._linear(tile, w.t()) if by_onednn else torch.mm(tile, w) for tile in tiles]
+    return torch.cat(products)[: len(x)]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
@@ -102,6 +105,41 @@ def test_a_shorter_tile_with_other_bits_is_not_taken(monkeypatch):
         assert count_unequal(matmul(x[:13], w.t()), expected[:13]) > 0, "control: without the probe"
 
 
+def test_a_product_of_mm_with_other_bits_is_not_taken(monkeypatch):
+    """A torch.mm that sums the first 48 terms alone."""
+    x, w, mm = randn(0, 40, 96), randn(1, 96, 64), torch.mm
+    expected = by_definition(x, w)
+    monkeypatch.setattr(torch, "mm", lambda x, w: mm(x[:, :48], w[:48]) + mm(x[:, 48:], w[48:]))
+    with forgotten(matmul_module._mm_agrees), forgotten(matmul_module._agrees):
+        assert count_unequal(matmul(x, w.t()), expected) == 0
+        if matmul_module._ONEDNN:
+            monkeypatch.setattr(matmul_module, "_mm_agrees", lambda *_: True)
+            assert count_unequal(matmul(x, w.t()), expected) > 0, "control: without the probe"
+
+
+@pytest.mark.parametrize("K", [16, 64, 192])
+def test_a_sum_of_zeros_has_the_sign_of_its_definition(K):
+    """A gradient of 0 times negative weights: a library that begins with the first product ends at -0.0."""
+    x, w = randn(0, 48, K), randn(1, K, 64)
+    x[3], x[7], w[:, 5] = 0.0, -0.0, -1.0
+    assert count_unequal(matmul(x, w.t()), by_definition(x, w)) == 0
+
+
+def test_a_copy_that_nothing_reads_is_not_packed(monkeypatch):
+    w = randn(0, 64, 96)
+    monkeypatch.setattr(matmul_module, "_mm_agrees", lambda *_: True)
+    with forgotten(matmul_module._pack_helps):
+        assert not pack_weights([w])
+
+
+@pytest.fixture
+def without_mm(monkeypatch: pytest.MonkeyPatch):
+    """A library whose torch.mm has other bits than oneDNN's products, as it is with long sums."""
+    monkeypatch.setattr(matmul_module, "_mm_agrees", lambda *_: not matmul_module._ONEDNN)
+    with forgotten(matmul_module._pack_helps):
+        yield
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
 @property_settings(15)
 @given(
@@ -120,6 +158,7 @@ def test_packed_weights_change_no_bit(dtype, T, K, N, n, seed):
         assert count_unequal(matmul(x, w, pack), plain) == 0
 
 
+@pytest.mark.usefixtures("without_mm")
 @pytest.mark.parametrize(
     "dtype", [d for d in (torch.float32, torch.bfloat16) if d not in matmul_module.THROUGH_FP32], ids=str
 )
@@ -132,18 +171,20 @@ def test_packed_weights_are_read_and_control_stale_ones_are_seen(dtype):
     assert count_unequal(matmul(x, w), before) > 0
 
 
+@pytest.mark.usefixtures("without_mm")
 def test_packed_weights_with_other_bits_are_not_taken(monkeypatch):
     """A library whose packed product sums in another order."""
     w, x = randn(0, 64, 96), randn(1, 40, 96)
     plain, pack = matmul(x, w), matmul_module._pack
     monkeypatch.setattr(matmul_module, "_pack", lambda w: pack(w * 1.0000001))
-    with forgotten(matmul_module._pack_agrees):
+    with forgotten(matmul_module._pack_helps):
         assert not pack_weights([w])
-    monkeypatch.setattr(matmul_module, "_pack_agrees", lambda *_: True)
+    monkeypatch.setattr(matmul_module, "_pack_helps", lambda *_: True)
     taken = pack_weights([w])[w]
     assert count_unequal(matmul(x, w, taken), plain) > 0, "control: without the probe they would be taken"
 
 
+@pytest.mark.usefixtures("without_mm")
 def test_no_more_memory_than_allowed_is_packed(monkeypatch):
     w = [randn(i, 64, 96) for i in range(3)]
     monkeypatch.setattr(matmul_module, "_PACKED_BYTES", w[0].nbytes * 2)

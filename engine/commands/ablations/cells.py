@@ -1,4 +1,4 @@
-"""The processes of an ablation's cells: each runs `zerokl train`, and some run side by side.
+"""The processes of an ablation's cells: each runs `zerokl train`, and some run side by side (forks.py).
 
 A cell has a process of its own, because what an engine leaves behind (vLLM keeps threads and memory) would
 slow the cells after it. The threads of the machine are divided among the cells that run at once. By the law
@@ -7,10 +7,10 @@ neither the threads nor the neighbours of a cell decide a bit of it.
 
 import os
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from enum import Enum
 from pathlib import Path
 from typing import Protocol
@@ -23,17 +23,11 @@ from ...config_file import to_toml
 from ...processes import ending
 from ...runs.folder import FAILED, METRICS
 from ...runs.summary import SUMMARY
+from .forks import ForkServer
 from .grid import Cell
 
 # How often the cells are looked at, in seconds.
 _POLL_S = 0.25
-# What the process of a cell runs: `python -m zerokl`, and it ends when the ablation is killed.
-_CODE = """
-from zerokl.engine.parallel.orphans import end_with
-end_with({parent})
-from zerokl.cli import run
-run()
-"""
 
 
 class State(Enum):
@@ -59,7 +53,8 @@ class CellRun:
         self.first_reward: float | None = None
         self.reward: float | None = None
         self._bytes_read, self._log_begins_at = 0, 0
-        self._process: subprocess.Popen | None = None
+        self._process = 0
+        self._forks: ForkServer | None = None
         self._began_s, self._was_interrupted = 0.0, False
         self._read_metrics()
         self.kept = self.steps
@@ -75,10 +70,10 @@ class CellRun:
         """The file that takes what the cell's process prints."""
         return self.path.parent / f"{self.path.name}.log"
 
-    def start(self, threads: int | None) -> None:
+    def start(self, forks: ForkServer, threads: int) -> None:
         """Start the cell's process, or let an interrupted run go on.
 
-        threads: of the process; None leaves the choice to torch. Raises OSError.
+        threads: of the process. Raises OSError.
         """
         self.path.parent.mkdir(parents=True, exist_ok=True)
         config = self.path.parent / f"{self.path.name}.toml"
@@ -87,25 +82,16 @@ class CellRun:
             words = ["train", "--resume", str(self.path)]
         else:
             words = ["train", str(config), "--run_dir", str(self.path)]
-        environment = os.environ | {"PYTHONPATH": os.pathsep.join(os.path.abspath(p) for p in sys.path)}
-        if threads is not None:
-            environment["OMP_NUM_THREADS"] = str(threads)
-        with open(self.log, "ab") as log:
-            self._log_begins_at = log.tell()
-            # A process group of its own: Ctrl-C reaches the ablation alone, which decides what it means.
-            self._process = subprocess.Popen(
-                [sys.executable, "-P", "-c", _CODE.format(parent=os.getpid()), *words],
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                env=environment,
-                process_group=0,
-            )
+        self._log_begins_at = self.log.stat().st_size if self.log.exists() else 0
+        path = os.pathsep.join(os.path.abspath(p) for p in sys.path)
+        environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": str(threads)}
+        # A process group of its own: Ctrl-C reaches the ablation alone, which decides what it means.
+        self._forks, self._process = forks, forks.start(words, self.log, environment, threads)
         self.state, self._began_s = State.RUNNING, time.monotonic()
 
     def has_ended(self) -> bool:
         """Look at the process and at what it has written since. After the end, `state` says how it ended."""
-        code = self._process.poll()
+        code = self._forks.exit_code(self._process)
         self._read_metrics()
         if code is None:
             return False
@@ -118,14 +104,17 @@ class CellRun:
     def interrupt(self) -> None:
         """Ask the process to end, as Ctrl-C does. The run is then one of those that are left."""
         self._was_interrupted = True
-        if self._process.poll() is None:
-            self._process.send_signal(signal.SIGINT)
+        if self._process and self._forks.exit_code(self._process) is None:
+            with suppress(ProcessLookupError):  # it may end at any time
+                os.kill(self._process, signal.SIGINT)
 
     def kill(self) -> None:
         """End the process and those that it has started, now."""
-        if self._process is not None and self._process.poll() is None:
-            os.killpg(self._process.pid, signal.SIGKILL)
-            self._process.wait()
+        if self._process and self._forks.exit_code(self._process) is None:
+            with suppress(ProcessLookupError):
+                os.killpg(self._process, signal.SIGKILL)
+            while self._forks.exit_code(self._process) is None:
+                time.sleep(_POLL_S)
 
     def _result(self) -> State | None:
         if (self.path / SUMMARY).exists():
@@ -200,16 +189,17 @@ def run_cells(runs: Sequence[CellRun], jobs: int, watcher: Watcher) -> None:
     asked to end, and at the second Ctrl-C it is killed. Raises KeyboardInterrupt then.
     """
     left = [run for run in runs if run.state is State.LEFT]
-    threads = max(1, torch.get_num_threads() // jobs) if jobs > 1 else None
+    threads = max(1, torch.get_num_threads() // jobs)
     running: list[CellRun] = []
     watcher.begin(jobs)
+    forks = ForkServer() if left else None
     try:
         while left or running:
             ended = [run for run in running if run.has_ended()]
             running = [run for run in running if run not in ended]
             while left and len(running) < jobs:
                 running.append(left.pop(0))
-                running[-1].start(threads)
+                running[-1].start(forks, threads)
             for run in ended:
                 watcher.ended(run)
             watcher.look()
@@ -226,4 +216,6 @@ def run_cells(runs: Sequence[CellRun], jobs: int, watcher: Watcher) -> None:
     finally:
         for run in running:
             run.kill()
+        if forks:
+            forks.close()
         watcher.close()

@@ -143,9 +143,9 @@ def test_ended_runs_are_kept_and_interrupted_ones_go_on(grid, tmp_path, monkeypa
     (out / "cells" / "run" / "seed-1" / "summary.json").unlink()
     start = CellRun.start
 
-    def counted(run, threads):
+    def counted(run, *args):
         seeds_run.append(run.cell.config.seed)
-        start(run, threads)
+        start(run, *args)
 
     monkeypatch.setattr(CellRun, "start", counted)
     again = ablate(path, out)
