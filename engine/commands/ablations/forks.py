@@ -105,21 +105,17 @@ def serve(fd: int) -> None:
                 for ended, code in ended_children():
                     _send(connection, process=ended, code=code)
             if connection in readable:
-                line, fds, _, _ = socket.recv_fds(connection, _BYTES, 1)
-                if not line:
-                    os._exit(0)
-                while not line.endswith(b"\n"):
-                    line += connection.recv(_BYTES)
+                line, output = _request(connection)
                 process = os.fork()
                 if process:
-                    os.close(fds[0])
+                    os.close(output)
                     _lead_a_group(process)
                     _send(connection, process=process)
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     os.close(wake)
     os.close(wake_writer)
-    _run(fds[0], **json.loads(line))
+    _run(output, **json.loads(line))
 
 
 def import_what_every_run_imports() -> None:
@@ -131,8 +127,20 @@ def import_what_every_run_imports() -> None:
     import_module(_COMMAND_LINE)
 
 
+def _request(connection: socket.socket) -> tuple[bytes, int]:
+    """The next line, and the descriptor that came with it. Ends the process where its owner has ended."""
+    with suppress(ConnectionResetError):
+        line, fds, _, _ = socket.recv_fds(connection, _BYTES, 1)
+        while not line.endswith(b"\n") and (more := connection.recv(_BYTES)):
+            line += more
+        if line.endswith(b"\n"):
+            return line, fds[0]
+    os._exit(0)
+
+
 def _send(connection: socket.socket, **message: int) -> None:
-    connection.sendall(json.dumps(message).encode() + b"\n")
+    with suppress(BrokenPipeError):  # the owner has ended, which `serve` sees next
+        connection.sendall(json.dumps(message).encode() + b"\n")
 
 
 def _lead_a_group(process: int) -> None:
