@@ -48,8 +48,8 @@ _TAIL_TILES = (8, 16, 24, 40, 48, 56)
 # Products of more multiplications than this are not probed, but cut into tiles of ROW_TILE rows. So a probe
 # takes a tenth of a second at most.
 _PROBE_LIMIT = 1 << 31
-# Products of more multiplications than this go to oneDNN without a probe: there a call's cost is nothing.
-_MM_LIMIT = 1 << 23
+# Products of as many multiplications or more go to oneDNN without a probe: there the cost of a call is small.
+_MM_LIMIT = 1 << 22
 # Tiles of at most so many rows read packed weights, and the packed copies have at most so many bytes. The
 # limits bound time and memory.
 _PACKED_ROWS, _PACKED_BYTES = 128, 1 << 28
@@ -189,7 +189,7 @@ def _mm_agrees(rows: int, K: int, N: int, strides: tuple[int, int], threads: int
     The probe also has a row of zeros, whose sums are of zeros with the signs of w: their sign depends on what
     a sum begins with.
     """
-    if not _ONEDNN or rows * K * N > _MM_LIMIT:
+    if not _ONEDNN or rows * K * N >= _MM_LIMIT:
         return not _ONEDNN
     g = torch.Generator().manual_seed(0)
     x = torch.randn(rows, K, generator=g)
