@@ -110,17 +110,12 @@ def keep(leash: int, entry: str, fd: int) -> None:
     On Linux, processes below the child whose parents end become children of the keeper. So it finds all of
     them. Elsewhere it ends the child's process group.
     """
-    wake, wake_writer = os.pipe()
-    os.set_blocking(wake_writer, False)
-    signal.set_wakeup_fd(wake_writer, warn_on_full_buffer=False)
-    signal.signal(signal.SIGCHLD, lambda *_: None)
+    wake = wake_at_the_end_of_a_child()
     _prctl(_SET_CHILD_SUBREAPER, 1)
     child = os.fork()
     if child == 0:
-        signal.set_wakeup_fd(-1)
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        for unused in (leash, wake, wake_writer):
-            os.close(unused)
+        end_wakes(wake)
+        os.close(leash)
         os.setpgid(0, 0)  # a kill of its own group does not reach the keeper
         _prctl(_SET_PDEATHSIG, signal.SIGKILL)
         return _function(entry)(fd)
@@ -148,6 +143,22 @@ def _prctl(option: int, value: int) -> None:
     """Set an option of this process. Only Linux has it."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
+
+
+def wake_at_the_end_of_a_child() -> int:
+    """A descriptor that is readable once a child of this process has ended."""
+    wake, writer = os.pipe()
+    os.set_blocking(writer, False)
+    signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    return wake
+
+
+def end_wakes(wake: int) -> None:
+    """In a fork of a process that has such a descriptor: let go of it."""
+    os.close(signal.set_wakeup_fd(-1))
+    os.close(wake)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
 
 
 def ended_children() -> Iterator[tuple[int, int]]:

@@ -28,7 +28,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from itertools import accumulate, pairwise
 from types import MappingProxyType
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -71,7 +70,7 @@ def matmul_ref(x_TK: torch.Tensor, w_NK: torch.Tensor, pack: torch.Tensor | None
         return matmul_ref(x_TK.float(), w_NK.float()).to(dtype)
     T, N = x_TK.shape[0], w_NK.shape[0]
     x, w = pad_width(x_TK), _pad_both(w_NK.t())
-    tiles = _tiles(T, dtype, *w.shape, w.stride(), torch.get_num_threads())
+    tiles = _tiles(x, w)
     if tiles == [T]:
         return narrow(_product(x, w, pack), N)
     y = x.new_empty(T, w.shape[1])
@@ -199,9 +198,10 @@ def _mm_agrees(rows: int, K: int, N: int, strides: tuple[int, int], threads: int
     return equal(torch.mm(x, w), _linear(x, w.t()))
 
 
-def _tiles(T: int, *shape: Any) -> list[int]:
-    """The rows of each tile of T rows. The last tile may have more rows than are left. shape: see _agrees."""
-    tiles, left = [], T
+def _tiles(x: torch.Tensor, w_KN: torch.Tensor) -> list[int]:
+    """The rows of each tile of x. The last tile may have more rows than are left."""
+    shape = (x.dtype, *w_KN.shape, w_KN.stride(), torch.get_num_threads())
+    tiles, left = [], len(x)
     for rows in LONG_TILES:
         if left >= rows and _agrees(rows, *shape):
             tiles += [rows] * (left // rows)

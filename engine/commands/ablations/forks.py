@@ -7,7 +7,6 @@ that forks computes nothing and asks for no GPU, and in a cell both begin anew. 
 import json
 import os
 import select
-import signal
 import socket
 import subprocess
 import sys
@@ -17,7 +16,7 @@ from importlib import import_module
 from pathlib import Path
 
 from ...parallel.orphans import end_with
-from ...processes import ended_children, start_python
+from ...processes import end_wakes, ended_children, start_python, wake_at_the_end_of_a_child
 
 _CODE = "from zerokl.engine.commands.ablations.forks import serve; serve({fd})"
 # The module of the command line, whose floor is above this one.
@@ -92,10 +91,7 @@ def serve(fd: int) -> None:
     It returns in the forks alone, at the end of their command.
     """
     import_what_every_run_imports()
-    wake, wake_writer = os.pipe()
-    os.set_blocking(wake_writer, False)
-    signal.set_wakeup_fd(wake_writer, warn_on_full_buffer=False)
-    signal.signal(signal.SIGCHLD, lambda *_: None)
+    wake = wake_at_the_end_of_a_child()
     with socket.socket(fileno=fd) as connection:
         process = -1
         while process:
@@ -111,10 +107,7 @@ def serve(fd: int) -> None:
                     os.close(output)
                     _lead_a_group(process)
                     _send(connection, process=process)
-    signal.set_wakeup_fd(-1)
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    os.close(wake)
-    os.close(wake_writer)
+    end_wakes(wake)
     _run(output, **json.loads(line))
 
 
