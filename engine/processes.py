@@ -110,11 +110,11 @@ def keep(leash: int, entry: str, fd: int) -> None:
     On Linux, processes below the child whose parents end become children of the keeper. So it finds all of
     them. Elsewhere it ends the child's process group.
     """
-    wake = wake_at_the_end_of_a_child()
+    wake, writer = wake_at_the_end_of_a_child()
     _prctl(_SET_CHILD_SUBREAPER, 1)
     child = os.fork()
     if child == 0:
-        end_wakes(wake)
+        end_wakes(wake, writer)
         os.close(leash)
         os.setpgid(0, 0)  # a kill of its own group does not reach the keeper
         _prctl(_SET_PDEATHSIG, signal.SIGKILL)
@@ -145,18 +145,22 @@ def _prctl(option: int, value: int) -> None:
         ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
 
 
-def wake_at_the_end_of_a_child() -> int:
-    """A descriptor that is readable once a child of this process has ended."""
+def wake_at_the_end_of_a_child() -> tuple[int, int]:
+    """Two descriptors: one that is readable once a child of this process has ended, and its writing end."""
     wake, writer = os.pipe()
     os.set_blocking(writer, False)
     signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
     signal.signal(signal.SIGCHLD, lambda *_: None)
-    return wake
+    return wake, writer
 
 
-def end_wakes(wake: int) -> None:
-    """In a fork of a process that has such a descriptor: let go of it."""
-    os.close(signal.set_wakeup_fd(-1))
+def end_wakes(wake: int, writer: int) -> None:
+    """In a fork of a process that has these descriptors: let go of them.
+
+    `signal` need not know the writer any more: from Python 3.12 on, asyncio unsets it in every fork.
+    """
+    signal.set_wakeup_fd(-1)
+    os.close(writer)
     os.close(wake)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
 

@@ -91,7 +91,7 @@ def serve(fd: int) -> None:
     It returns in the forks alone, at the end of their command.
     """
     import_what_every_run_imports()
-    wake = wake_at_the_end_of_a_child()
+    wake, writer = wake_at_the_end_of_a_child()
     with socket.socket(fileno=fd) as connection:
         process = -1
         while process:
@@ -107,7 +107,7 @@ def serve(fd: int) -> None:
                     os.close(output)
                     _lead_a_group(process)
                     _send(connection, process=process)
-    end_wakes(wake)
+    end_wakes(wake, writer)
     _run(output, **json.loads(line))
 
 
