@@ -101,7 +101,7 @@ def _named(settings: dict) -> str:
 
 _ON_A_CPU = ("gap", "gap_again", "late", "step_size", "kinds", "length", "length_again", "rare_tokens")
 # Experiment -> folder of its result.
-_EXPERIMENTS = dict.fromkeys(_ON_A_CPU, "cpu") | {"real_gap": "h100"}
+_EXPERIMENTS = dict.fromkeys(_ON_A_CPU, "cpu") | {"real_gap": "h100", "real_gap_again": "h100"}
 _TABLES = {"": _combinations, "-hypotheses": _hypotheses}
 RESULTS = {"engine-pairs": engine_pairs} | {
     name.replace("_", "-") + part: partial(table_of, name)

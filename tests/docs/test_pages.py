@@ -148,6 +148,7 @@ def test_the_experiments_of_the_page_are_grids_with_controls_and_hypotheses(name
         ("length_again", "cpu/length_again"),
         ("rare_tokens", "cpu/rare_tokens"),
         ("real/gap", "h100/real_gap"),
+        ("real/gap_again", "h100/real_gap_again"),
     ],
 )
 def test_the_committed_result_of_an_experiment_is_that_of_its_grid(grid, result):
