@@ -30,6 +30,7 @@ setup(
         "zerokl.audit.page",
         "zerokl.files",
         "zerokl.kernels",
+        "zerokl.kernels.cpp",
         "zerokl.verify",
         "zerokl.model",
         "zerokl.engine",
@@ -50,6 +51,7 @@ setup(
         "zerokl.integrations.environments",
     ],
     package_data={
+        "zerokl.kernels.cpp": ["*.cpp", "*.h"],
         "zerokl.engine.presets": ["*.toml"],
         "zerokl.audit.formats": ["log.schema.json", "scripts/*.py"],
         "zerokl.engine.commands.report": ["static/*"],

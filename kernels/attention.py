@@ -23,9 +23,10 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import torch
 
+from .attention_cpp import attention_bwd, attention_fwd, backward_agrees, forward_agrees
 from .attention_plan import KEY_TILE, AttentionPlan
 from .attention_tables import Spans
-from .backend import on_triton
+from .backend import on_cpp, on_triton
 from .grad import accumulate_dtype, check_dtype
 from .order import ALIGN
 
@@ -195,10 +196,13 @@ class _Attention(torch.autograd.Function):
     def backward(ctx, do):
         q, *rest = ctx.saved_tensors  # only once: with recompute, the first reading computes them
         if on_triton(q):
-            from .attention_bwd_triton import attention_bwd
+            from .attention_bwd_triton import attention_bwd as bwd_on_gpu
 
-            return *attention_bwd(do, q, *rest, ctx.plan.on(q.device), ctx.scale), None, None
-        return *attention_bwd_ref(do, q, *rest, ctx.plan, ctx.scale), None, None
+            return *bwd_on_gpu(do, q, *rest, ctx.plan.on(q.device), ctx.scale), None, None
+        operands = do, q, *rest, ctx.plan, ctx.scale
+        if on_cpp(q) and backward_agrees(ctx.plan, q.shape[-1]):
+            return *attention_bwd(*operands), None, None
+        return *attention_bwd_ref(*operands), None, None
 
 
 def _packed(
@@ -208,6 +212,8 @@ def _packed(
         from .attention_triton import attention_packed
 
         return attention_packed(q, k, v, plan.on(q.device), scale, want_lse)
+    if on_cpp(q) and forward_agrees(plan.heads, plan.kv_heads, q.shape[-1]):
+        return attention_fwd(q, k, v, plan, scale, want_lse)
     return attention_ref(q, gather_tiles(k, v, plan.rows), plan, scale, want_lse)
 
 
@@ -282,6 +288,8 @@ def attention_cached(
         blocks = tiles.view(-1, spans.kv_heads, 2, KEY_TILE, q.shape[-1])
         k, v = blocks.permute(2, 0, 3, 1, 4)  # [blocks, KEY_TILE, Hkv, D] each
         return attention_paged(q, k, v, spans, scale)
+    if on_cpp(q) and tiles.dtype == q.dtype and forward_agrees(plan.heads, plan.kv_heads, q.shape[-1]):
+        return attention_fwd(q, tiles, tiles, plan, scale, want_lse=False)[0]
     return attention_ref(q, tiles, plan, scale, want_lse=False)[0]
 
 

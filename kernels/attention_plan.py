@@ -23,6 +23,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
+from typing import Any
 
 import numpy as np
 import torch
@@ -124,6 +125,11 @@ class AttentionPlan:
 
     @cached_property
     def _spans(self) -> dict[torch.device, Spans]:
+        return {}
+
+    @cached_property
+    def for_cpp(self) -> dict[int, Any]:
+        """Plans for the loops in C++, by the heads' width; attention_cpp.py makes each of them once."""
         return {}
 
     @cached_property

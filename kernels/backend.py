@@ -13,12 +13,28 @@ import os
 
 import torch
 
+from .cpp import DTYPES, library
+
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 
 def on_triton(x: torch.Tensor) -> bool:
     """Whether operations on x run the Triton kernels."""
     return (x.is_cuda or INTERPRETED) and x.dtype != torch.float64
+
+
+def on_cpp(x: torch.Tensor) -> bool:
+    """Whether operations on x may run the loops of cpp/ in place of the reference.
+
+    They run on one thread. So a process that has several keeps torch's operations, which share the work.
+    """
+    return (
+        not INTERPRETED
+        and x.dtype in DTYPES
+        and x.device.type == "cpu"
+        and torch.get_num_threads() == 1
+        and library() is not None
+    )
 
 
 def find_device(name: str) -> torch.device:

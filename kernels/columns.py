@@ -13,7 +13,8 @@ change no bit. So all blocks are padded to one length, and their trees run toget
 import torch
 import torch.nn.functional as F
 
-from .backend import on_triton
+from .backend import on_cpp, on_triton
+from .columns_cpp import add_columns as add_columns_cpp
 from .grad import GradBuffer
 from .order import TOKEN_BLOCK, TokenBlocks, tree_sum
 
@@ -27,6 +28,14 @@ def add_columns_ref(acc_SN: torch.Tensor, dy_TN: torch.Tensor, blocks: TokenBloc
         acc_SN.index_add_(0, shards, sums)  # one block after another
 
 
+def add_columns_cpu(acc_SN: torch.Tensor, dy_TN: torch.Tensor, blocks: TokenBlocks) -> None:
+    """add_columns on a CPU. acc [shards, N]."""
+    if on_cpp(acc_SN) and acc_SN.is_contiguous():
+        add_columns_cpp(acc_SN, dy_TN.float(), blocks)
+    else:
+        add_columns_ref(acc_SN, dy_TN, blocks)
+
+
 def add_columns(buffer: GradBuffer, dy_TN: torch.Tensor, blocks: TokenBlocks) -> None:
     """buffer [shards, N] += the column sums of each block of dy [T, N], in the order of `blocks`."""
     if on_triton(dy_TN):
@@ -34,4 +43,4 @@ def add_columns(buffer: GradBuffer, dy_TN: torch.Tensor, blocks: TokenBlocks) ->
 
         buffer.add_partials(bias_columns(dy_TN, blocks), blocks, TOKEN_BLOCK)
     else:
-        add_columns_ref(buffer.zeroed(blocks.shards), dy_TN, blocks)
+        add_columns_cpu(buffer.zeroed(blocks.shards), dy_TN, blocks)

@@ -16,7 +16,7 @@ from .backend import on_triton
 from .columns import add_columns
 from .grad import accumulate_dtype, check_dtype
 from .low_rank import LowRankBuffers, add_low_rank
-from .matmul import add_outer, matmul, matmul_ref
+from .matmul import add_outer, matmul, matmul_cpu
 from .passes import ONE_SEQUENCE, Pass
 from .tile_tables import DEFAULT_TABLE, TileTable
 
@@ -26,9 +26,9 @@ def linear_ref(
 ) -> torch.Tensor:
     """Forward only. x [T, K], w [N, K], b [N] -> [T, N]. pack: see matmul."""
     if b is None:
-        return matmul_ref(x, w, pack)
+        return matmul_cpu(x, w, pack)
     dtype = accumulate_dtype(x.dtype)
-    y = matmul_ref(x.to(dtype), w.to(dtype), pack if w.dtype == dtype else None)
+    y = matmul_cpu(x.to(dtype), w.to(dtype), pack if w.dtype == dtype else None)
     return (y + b.to(dtype)).to(x.dtype)
 
 

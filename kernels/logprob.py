@@ -21,7 +21,7 @@ import torch
 
 from .backend import on_triton
 from .grad import accumulate_dtype, check_dtype
-from .matmul import add_outer, matmul, matmul_ref
+from .matmul import add_outer, matmul, matmul_cpu
 from .order import sum_row
 from .passes import ONE_SEQUENCE, Pass
 from .sampling_params import SamplingParams
@@ -100,7 +100,7 @@ def linear_logprob_ref(h: Tensor, w: Tensor, ids: Tensor, params: SamplingParams
     logp = h.new_empty(h.shape[0], dtype=accumulate_dtype(h.dtype))
     entropy = torch.empty_like(logp)
     for a in range(0, h.shape[0], rows):
-        z = scaled_logits_ref(matmul_ref(h[a : a + rows], w), params)
+        z = scaled_logits_ref(matmul_cpu(h[a : a + rows], w), params)
         logp[a : a + rows], entropy[a : a + rows] = token_logprobs_ref(z, ids[a : a + rows])
     return logp, entropy
 

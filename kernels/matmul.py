@@ -33,7 +33,8 @@ import torch
 import torch.nn.functional as F
 
 from ..files.bitwise import equal
-from .backend import on_triton
+from . import matmul_cpp
+from .backend import on_cpp, on_triton
 from .grad import GradBuffer
 from .order import ALIGN, ROW_TILE, TokenBlocks
 from .tile_tables import DEFAULT_TABLE, TileTable
@@ -84,6 +85,15 @@ def matmul_ref(x_TK: torch.Tensor, w_NK: torch.Tensor, pack: torch.Tensor | None
     return narrow(y, N)
 
 
+def matmul_cpu(x_TK: torch.Tensor, w_NK: torch.Tensor, pack: torch.Tensor | None = None) -> torch.Tensor:
+    """x w^T on a CPU, by the loops of cpp/ where they have the bits of the reference."""
+    if x_TK.dtype in THROUGH_FP32:
+        return matmul_cpu(x_TK.float(), w_NK.float()).to(x_TK.dtype)
+    if not _runs_on_cpp(x_TK, w_NK):
+        return matmul_ref(x_TK, w_NK, pack if pack is not None and pack.is_mkldnn else None)
+    return matmul_cpp.product(x_TK.contiguous(), w_NK, None if pack is None or pack.is_mkldnn else pack)
+
+
 def add_outer_ref(
     acc_NK: torch.Tensor, dy_TN: torch.Tensor, x_TK: torch.Tensor, blocks: Sequence[tuple[int, int]]
 ) -> None:
@@ -113,7 +123,7 @@ def matmul(
         from . import matmul_triton
 
         return matmul_triton.matmul(x_TK, w_NK, tiles=tiles)
-    return matmul_ref(x_TK, w_NK, pack)
+    return matmul_cpu(x_TK, w_NK, pack)
 
 
 def add_outer(buffer: GradBuffer, dy_TN: torch.Tensor, x_TK: torch.Tensor, blocks: TokenBlocks) -> None:
@@ -140,10 +150,29 @@ def pack_weights(weights_NK: Iterable[torch.Tensor]) -> dict[torch.Tensor, torch
     packs, bytes_left = {}, _PACKED_BYTES
     for w in weights_NK:
         fits = w.nbytes <= bytes_left and not on_triton(w)
-        if _ONEDNN and fits and _pack_helps(w.dtype, *w.shape, torch.get_num_threads()):
+        if fits and _runs_on_cpp(w, w):
+            packs[w] = matmul_cpp.pack_panels(w.detach())
+        elif _ONEDNN and fits and _pack_helps(w.dtype, *w.shape, torch.get_num_threads()):
             packs[w] = _pack(w.detach())
-            bytes_left -= w.nbytes
+        bytes_left -= w.nbytes if w in packs else 0
     return packs
+
+
+def _runs_on_cpp(x: torch.Tensor, w_NK: torch.Tensor) -> bool:
+    """Whether the loops of cpp/ compute products of x's dtype with w."""
+    N, K = w_NK.shape
+    fits = not (N % ALIGN or K % ALIGN) and 1 in w_NK.stride() and ROW_TILE * N * K <= _PROBE_LIMIT
+    return fits and x.dtype == torch.float32 and on_cpp(x) and _cpp_agrees(N, K, w_NK.stride())
+
+
+@cache
+def _cpp_agrees(N: int, K: int, strides: tuple[int, int]) -> bool:
+    """Whether the loops of cpp/ have the bits of the product of ROW_TILE rows that defines them.
+
+    The probe is that of `_mm_agrees`.
+    """
+    x, w = _probe(ROW_TILE, K, N, strides[::-1])
+    return equal(matmul_cpp.product(x, w.t()), _product(x, w))
 
 
 def _product(x: torch.Tensor, w_KN: torch.Tensor, pack: torch.Tensor | None = None) -> torch.Tensor:
@@ -190,12 +219,18 @@ def _mm_agrees(rows: int, K: int, N: int, strides: tuple[int, int], threads: int
     """
     if not _ONEDNN or rows * K * N >= _MM_LIMIT:
         return not _ONEDNN
+    x, w = _probe(rows, K, N, strides)
+    return equal(torch.mm(x, w), _linear(x, w.t()))
+
+
+def _probe(rows: int, K: int, N: int, strides: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Random x [rows, K], with a row of zeros, and w [K, N], with a column of negative numbers, in fp32."""
     g = torch.Generator().manual_seed(0)
     x = torch.randn(rows, K, generator=g)
     w = torch.empty_strided((K, N), strides)
     w.copy_(torch.randn(K, N, generator=g))
     x[0], w[:, 0] = 0.0, -1.0
-    return equal(torch.mm(x, w), _linear(x, w.t()))
+    return x, w
 
 
 def _tiles(x: torch.Tensor, w_KN: torch.Tensor) -> list[int]:

@@ -67,17 +67,26 @@ class TokenBlocks:
         return self._by_shard(self.sequences, self.first_sequence)
 
     @cached_property
-    def padded(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """The shard of each block [n], and its rows [n, P], on the host. A row's number is one too large.
+    def bounds(self) -> tuple[torch.Tensor, int]:
+        """The shard, the first row and the end of each block, [n, 3] int64, on the host; and P.
 
-        P is the longest block's length, rounded up to a power of two. Past the end of a block its rows are 0.
+        Empty blocks are left out. P is the longest block's length, rounded up to a power of two.
         """
-        blocks = [(shard, block) for shard, part in self.parts for block in part if block[0] < block[1]]
-        longest = max((end - start for _, (start, end) in blocks), default=1)
-        rows = np.zeros((len(blocks), 1 << (longest - 1).bit_length()), np.int64)
-        for row, (_, (start, end)) in zip(rows, blocks, strict=True):
+        blocks = [(shard, *block) for shard, part in self.parts for block in part if block[0] < block[1]]
+        longest = max((end - start for _, start, end in blocks), default=1)
+        return torch.tensor(blocks, dtype=torch.int64).view(-1, 3), 1 << (longest - 1).bit_length()
+
+    @cached_property
+    def padded(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The shard of each block [n], and its rows [n, P], on the host (see `bounds`).
+
+        A row's number is one too large. Past the end of a block its rows are 0.
+        """
+        blocks, length = self.bounds
+        rows = np.zeros((len(blocks), length), np.int64)
+        for row, (_, start, end) in zip(rows, blocks.tolist(), strict=True):
             row[: end - start] = np.arange(start + 1, end + 1)
-        return torch.tensor([shard for shard, _ in blocks], dtype=torch.int64), torch.from_numpy(rows)
+        return blocks[:, 0], torch.from_numpy(rows)
 
     def _by_shard(self, rows: torch.Tensor, first: torch.Tensor) -> list[tuple[int, list[tuple[int, int]]]]:
         bounds = [tuple(row) for row in rows.tolist()]

@@ -18,6 +18,7 @@ from .backend import on_triton
 from .order import tree_sum
 from .passes import ONE_SEQUENCE, Pass
 from .rms_norm import add_rows, check_norm, rms_norm_bwd_ref, rms_norm_ref
+from .rms_norm_cpp import norm_bwd, norm_fwd, norm_on_cpp, sum_heads
 
 
 def _head_weights(wq: torch.Tensor, wk: torch.Tensor, heads: int, total: int) -> torch.Tensor:
@@ -27,6 +28,8 @@ def _head_weights(wq: torch.Tensor, wk: torch.Tensor, heads: int, total: int) ->
 
 def _forward(x, wq, wk, heads, eps):
     """y and r, computed where x lies."""
+    if norm_on_cpp(x):
+        return norm_fwd(x, (wq, wk), heads, eps)[:2]
     if not on_triton(x):
         return rms_norm_ref(x, _head_weights(wq, wk, heads, x.shape[1]), eps)
     from .qk_norm_triton import qk_norm_fwd
@@ -36,6 +39,9 @@ def _forward(x, wq, wk, heads, eps):
 
 def _backward(dy, x, r, wq, wk, heads, in_pass):
     """dx, and the contributions to dwq and dwk that rms_norm.add_rows takes."""
+    if norm_on_cpp(x):
+        dx, dw = norm_bwd(dy, x, r, (wq, wk), heads)
+        return dx, [sum_heads(dw, 0, heads), sum_heads(dw, heads, x.shape[1])]
     if not on_triton(x):
         dx, dw = rms_norm_bwd_ref(dy, x, r, _head_weights(wq, wk, heads, x.shape[1]))
         return dx.to(dy.dtype), [tree_sum(rows, 1) for rows in (dw[:, :heads], dw[:, heads:])]

@@ -18,10 +18,11 @@ Order: the mean is one sum along the row. D is static, and so is the order of th
 import torch
 
 from .backend import on_triton
-from .columns import add_columns_ref
+from .columns import add_columns_cpu
 from .grad import GradBuffer, accumulate_dtype, check_dtype
 from .order import TokenBlocks, sum_row
 from .passes import ONE_SEQUENCE, Pass
+from .rms_norm_cpp import norm_bwd, norm_fwd, norm_on_cpp
 
 
 def rms_norm_ref(x: torch.Tensor, w: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
@@ -51,6 +52,8 @@ def _sum_last(x: torch.Tensor) -> torch.Tensor:
 
 def _forward(x, w, eps, residual=None):
     """y, r and s, computed where x lies. Without a residual s is x itself."""
+    if norm_on_cpp(x):
+        return norm_fwd(x, (w, w), 1, eps, residual)
     if not on_triton(x):
         s = x if residual is None else x + residual
         return *rms_norm_ref(s, w, eps), s
@@ -66,7 +69,9 @@ def _backward(dy, x, r, w, in_pass, wants_dw, ds=None):
     A kernel computes both together, and autograd drops a dx that it does not need.
     """
     in_pass = in_pass.over(dy)
-    if not on_triton(x):
+    if norm_on_cpp(x):
+        dx, dw = norm_bwd(dy, x, r, (w, w), 1, ds)
+    elif not on_triton(x):
         dx, dw = rms_norm_bwd_ref(dy, x, r, w)
         dx = (dx if ds is None else dx.add_(ds.to(dx.dtype))).to(dy.dtype)
     else:
@@ -86,7 +91,7 @@ def add_rows(buffer: GradBuffer, dw: torch.Tensor, blocks: TokenBlocks) -> None:
     dw: of each row [T, D] from the reference, of each run of rows from Triton (order.BlockTables).
     """
     if not on_triton(dw):
-        add_columns_ref(buffer.zeroed(blocks.shards), dw, blocks)
+        add_columns_cpu(buffer.zeroed(blocks.shards), dw, blocks)
     else:
         from .columns_triton import NORM_ROWS
 

@@ -18,8 +18,9 @@ from collections.abc import Mapping
 
 import torch
 
-from .backend import on_triton
+from .backend import on_cpp, on_triton
 from .grad import accumulate_dtype, check_dtype
+from .heads_cpp import rotate as rotate_cpp
 
 # Elements of one call of sin or cos. torch runs elementwise operations of up to 32,768 elements in one piece,
 # and sin and cos may differ between pieces.
@@ -35,6 +36,8 @@ def rope_ref(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Ten
 
 
 def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, inverse: bool = False) -> torch.Tensor:
+    if on_cpp(x):
+        return rotate_cpp(x, cos, sin, inverse)
     if not on_triton(x):
         return rope_ref(x, cos, -sin if inverse else sin)
     from .rope_triton import rotate

@@ -15,7 +15,8 @@ from collections.abc import Iterator
 
 import torch
 
-from .backend import on_triton
+from . import silu_mul_cpp
+from .backend import on_cpp, on_triton
 from .grad import accumulate_dtype, check_dtype
 
 # Elements of one pass, so few that its temporaries stay in a core's cache. The limit bounds memory only.
@@ -56,6 +57,8 @@ def _passes(gu: torch.Tensor) -> Iterator[slice]:
 
 
 def _forward(gu: torch.Tensor) -> torch.Tensor:
+    if on_cpp(gu):
+        return silu_mul_cpp.silu_mul_fwd(gu)
     if not on_triton(gu):
         return silu_mul_ref(gu)
     from .silu_mul_triton import silu_mul_fwd
@@ -72,6 +75,8 @@ class _SiluMul(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dy):
         (gu,) = ctx.saved_tensors
+        if on_cpp(gu):
+            return silu_mul_cpp.silu_mul_bwd(dy, gu)
         if not on_triton(gu):
             return silu_mul_bwd_ref(dy, gu)
         from .silu_mul_triton import silu_mul_bwd

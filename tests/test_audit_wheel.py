@@ -38,6 +38,7 @@ ROOMS = {
     "files",
     "integrations",
     "kernels",
+    "kernels.cpp",
     "model",
     "verify",
 }
@@ -46,7 +47,10 @@ WITHOUT_A_MODEL = {"numpy", "pydantic", "cyclopts", "rich", "filelock", "tomli_w
 # Blocks in which an import need not be the wheel's: file, and what the import is of.
 DOORS = {
     ("cli/__init__.py", "runs, models, checks"),
+    ("cli/audits.py", "Pair, find_target, pair_config, run_gradient_bias"),
+    ("cli/audits.py", "audit_apart"),
     ("cli/audits.py", "audit_run, sentences"),
+    ("cli/audits.py", "check_draws"),
     ("cli/audits.py", "diff"),
 }
 

@@ -26,13 +26,14 @@ DECIDES = ("code", "torch", "triton", "cpu", "cpu capability", "mkl", "onednn", 
 
 
 def code_hash(root: Path) -> str:
-    """SHA-256 over the name and the content of every .py file of the package.
+    """SHA-256 over the name and the content of every source file of the package, in Python and C++.
 
     Tests, and environments that lie beside the package, do not count.
     """
     h = hashlib.sha256()
     for folder in (root, *(root / name for name in ("kernels", "verify", "model", "engine", "cli"))):
-        for file in sorted(folder.glob("*.py") if folder == root else folder.rglob("*.py")):
+        files = folder.glob("*") if folder == root else folder.rglob("*")
+        for file in sorted(f for f in files if f.suffix in (".py", ".cpp", ".h")):
             h.update(f"{file.relative_to(root)}\n".encode() + read_bytes(file) + b"\0")
     return h.hexdigest()
 

@@ -8,6 +8,7 @@ import torch
 
 from ...files.reading import shown
 from ...files.writing import hash_json
+from ...kernels.cpp import library
 from ...model.adapters import AdapterLayout, adapted_layout
 from ...model.config import ModelConfig
 from ...model.freezing import frozen_weights
@@ -161,7 +162,7 @@ def run_head(state: TrainState, process: Mapping[str, Any]) -> Head:
     tree = state.optimizer.hash_weights()
     problems = [[p.id, p.prompt, repr(p.answer), *_rejected(p)] for p in state.problems]
     data = hash_json([digest_ids(state.prompt_ids), problems])
-    process = {**process, "threads": torch.get_num_threads()}
+    process = {**process, "threads": torch.get_num_threads(), "cpp": library() is not None}
     recorded = environment(PACKAGE_ROOT, state.policy.flat.device, process)
     recorded |= {f"process.{key}": value for key, value in free.items()}
     optimizer = state.optimizer

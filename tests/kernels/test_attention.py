@@ -163,7 +163,7 @@ def another_order(monkeypatch, request):
         yield
 
 
-@pytest.mark.usefixtures("another_order")
+@pytest.mark.usefixtures("references", "another_order")
 def test_query_tiles_with_other_bits_are_not_taken(monkeypatch):
     case = make_case([150, 3, 40], 4, 2, 64, torch.float32, seed=2)
     # Their query tiles have 4, 16 and 32 rows.
@@ -258,6 +258,7 @@ def test_memory_bound_of_the_backward_decides_no_bit(monkeypatch):
     assert total_unequal(after, after_contexts(case, contexts, dy)[0]) == 0
 
 
+@pytest.mark.usefixtures("references")
 @dtypes
 def test_control_another_key_tile_is_found(dtype, monkeypatch):
     # So many elements that bf16's rounding does not hide every difference.

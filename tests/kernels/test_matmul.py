@@ -78,7 +78,7 @@ def another_order(monkeypatch: pytest.MonkeyPatch):
         yield
 
 
-@pytest.mark.usefixtures("another_order")
+@pytest.mark.usefixtures("references", "another_order")
 def test_a_longer_tile_with_other_bits_is_not_taken(monkeypatch):
     x, w = randn(0, 1100, 256), randn(1, 256, 64)
     assert count_unequal(matmul(x, w.t()), by_definition(x, w)) == 0
@@ -87,6 +87,7 @@ def test_a_longer_tile_with_other_bits_is_not_taken(monkeypatch):
     assert count_unequal(matmul(x, w.t()), by_definition(x, w)) > 0
 
 
+@pytest.mark.usefixtures("references")
 def test_a_shorter_tile_with_other_bits_is_not_taken(monkeypatch):
     """A library that sums products of fewer than ROW_TILE rows in another order."""
     x, w, library = randn(0, 40, 256), randn(1, 256, 64), matmul_module._product
@@ -105,6 +106,7 @@ def test_a_shorter_tile_with_other_bits_is_not_taken(monkeypatch):
         assert count_unequal(matmul(x[:13], w.t()), expected[:13]) > 0, "control: without the probe"
 
 
+@pytest.mark.usefixtures("references")
 def test_a_product_of_mm_with_other_bits_is_not_taken(monkeypatch):
     """A torch.mm that sums the first 48 terms alone."""
     x, w, mm = randn(0, 40, 96), randn(1, 96, 64), torch.mm
@@ -125,6 +127,7 @@ def test_a_sum_of_zeros_has_the_sign_of_its_definition(K):
     assert count_unequal(matmul(x, w.t()), by_definition(x, w)) == 0
 
 
+@pytest.mark.usefixtures("references")
 def test_a_copy_that_nothing_reads_is_not_packed(monkeypatch):
     w = randn(0, 64, 96)
     monkeypatch.setattr(matmul_module, "_mm_agrees", lambda *_: True)
@@ -171,7 +174,7 @@ def test_packed_weights_are_read_and_control_stale_ones_are_seen(dtype):
     assert count_unequal(matmul(x, w), before) > 0
 
 
-@pytest.mark.usefixtures("without_mm")
+@pytest.mark.usefixtures("references", "without_mm")
 def test_packed_weights_with_other_bits_are_not_taken(monkeypatch):
     """A library whose packed product sums in another order."""
     w, x = randn(0, 64, 96), randn(1, 40, 96)

@@ -24,7 +24,7 @@ ENTRIES = (
     "engine.rollout.vllm.plugin",
 )
 # Data beside the modules: package -> patterns.
-DATA = {"audit.formats": ["log.schema.json", "scripts/*.py"]}
+DATA = {"audit.formats": ["log.schema.json", "scripts/*.py"], "kernels.cpp": ["*.cpp", "*.h"]}
 
 
 def module_file(name: str, root: Path = ROOT) -> Path | None:

@@ -1,0 +1,110 @@
+"""The loops of the CPU in C++: what the references do in many passes over memory, in one.
+
+They compute what the references compute, bit for bit: operations that IEEE 754 rounds exactly, in the
+references' order. exp, log and sqrt stay torch's. Where the order is a library's (row sums and products), a
+probe must find it to be that of the loops. So nothing here decides a bit. Where no compiler is found, or the
+CPU has no AVX2, the references run alone (backend.on_cpp).
+
+The loops are compiled once for a CPU and a compiler, when the first operation asks, in a few seconds. The
+library stays in the user's cache. ZEROKL_CPP=0 turns it off.
+"""
+
+import ctypes
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+
+import torch
+
+SOURCES = Path(__file__).parent
+# No contraction: a product and a sum are fused only where a chain of chains.h says so.
+_FLAGS = ("-O3", "-march=native", "-std=c++17", "-fPIC", "-shared", "-ffp-contract=off", "-fno-math-errno")
+# The arguments of each function: p a pointer, i an int64, f a float.
+_ARGUMENTS = {
+    "norm_means": "pipppiiifi",
+    "norm_scale": "pippppiiii",
+    "norm_bwd": "ppippppppiiiii",
+    "row_sums": "ppiii",
+    "pack_panels": "piipii",
+    "matmul_panels": "pppiii",
+    "silu_minus_gate": "ppii",
+    "silu_fwd": "pppii",
+    "silu_bwd": "ppppii",
+    "rope": "pippfpiii",
+    "heads_to_cache": "ppppppppppiiiii",
+    "attention_scores": "ppipifpiipp",
+    "attention_outputs": "pppipiipipp",
+    "attention_exponents": "ppipipfiip",
+    "attention_gradients": "pppippipfiipppp",
+    "add_columns": "pppiii",
+    "sum_heads": "ppiiiii",
+}
+_TYPES = {"p": ctypes.c_void_p, "i": ctypes.c_int64, "f": ctypes.c_float}
+DTYPES = {torch.float32: "_float32", torch.bfloat16: "_bfloat16"}
+
+
+@cache
+def library() -> ctypes.CDLL | None:
+    """The compiled loops; None where they are turned off or cannot be compiled."""
+    if os.environ.get("ZEROKL_CPP") == "0" or platform.machine() not in ("x86_64", "AMD64"):
+        return None
+    compiler = shutil.which(os.environ.get("CXX", "c++"))
+    target = _target(compiler) if compiler else ""
+    if not all(f"#define {macro} " in target for macro in ("__AVX2__", "__FMA__")):
+        return None
+    sources = sorted(f for f in SOURCES.iterdir() if f.suffix in (".cpp", ".h"))
+    key = hashlib.sha256(target.encode() + repr(_FLAGS).encode())
+    for file in sources:
+        key.update(file.read_bytes())
+    path = _folder() / f"loops-{key.hexdigest()[:16]}.so"
+    if not path.exists() and not _compiled(compiler, [f for f in sources if f.suffix == ".cpp"], path):
+        return None
+    return ctypes.CDLL(str(path))
+
+
+def call(name: str, dtype: torch.dtype | None, *arguments: torch.Tensor | int | float | None) -> None:
+    """Call a function of the library, of those for `dtype` where it has several.
+
+    A tensor is passed by its address, and None as a null pointer. The caller sees to shapes and strides.
+    """
+    _function(name, dtype)(*(x.data_ptr() if isinstance(x, torch.Tensor) else x for x in arguments))
+
+
+@cache
+def _function(name: str, dtype: torch.dtype | None) -> Callable[..., None]:
+    found = getattr(library(), name + ("" if dtype is None else DTYPES[dtype]))
+    found.argtypes, found.restype = [_TYPES[letter] for letter in _ARGUMENTS[name]], None
+    return found
+
+
+def _target(compiler: str) -> str:
+    """The macros that the compiler defines for this CPU: its version and what the CPU has."""
+    command = [compiler, "-march=native", "-dM", "-E", "-x", "c++", os.devnull]
+    return subprocess.run(command, capture_output=True, text=True, check=False).stdout
+
+
+def _folder() -> Path:
+    """Where compiled libraries stay."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "zerokl"
+
+
+def _compiled(compiler: str, files: list[Path], path: Path) -> bool:
+    """Whether the files were compiled into `path`, which appears at once and whole."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
+            made = Path(scratch) / path.name
+            done = subprocess.run(
+                [compiler, *_FLAGS, *map(str, files), "-o", str(made)], capture_output=True, check=False
+            )
+            if done.returncode == 0:
+                made.replace(path)
+    except OSError:  # the folder cannot be written
+        return False
+    return done.returncode == 0

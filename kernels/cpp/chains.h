@@ -1,0 +1,57 @@
+// Matrix products whose every sum is one chain of fused multiply-adds, in ascending order from +0.
+//
+// The products of oneDNN and small ones of MKL are such chains. The callers in Python probe where.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+
+#include "vector.h"
+
+// c[m][n] = the chain over k of a[m][k] b[k][n] for R rows and V vectors of columns; ADD: it is added to c.
+template <int R, int V, bool ADD>
+inline void chain_tile(const float* a, int64_t a_row, int64_t a_column, const float* b, int64_t b_row, float* c,
+                       int64_t c_row, int64_t K) {
+  constexpr int W = Vector::WIDTH;
+  Vector sums[R][V];
+  for (int r = 0; r < R; ++r)
+    for (int v = 0; v < V; ++v) sums[r][v] = Vector::zero();
+  for (int64_t k = 0; k < K; ++k, b += b_row) {
+    Vector columns[V];
+    for (int v = 0; v < V; ++v) columns[v] = Vector::load(b + v * W);
+    for (int r = 0; r < R; ++r) {
+      const Vector x = Vector::all(a[r * a_row + k * a_column]);
+      for (int v = 0; v < V; ++v) sums[r][v] = sums[r][v].plus_product(x, columns[v]);
+    }
+  }
+  for (int r = 0; r < R; ++r)
+    for (int v = 0; v < V; ++v) {
+      float* at = c + r * c_row + v * W;
+      (ADD ? Vector::load(at).plus(sums[r][v]) : sums[r][v]).store(at);
+    }
+}
+
+// All rows of V vectors of columns, six at a time.
+template <int V, bool ADD>
+inline void chain_columns(const float* a, int64_t a_row, int64_t a_column, const float* b, int64_t b_row, float* c,
+                          int64_t c_row, int64_t M, int64_t K) {
+  int64_t m = 0;
+  for (; m + 6 <= M; m += 6)
+    chain_tile<6, V, ADD>(a + m * a_row, a_row, a_column, b, b_row, c + m * c_row, c_row, K);
+  for (; m + 4 <= M; m += 4)
+    chain_tile<4, V, ADD>(a + m * a_row, a_row, a_column, b, b_row, c + m * c_row, c_row, K);
+  for (; m + 2 <= M; m += 2)
+    chain_tile<2, V, ADD>(a + m * a_row, a_row, a_column, b, b_row, c + m * c_row, c_row, K);
+  if (m < M) chain_tile<1, V, ADD>(a + m * a_row, a_row, a_column, b, b_row, c + m * c_row, c_row, K);
+}
+
+// c [M, N] = or += a [M, K] b [K, N], with any strides of a. N is a multiple of 16.
+template <bool ADD>
+inline void chains(const float* a, int64_t a_row, int64_t a_column, const float* b, int64_t b_row, float* c,
+                   int64_t c_row, int64_t M, int64_t N, int64_t K) {
+  constexpr int64_t PAIR = 2 * Vector::WIDTH;
+  int64_t n = 0;
+  for (; n + PAIR <= N; n += PAIR)
+    chain_columns<2, ADD>(a, a_row, a_column, b + n, b_row, c + n, c_row, M, K);
+  if (n < N) chain_columns<1, ADD>(a, a_row, a_column, b + n, b_row, c + n, c_row, M, K);
+}

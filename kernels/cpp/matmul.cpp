@@ -1,0 +1,43 @@
+// The products of matmul.py in fp32, each sum in one chain: y = x w. N and K are multiples of 16.
+#include "chains.h"
+#include "transpose.h"
+
+namespace {
+
+constexpr int64_t PANEL = 2 * Vector::WIDTH;
+// Numbers of x of one pass over w, so that they stay in the cache.
+constexpr int64_t NUMBERS = 1 << 15;
+
+// x [T, W] of rows `row` apart -> out [T, W]
+template <int W>
+void copy_columns(const float* x, int64_t row, float* out, int64_t T) {
+  for (int64_t t = 0; t < T; ++t, x += row, out += W)
+    for (int i = 0; i < W; ++i) out[i] = x[i];
+}
+
+}  // namespace
+
+// w [K, N], whose row or column lies in one piece -> panels [N / PANEL, K, PANEL]; the last one is narrower where N asks for it.
+extern "C" void pack_panels(const float* w, int64_t row, int64_t column, float* out, int64_t K, int64_t N) {
+  for (int64_t n = 0; n < N; n += PANEL) {
+    const int64_t width = std::min(PANEL, N - n);
+    if (column == 1) {
+      width == PANEL ? copy_columns<PANEL>(w + n, row, out + n * K, K)
+                     : copy_columns<Vector::WIDTH>(w + n, row, out + n * K, K);
+    } else {
+      transpose(w + n * column, column, out + n * K, width, width, K);
+    }
+  }
+}
+
+// y [T, N] = x [T, K] w, with w in panels.
+extern "C" void matmul_panels(const float* x, const float* panels, float* y, int64_t T, int64_t N, int64_t K) {
+  const int64_t step = std::max<int64_t>(6, NUMBERS / K / 6 * 6);
+  for (int64_t t = 0; t < T; t += step) {
+    const int64_t rows = std::min(step, T - t);
+    for (int64_t n = 0; n < N; n += PANEL) {
+      const int64_t width = std::min(PANEL, N - n);
+      chains<false>(x + t * K, K, 1, panels + n * K, width, y + t * N + n, N, rows, width, K);
+    }
+  }
+}

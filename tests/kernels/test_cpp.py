@@ -1,0 +1,271 @@
+"""The loops in C++ have the bits of the references, and run only where a probe finds so."""
+
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from zerokl.files.bitwise import count_unequal
+from zerokl.kernels import attention as attention_module
+from zerokl.kernels import attention_cpp, backend, cpp
+from zerokl.kernels import matmul as matmul_module
+from zerokl.kernels.attention import attention, attention_cached, varlen_plan
+from zerokl.kernels.attention_plan import KEY_TILE, AttentionPlan
+from zerokl.kernels.columns import add_columns
+from zerokl.kernels.cpp import row_sums
+from zerokl.kernels.decode_heads import CacheSlots, QKNormWeights, heads_to_cache
+from zerokl.kernels.grad import GradBuffer
+from zerokl.kernels.matmul import matmul, pack_weights
+from zerokl.kernels.order import token_blocks
+from zerokl.kernels.passes import Pass
+from zerokl.kernels.qk_norm import qk_norm
+from zerokl.kernels.rms_norm import add_rms_norm, rms_norm
+from zerokl.kernels.rope import rope
+from zerokl.kernels.silu_mul import silu_mul
+
+from tests.helpers import forgotten, property_settings, randn, threads
+
+pytestmark = pytest.mark.skipif(cpp.library() is None, reason="no C++ compiler, or a CPU without AVX2")
+Tensors = Sequence[torch.Tensor]
+dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+SCALES = st.sampled_from([1e-30, 1e-3, 1.0, 1e4])
+WIDTHS = st.integers(1, 20).map(lambda n: 16 * n)
+LENGTHS = st.lists(st.integers(1, 150), min_size=1, max_size=5)
+
+
+def with_gradients(
+    op: Callable[..., torch.Tensor | Tensors], *inputs: torch.Tensor, seed: int = 0
+) -> Tensors:
+    """What the op returns, and the gradient of each input for a random gradient of the results."""
+    inputs = [x.detach().requires_grad_() for x in inputs]
+    outputs = op(*inputs)
+    outputs = [outputs] if isinstance(outputs, torch.Tensor) else list(outputs)
+    dys = [randn(seed + 50 + i, *y.shape, dtype=y.dtype) for i, y in enumerate(outputs)]
+    return [y.detach() for y in outputs] + list(torch.autograd.grad(outputs, inputs, dys))
+
+
+def unequal(compute: Callable[[], Tensors], x: torch.Tensor) -> int:
+    """Elements of what `compute` returns that differ between the loops and the references."""
+    with threads(1), pytest.MonkeyPatch.context() as patch:
+        assert backend.on_cpp(x)
+        by_loops = [y.clone() for y in compute()]
+        patch.setattr(backend, "library", lambda: None)
+        assert not backend.on_cpp(x)
+        return sum(map(count_unequal, by_loops, compute()))
+
+
+@dtypes
+@property_settings(25)
+@given(T=st.integers(1, 70), D=st.integers(1, 5000), scale=SCALES, seed=st.integers(0, 99))
+def test_rms_norm(dtype, T, D, scale, seed):
+    x, residual = (randn(seed + i, T, D, dtype=dtype, scale=scale) for i in (0, 1))
+    w, lengths = randn(seed + 2, D, dtype=dtype), [T // 3, T - T // 3]
+    in_pass = Pass(token_blocks(lengths))
+    assert unequal(lambda: with_gradients(lambda x, w: rms_norm(x, w, 1e-6, in_pass), x, w), x) == 0
+    added = lambda x, r, w: add_rms_norm(x, r, w, 1e-6, in_pass)  # noqa: E731
+    assert unequal(lambda: with_gradients(added, x, residual, w), x) == 0
+    every_second = randn(seed, 2 * T, D, dtype=dtype)[::2]
+    assert unequal(lambda: [rms_norm(every_second, w, 1e-6)], x) == 0
+
+
+@dtypes
+@property_settings(25)
+@given(
+    n=st.integers(1, 40),
+    heads=st.integers(1, 9),
+    kv_heads=st.integers(1, 5),
+    half=st.integers(1, 64),
+    seed=st.integers(0, 99),
+)
+def test_qk_norm_and_rope(dtype, n, heads, kv_heads, half, seed):
+    total, D = heads + kv_heads, 2 * half
+    x = randn(seed, n, total + kv_heads, D, dtype=dtype)[:, :total]  # tokens lie apart, as in a layer
+    wq, wk = (randn(seed + i, D, dtype=dtype) for i in (1, 2))
+    norm = lambda x, wq, wk: qk_norm(x, wq, wk, heads, 1e-6)  # noqa: E731
+    assert unequal(lambda: with_gradients(norm, x, wq, wk), x) == 0
+    cos, sin = (randn(seed + i, n, half, dtype=dtype) for i in (3, 4))
+    assert unequal(lambda: with_gradients(lambda x: rope(x, cos, sin), x), x) == 0
+
+
+@dtypes
+@property_settings(20)
+@given(
+    n=st.integers(1, 40),
+    heads=st.integers(1, 9),
+    kv_heads=st.integers(1, 3),
+    half=st.sampled_from([8, 16, 40, 64]),
+    normed=st.booleans(),
+    seed=st.integers(0, 99),
+)
+def test_heads_to_cache(dtype, n, heads, kv_heads, half, normed, seed):
+    D = 2 * half
+    qkv = randn(seed, n, heads + 2 * kv_heads, D, dtype=dtype)
+    norm = QKNormWeights(*(randn(seed + i, D, dtype=dtype) for i in (1, 2)), 1e-6) if normed else None
+    cos, sin = (randn(seed + i, n, half) for i in (3, 4))
+    places = torch.randperm(3 * n, generator=torch.Generator().manual_seed(seed))[:n]
+
+    def compute() -> Tensors:
+        pages = torch.ones((3 * n // KEY_TILE + 1) * kv_heads, 2, KEY_TILE, D, dtype=dtype)
+        with torch.no_grad():
+            slots = CacheSlots(pages, places // KEY_TILE, places % KEY_TILE)
+            return heads_to_cache(qkv, norm, cos, sin, heads, slots), pages
+
+    assert unequal(compute, qkv) == 0
+
+
+@dtypes
+@property_settings(25)
+@given(T=st.integers(1, 200), width=st.integers(1, 700), scale=SCALES, seed=st.integers(0, 99))
+def test_silu_mul(dtype, T, width, scale, seed):
+    gu = randn(seed, T, 2 * width, dtype=dtype, scale=scale)
+    assert unequal(lambda: with_gradients(silu_mul, gu), gu) == 0
+
+
+@property_settings(25)
+@given(lengths=LENGTHS, shards=st.integers(1, 3), N=st.integers(1, 200), seed=st.integers(0, 99))
+def test_add_columns(lengths, shards, N, seed):
+    blocks = token_blocks(lengths, sorted(i % shards for i in range(len(lengths))))
+    dy = randn(seed, sum(lengths), N)
+
+    def compute() -> Tensors:
+        buffer = GradBuffer(randn(seed + 1, shards, N))
+        add_columns(buffer, dy, blocks)
+        return [buffer.sums]
+
+    assert unequal(compute, dy) == 0
+
+
+@dtypes
+@property_settings(25)
+@given(
+    sequences=st.lists(st.tuples(st.integers(1, 90), st.integers(0, 90)), min_size=1, max_size=5),
+    group=st.integers(1, 8),
+    kv_heads=st.integers(1, 3),
+    D=st.sampled_from([16, 32, 48, 64, 128]),
+    seed=st.integers(0, 99),
+)
+def test_attention(dtype, sequences, group, kv_heads, D, seed):
+    lengths, contexts = zip(*sequences, strict=True)
+    plan = varlen_plan(lengths, group * kv_heads, kv_heads, contexts)
+    q = randn(seed, sum(lengths), group * kv_heads, D, dtype=dtype)
+    k, v = (randn(seed + i, sum(plan.lengths), kv_heads, D, dtype=dtype) for i in (1, 2))
+    assert unequal(lambda: with_gradients(lambda q, k, v: attention(q, k, v, plan, D**-0.5), q, k, v), q) == 0
+
+
+@dtypes
+@property_settings(25)
+@given(
+    sequences=st.lists(st.tuples(st.integers(1, 40), st.integers(0, 99)), min_size=1, max_size=6),
+    group=st.integers(1, 8),
+    kv_heads=st.integers(1, 3),
+    D=st.sampled_from([16, 32, 80, 128]),
+    seed=st.integers(0, 99),
+)
+def test_attention_to_a_cache(dtype, sequences, group, kv_heads, D, seed):
+    lengths, contexts = zip(*sequences, strict=True)
+    pages = -(-max(map(sum, sequences)) // KEY_TILE)
+    ids = torch.randperm(len(lengths) * pages, generator=torch.Generator().manual_seed(seed))
+    plan = AttentionPlan(lengths, contexts, ids.view(-1, pages).numpy(), group * kv_heads, kv_heads)
+    q = randn(seed, sum(lengths), group * kv_heads, D, dtype=dtype)
+    tiles = randn(seed + 1, len(ids) * kv_heads, 2, KEY_TILE, D, dtype=dtype)
+    assert unequal(lambda: [attention_cached(q, tiles, plan, 0.2)], q) == 0
+
+
+@property_settings(25)
+@given(
+    T=st.integers(1, 400), N=WIDTHS, K=WIDTHS, transposed=st.booleans(), scale=SCALES, seed=st.integers(0, 99)
+)
+def test_matmul(T, N, K, transposed, scale, seed):
+    x = randn(seed, T, K, scale=scale)
+    w = randn(seed + 1, K, N).t() if transposed else randn(seed + 1, N, K)
+    assert unequal(lambda: [matmul(x, w), matmul(x, w, pack_weights([w]).get(w))], x) == 0
+
+
+def test_what_is_not_finite_stays_so():
+    """The references' NaN may have another sign, so their places are compared."""
+    x, w = randn(0, 40, 64), randn(1, 64)
+    x[3, 5], x[7, 60] = float("nan"), float("inf")
+    plan = varlen_plan([30, 10], 2, 1)
+    q, k, v = x.view(-1, 2, 32), randn(2, 40, 1, 32), randn(3, 40, 1, 32)
+    computed = [
+        lambda: rms_norm(x, w, 1e-6),
+        lambda: silu_mul(x),
+        lambda: attention(q, k, v, plan, 0.1),
+        lambda: matmul(x, randn(2, 16, 64)),
+    ]
+    places = lambda: [compute().isfinite().float() for compute in computed]  # noqa: E731
+    assert unequal(places, x) == 0
+    with threads(1):
+        assert all(0 < (y == 0).sum() < y.numel() for y in places())
+        v[20] = float("nan")  # what comes later reaches nobody; in the reference it reaches its key tile
+        assert attention(randn(0, 40, 2, 32), k, v, plan, 0.1)[:20].isfinite().all()
+
+
+def test_control_another_order_is_not_taken(monkeypatch):
+    """Where a library sums otherwise, the probes say so, and the references run."""
+    x, w = randn(0, 40, 272), randn(1, 32, 272)
+    q, k, v = (randn(i, 70, 2, 32) for i in (2, 3, 4))
+    plan = varlen_plan([70], 2, 2)
+    probes = row_sums.sum_lanes, matmul_module._cpp_agrees, attention_cpp._forward_agrees
+    with threads(1), forgotten(probes[0]), forgotten(probes[1]), forgotten(probes[2]):
+        monkeypatch.setattr(row_sums, "_LANES", (5,))  # row_sum.h takes 4 for it, and here torch has more
+        monkeypatch.setattr(matmul_module, "_linear", lambda x, w: torch.mm(x.flip(1), w.flip(1).t()))
+        monkeypatch.setattr(matmul_module, "_mm_agrees", lambda *_: False)
+        monkeypatch.setattr(attention_module, "attention_ref", flipped(attention_module.attention_ref))
+        assert row_sums.sum_lanes(272) == 0
+        assert not matmul_module._cpp_agrees(32, 272, w.stride())
+        assert not attention_cpp.forward_agrees(2, 2, 32)
+        expected = matmul_module.matmul_ref(x, w), attention_module._packed(q, k, v, plan, 0.3, False)[0]
+        assert sum(map(count_unequal, (matmul(x, w), attention(q, k, v, plan, 0.3)), expected)) == 0
+        assert count_unequal(matmul_module.matmul_cpp.product(x, w), expected[0]) > 0, "control"
+        assert count_unequal(attention_cpp.attention_fwd(q, k, v, plan, 0.3, False)[0], expected[1]) > 0
+
+
+def flipped(attention_ref: Callable) -> Callable:
+    """The reference with the width of a head in descending order."""
+
+    def compute(q, tiles, *args, **kwargs):
+        o, lse = attention_ref(q.flip(-1), tiles.flip(-1), *args, **kwargs)
+        return o.flip(-1), lse
+
+    return compute
+
+
+def test_several_threads_share_the_references():
+    x = randn(0, 4, 16)
+    with threads(1):
+        assert backend.on_cpp(x)
+        assert not backend.on_cpp(x.double())
+        assert not backend.on_cpp(x.half())
+    with threads(2):
+        assert not backend.on_cpp(x)
+
+
+_LOADED = "from zerokl.kernels.cpp import library; print(library() is not None)"
+
+
+def loaded(**environment: str) -> bool:
+    """Whether another process with this environment has the loops."""
+    command = [sys.executable, "-c", _LOADED]
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    assert result.stderr == ""
+    return result.stdout == "True\n"
+
+
+def test_without_a_compiler_a_cache_or_its_consent_the_references_run(tmp_path):
+    path = {"PATH": str(tmp_path), "XDG_CACHE_HOME": str(tmp_path / "cache")}
+    assert not loaded(**path)
+    (tmp_path / "c++").symlink_to("/bin/false")
+    assert not loaded(**path)
+    (tmp_path / "c++").unlink()
+    (tmp_path / "file").touch()
+    with_compiler = {"PATH": f"{shutil.which('c++').rpartition('/')[0]}:/usr/bin:/bin"}
+    assert not loaded(**with_compiler, XDG_CACHE_HOME=str(tmp_path / "file"))
+    assert not loaded(**with_compiler, XDG_CACHE_HOME=str(tmp_path / "off"), ZEROKL_CPP="0")
+    assert not (tmp_path / "off").exists()
+    assert loaded(**with_compiler, XDG_CACHE_HOME=str(tmp_path / "cache"))
+    assert [f.suffix for f in (tmp_path / "cache" / "zerokl").iterdir()] == [".so"]
