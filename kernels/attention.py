@@ -4,7 +4,8 @@
     delta_i = do_i . o_i     ds_ij = p_ij (do_i . v_j - delta_i)
     dq_i = scale sum_j ds_ij k_j     dk_j = scale sum_i ds_ij q_i     dv_j = sum_i p_ij do_i
 
-This file is the reference. The GPU has attention_triton.py and attention_bwd_triton.py.
+This file is the reference. The GPU has attention_triton.py and attention_bwd_triton.py, and a CPU with a
+compiler attention_cpp.py.
 
 The forward makes two passes over the key tiles of a row (KEY_TILE keys each), in ascending order. The first
 pass finds the maximum of all scores. The second pass adds up p and p v, tile by tile. A fully masked tile is

@@ -1,8 +1,10 @@
-"""Which of an operation's two implementations runs. The device chooses, nobody else.
+"""Which of an operation's implementations runs. The device chooses, nobody else.
 
 - Triton runs on CUDA tensors. In a process that was started with TRITON_INTERPRET=1 it runs on CPU tensors
   too: the tests use this, and Triton's interpreter executes the same kernels with numpy.
 - The plain torch reference runs on all other tensors, and on every device for fp64, the judge of accuracy.
+- Loops in C++ (cpp/) take the place of many references on a CPU. They have the references' bits, so it is no
+  choice of bits whether they run.
 
 Only the modules `*_triton.py` import Triton, and they are imported only when a tensor needs them. So a CPU
 needs no Triton.
@@ -13,7 +15,7 @@ import os
 
 import torch
 
-from .cpp import DTYPES, library
+from .cpp import library
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
@@ -26,11 +28,12 @@ def on_triton(x: torch.Tensor) -> bool:
 def on_cpp(x: torch.Tensor) -> bool:
     """Whether operations on x may run the loops of cpp/ in place of the reference.
 
-    They run on one thread. So a process that has several keeps torch's operations, which share the work.
+    fp64 is the judge's, and fp16 has no loops. They run on one thread. So a process that has several keeps
+    torch's operations, which share the work.
     """
     return (
         not INTERPRETED
-        and x.dtype in DTYPES
+        and x.dtype not in (torch.float64, torch.float16)
         and x.device.type == "cpu"
         and torch.get_num_threads() == 1
         and library() is not None

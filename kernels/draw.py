@@ -10,7 +10,9 @@ go through `drawn_logprobs`. Both have the same bits, and neither waits for the 
 
 import torch
 
+from . import draw_cpp
 from .backend import on_triton
+from .draw_cpp import draw_on_cpp
 from .logprob import softmax_parts, token_logprobs
 from .sampling_params import SamplingParams
 from .truncation import prefix_sums, scaled_logits
@@ -59,6 +61,8 @@ def drawn_logprobs(
     if on_triton(z):
         ids = draw(z, u, greedy)
         return ids, token_logprobs(z, ids)[0]
+    if not greedy and draw_on_cpp(z):
+        return draw_cpp.drawn_logprobs(z, u)
     shifted, e, total = softmax_parts(z)
     ids = z.argmax(dim=1) if greedy else _invert(e, u)
     return ids, shifted.gather(1, ids.unsqueeze(1)).squeeze(1) - torch.log(total)

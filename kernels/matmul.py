@@ -9,7 +9,7 @@ width, N output width.
 Roundings: y is rounded once to the dtype of x, from an fp32 sum (fp64 for fp64). acc is not rounded.
 
 oneDNN computes the products in fp32 and bf16. Products of fp16 are computed from fp32 numbers and rounded
-once. So are products of bf16 where oneDNN has none (without AVX-512). Three facts about CPU matrix libraries
+once. So are products of bf16 where oneDNN has none (without AVX-512). Four facts about CPU matrix libraries
 shape this file. They were measured with torch 2.13, MKL 2024.2 and oneDNN 3.12, with AVX-512 and with AVX2:
 
 - The bits of a row may change with the number of rows in the call, because another number of rows may select
@@ -17,6 +17,8 @@ shape this file. They were measured with torch 2.13, MKL 2024.2 and oneDNN 3.12,
   product of ROW_TILE rows, and rows are cut into tiles of a few fixed sizes. A tile of another size than
   ROW_TILE is taken only where a probe found that the library gives every row the same bits, on this machine
   and for this shape (`_agrees`). The other tile saves time and decides no bit.
+- A sum of oneDNN is one chain of fused multiply-adds, up to a width of 1,024. So the loops of cpp/ compute it
+  as well, for any number of rows, where a probe finds the same bits (`_cpp_agrees`).
 - A call of oneDNN takes 40 microseconds before it computes anything; torch.mm, which is MKL in fp32, a few.
   So mm computes small products where a probe found that it gives the bits of oneDNN (`_mm_agrees`).
 - With a width that is not a multiple of 16, the library sums the edge of the last vector in another order,
@@ -87,11 +89,13 @@ def matmul_ref(x_TK: torch.Tensor, w_NK: torch.Tensor, pack: torch.Tensor | None
 
 def matmul_cpu(x_TK: torch.Tensor, w_NK: torch.Tensor, pack: torch.Tensor | None = None) -> torch.Tensor:
     """x w^T on a CPU, by the loops of cpp/ where they have the bits of the reference."""
+    if pack is not None and not pack.is_mkldnn:  # it was made because the loops agree
+        return matmul_cpp.product(x_TK.contiguous(), w_NK, pack)
     if x_TK.dtype in THROUGH_FP32:
         return matmul_cpu(x_TK.float(), w_NK.float()).to(x_TK.dtype)
     if not _runs_on_cpp(x_TK, w_NK):
-        return matmul_ref(x_TK, w_NK, pack if pack is not None and pack.is_mkldnn else None)
-    return matmul_cpp.product(x_TK.contiguous(), w_NK, None if pack is None or pack.is_mkldnn else pack)
+        return matmul_ref(x_TK, w_NK, pack)
+    return matmul_cpp.product(x_TK.contiguous(), w_NK)
 
 
 def add_outer_ref(

@@ -2,7 +2,8 @@
 
 import torch
 
-from .backend import on_triton
+from . import draw_cpp
+from .backend import on_cpp, on_triton
 from .philox import Stream, uniform
 
 
@@ -20,4 +21,6 @@ def uniforms(counter: torch.Tensor, seed: int, stream: Stream) -> torch.Tensor:
         from .philox_triton import uniforms as uniforms_triton
 
         return uniforms_triton(counter, seed, int(stream))
+    if on_cpp(counter):
+        return draw_cpp.uniforms(counter, seed, int(stream))
     return uniforms_ref(counter, seed, stream)

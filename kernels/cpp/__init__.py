@@ -21,6 +21,7 @@ from functools import cache
 from pathlib import Path
 
 import torch
+from filelock import FileLock
 
 SOURCES = Path(__file__).parent
 # No contraction: a product and a sum are fused only where a chain of chains.h says so.
@@ -44,9 +45,12 @@ _ARGUMENTS = {
     "attention_gradients": "pppippipfiipppp",
     "add_columns": "pppiii",
     "sum_heads": "ppiiiii",
+    "uniforms": "ppiii",
+    "draw_shift": "ppii",
+    "draw_ids": "ppppppiii",
 }
 _TYPES = {"p": ctypes.c_void_p, "i": ctypes.c_int64, "f": ctypes.c_float}
-DTYPES = {torch.float32: "_float32", torch.bfloat16: "_bfloat16"}
+_DTYPES = {torch.float32: "_float32", torch.bfloat16: "_bfloat16"}
 
 
 @cache
@@ -78,7 +82,7 @@ def call(name: str, dtype: torch.dtype | None, *arguments: torch.Tensor | int | 
 
 @cache
 def _function(name: str, dtype: torch.dtype | None) -> Callable[..., None]:
-    found = getattr(library(), name + ("" if dtype is None else DTYPES[dtype]))
+    found = getattr(library(), name + ("" if dtype is None else _DTYPES[dtype]))
     found.argtypes, found.restype = [_TYPES[letter] for letter in _ARGUMENTS[name]], None
     return found
 
@@ -91,20 +95,19 @@ def _target(compiler: str) -> str:
 
 def _folder() -> Path:
     """Where compiled libraries stay."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "zerokl"
+    return Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "zerokl"
 
 
 def _compiled(compiler: str, files: list[Path], path: Path) -> bool:
     """Whether the files were compiled into `path`, which appears at once and whole."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
+        # One of the processes of a run compiles, and the others wait for it.
+        with FileLock(path.with_suffix(".lock")), tempfile.TemporaryDirectory(dir=path.parent) as scratch:
             made = Path(scratch) / path.name
-            done = subprocess.run(
-                [compiler, *_FLAGS, *map(str, files), "-o", str(made)], capture_output=True, check=False
-            )
-            if done.returncode == 0:
+            command = [compiler, *_FLAGS, *map(str, files), "-o", str(made)]
+            if not path.exists() and not subprocess.run(command, capture_output=True, check=False).returncode:
                 made.replace(path)
     except OSError:  # the folder cannot be written
-        return False
-    return done.returncode == 0
+        pass
+    return path.exists()

@@ -18,14 +18,17 @@ from zerokl.kernels.attention_plan import KEY_TILE, AttentionPlan
 from zerokl.kernels.columns import add_columns
 from zerokl.kernels.cpp import row_sums
 from zerokl.kernels.decode_heads import CacheSlots, QKNormWeights, heads_to_cache
+from zerokl.kernels.draw import drawn_logprobs
 from zerokl.kernels.grad import GradBuffer
 from zerokl.kernels.matmul import matmul, pack_weights
 from zerokl.kernels.order import token_blocks
 from zerokl.kernels.passes import Pass
+from zerokl.kernels.philox import Stream
 from zerokl.kernels.qk_norm import qk_norm
 from zerokl.kernels.rms_norm import add_rms_norm, rms_norm
 from zerokl.kernels.rope import rope
 from zerokl.kernels.silu_mul import silu_mul
+from zerokl.kernels.uniforms import uniforms
 
 from tests.helpers import forgotten, property_settings, randn, threads
 
@@ -117,6 +120,28 @@ def test_heads_to_cache(dtype, n, heads, kv_heads, half, normed, seed):
     assert unequal(compute, qkv) == 0
 
 
+@property_settings(25)
+@given(
+    T=st.integers(1, 40),
+    V=st.integers(1, 5000),
+    scale=st.sampled_from([1e-3, 3.0, 90.0]),
+    seed=st.integers(0, 99),
+)
+def test_uniforms_and_draw(T, V, scale, seed):
+    counter = torch.randint(0, 1 << 32, (4, T), generator=torch.Generator().manual_seed(seed))
+    logits = randn(seed + 1, T, V, scale=scale)
+    logits[:, ::3] = float("-inf")  # as filters leave them
+    logits[:, -1] = 0.0
+
+    def compute() -> Tensors:
+        u = uniforms(counter, seed, Stream.SAMPLE)
+        edges = torch.cat([torch.tensor([0.0, 1.0 - 2.0**-53], dtype=torch.float64), u])[:T]
+        of_edges = drawn_logprobs(logits, edges)
+        return u, *drawn_logprobs(logits, u), *of_edges, *drawn_logprobs(logits, u, greedy=True)
+
+    assert unequal(compute, logits) == 0
+
+
 @dtypes
 @property_settings(25)
 @given(T=st.integers(1, 200), width=st.integers(1, 700), scale=SCALES, seed=st.integers(0, 99))
@@ -196,6 +221,7 @@ def test_what_is_not_finite_stays_so():
         lambda: silu_mul(x),
         lambda: attention(q, k, v, plan, 0.1),
         lambda: matmul(x, randn(2, 16, 64)),
+        lambda: drawn_logprobs(x, torch.full((40,), 0.3, dtype=torch.float64))[1],
     ]
     places = lambda: [compute().isfinite().float() for compute in computed]  # noqa: E731
     assert unequal(places, x) == 0
@@ -268,4 +294,4 @@ def test_without_a_compiler_a_cache_or_its_consent_the_references_run(tmp_path):
     assert not loaded(**with_compiler, XDG_CACHE_HOME=str(tmp_path / "off"), ZEROKL_CPP="0")
     assert not (tmp_path / "off").exists()
     assert loaded(**with_compiler, XDG_CACHE_HOME=str(tmp_path / "cache"))
-    assert [f.suffix for f in (tmp_path / "cache" / "zerokl").iterdir()] == [".so"]
+    assert sorted(f.suffix for f in (tmp_path / "cache" / "zerokl").iterdir()) == [".lock", ".so"]

@@ -1,0 +1,33 @@
+"""The draw of a token and its uniform number through the loops of cpp/draw.cpp, with the bits of draw.py and
+philox.py, which explain the shapes.
+"""
+
+import torch
+
+from .backend import on_cpp
+from .cpp import call
+from .cpp.row_sums import sum_lanes
+from .order import SUM_TILE
+
+
+def draw_on_cpp(z: torch.Tensor) -> bool:
+    """Whether tokens are drawn here from z [T, V]."""
+    return on_cpp(z) and z.dtype == torch.float32 and z.shape[1] <= SUM_TILE and sum_lanes(z.shape[1]) > 0
+
+
+def drawn_logprobs(z: torch.Tensor, u: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """See draw.drawn_logprobs; not greedy."""
+    (T, V), z = z.shape, z.contiguous()
+    shifted = torch.empty_like(z)
+    call("draw_shift", None, z, shifted, T, V)
+    ids, (logp, totals) = torch.empty(T, dtype=torch.int64), torch.empty(2, T)
+    call("draw_ids", None, shifted, torch.exp(shifted), u.contiguous(), ids, logp, totals, T, V, sum_lanes(V))
+    return ids, logp.sub_(totals.log_())
+
+
+def uniforms(counter: torch.Tensor, seed: int, stream: int) -> torch.Tensor:
+    """See uniforms.uniforms."""
+    counter = counter.contiguous()
+    u = torch.empty(counter.shape[1], dtype=torch.float64)
+    call("uniforms", None, counter, u, len(u), seed, stream)
+    return u
