@@ -227,8 +227,9 @@ def test_what_is_not_finite_stays_so():
     assert unequal(places, x) == 0
     with threads(1):
         assert all(0 < (y == 0).sum() < y.numel() for y in places())
-        v[20] = float("nan")  # what comes later reaches nobody; in the reference it reaches its key tile
-        assert attention(randn(0, 40, 2, 32), k, v, plan, 0.1)[:20].isfinite().all()
+        if attention_cpp.forward_agrees(2, 1, 32):
+            v[20] = float("nan")  # what comes later reaches nobody; in the reference it reaches its key tile
+            assert attention(randn(0, 40, 2, 32), k, v, plan, 0.1)[:20].isfinite().all()
 
 
 def test_control_another_order_is_not_taken(monkeypatch):
@@ -269,6 +270,15 @@ def test_several_threads_share_the_references():
         assert not backend.on_cpp(x.half())
     with threads(2):
         assert not backend.on_cpp(x)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("target", ["x86-64-v3", "skylake-avx512", "sapphirerapids"])
+def test_they_compile_for(target, tmp_path):
+    flags = ["-march=" + target if flag == "-march=native" else flag for flag in cpp._FLAGS]
+    files = map(str, cpp.SOURCES.glob("*.cpp"))
+    command = ["c++", *flags, "-Wall", "-Wextra", *files, "-o", str(tmp_path / "loops.so")]
+    subprocess.run(command, capture_output=True, check=True)
 
 
 _LOADED = "from zerokl.kernels.cpp import library; print(library() is not None)"
