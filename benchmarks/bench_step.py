@@ -167,6 +167,8 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=33, help="steps of each side")
     parser.add_argument("--warmup", type=int, default=3, help="steps at the beginning that are dropped")
     parser.add_argument("--threads", type=int, default=2)
+    dtypes = ["float32", "bfloat16"]
+    parser.add_argument("--dtypes", nargs="+", choices=dtypes, default=dtypes)
     parser.add_argument(
         "--sampler",
         choices=("native", "vllm-zerokl"),
@@ -181,15 +183,19 @@ def main() -> None:
         dtype, model = args.side.split(":", 1)
         zerokl_side(args, model, dtype)
         return
+    import torch
+    from zerokl.benchmarks.pairs import machine
+
     result = {
-        "machine": platform.processor() or platform.machine(),
+        "machine": machine(),
+        "torch": torch.__version__,
         "python": platform.python_version(),
         "threads": args.threads,
     }
     with tempfile.TemporaryDirectory() as scratch:
         model = str(Path(scratch) / "model")
         make_model(Path(model))
-        for dtype in ("float32", "bfloat16"):
+        for dtype in args.dtypes:
             result[dtype] = compare(args, model, dtype, Path(scratch))
     result["linear"] = linear_rates(args.threads)
     line = (

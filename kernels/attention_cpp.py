@@ -114,10 +114,10 @@ def attention_fwd(
         v = v if v.stride(0) == k.stride(0) else v.contiguous()
         k = k if v.stride(0) == k.stride(0) else k.contiguous()
     o = torch.empty(T, H, D, dtype=q.dtype)
-    m, l = torch.empty(2, T, H)
+    m, l = torch.empty(2, T, H, dtype=torch.float32)
     place, first, lanes = ctypes.addressof(on.plan), on.first.ctypes.data, sum_lanes(KEY_TILE)
     for a, b, tiles in on.parts:
-        e = torch.empty(tiles, KEY_TILE)
+        e = torch.empty(tiles, KEY_TILE, dtype=torch.float32)
         call("attention_scores", q.dtype, place, q, q.stride(0), k, k.stride(0), scale, first, a, b, e, m)
         e.exp_()
         call("attention_outputs", q.dtype, place, k, v, k.stride(0), first, a, b, e, lanes, o, l)
@@ -134,7 +134,7 @@ def attention_bwd(
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype) for x in (q, k, v))
     place, queries, keys = ctypes.addressof(on.plan), (q, q.stride(0)), k.stride(0)
     for a, b, elements in on.bwd_parts:
-        p = torch.empty(elements)
+        p = torch.empty(elements, dtype=torch.float32)
         call("attention_exponents", q.dtype, place, *queries, k, keys, lse, scale, a, b, p)
         p.exp_()
         operands = place, do, *queries, k, v, keys, delta, scale, a, b, p
@@ -172,7 +172,7 @@ def _backward_agrees(length: int, group: int, D: int) -> bool:
 
     plan, q, k, v = _probe((length,), (0,), group, D)
     o, lse = attention_ref(q, gather_tiles(k, v, plan.rows), plan, 0.3)
-    do = torch.randn(q.shape, generator=torch.Generator().manual_seed(1))
+    do = torch.randn(q.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float32)
     operands = do, q, k, v, o, lse, plan, 0.3
     return all(map(equal, attention_bwd(*operands), attention_bwd_ref(*operands)))
 
@@ -183,6 +183,6 @@ def _probe(
     """A plan of two key heads, and random q, k and v in fp32."""
     plan = AttentionPlan(lengths, contexts, None, 2 * group, 2)
     g = torch.Generator().manual_seed(0)
-    q = torch.randn(sum(lengths), 2 * group, D, generator=g)
-    k, v = torch.randn(2, sum(plan.lengths), 2, D, generator=g)
+    q = torch.randn(sum(lengths), 2 * group, D, generator=g, dtype=torch.float32)
+    k, v = torch.randn(2, sum(plan.lengths), 2, D, generator=g, dtype=torch.float32)
     return plan, q, k, v

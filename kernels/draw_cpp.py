@@ -20,7 +20,7 @@ def drawn_logprobs(z: torch.Tensor, u: torch.Tensor) -> tuple[torch.Tensor, torc
     (T, V), z = z.shape, z.contiguous()
     shifted = torch.empty_like(z)
     call("draw_shift", None, z, shifted, T, V)
-    ids, (logp, totals) = torch.empty(T, dtype=torch.int64), torch.empty(2, T)
+    ids, (logp, totals) = torch.empty(T, dtype=torch.int64), torch.empty(2, T, dtype=torch.float32)
     call("draw_ids", None, shifted, torch.exp(shifted), u.contiguous(), ids, logp, totals, T, V, sum_lanes(V))
     return ids, logp.sub_(totals.log_())
 

@@ -230,9 +230,9 @@ def _mm_agrees(rows: int, K: int, N: int, strides: tuple[int, int], threads: int
 def _probe(rows: int, K: int, N: int, strides: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor]:
     """Random x [rows, K], with a row of zeros, and w [K, N], with a column of negative numbers, in fp32."""
     g = torch.Generator().manual_seed(0)
-    x = torch.randn(rows, K, generator=g)
-    w = torch.empty_strided((K, N), strides)
-    w.copy_(torch.randn(K, N, generator=g))
+    x = torch.randn(rows, K, generator=g, dtype=torch.float32)
+    w = torch.empty_strided((K, N), strides, dtype=torch.float32)
+    w.copy_(torch.randn(K, N, generator=g, dtype=torch.float32))
     x[0], w[:, 0] = 0.0, -1.0
     return x, w
 

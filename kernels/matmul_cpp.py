@@ -14,7 +14,7 @@ from .cpp import call
 def pack_panels(w_NK: torch.Tensor) -> torch.Tensor:
     """A copy of w in the layout that the loops read, [N K] in fp32."""
     N, K = w_NK.shape
-    panels = torch.empty(N * K)
+    panels = torch.empty(N * K, dtype=torch.float32)
     call("pack_panels", None, w_NK, w_NK.stride(1), w_NK.stride(0), panels, K, N)
     return panels
 
@@ -23,6 +23,6 @@ def product(x_TK: torch.Tensor, w_NK: torch.Tensor, panels: torch.Tensor | None 
     """x w^T, [T, N]. panels: the packed copy of w, where it is made already."""
     panels = pack_panels(w_NK) if panels is None else panels
     (T, K), N = x_TK.shape, w_NK.shape[0]
-    y = torch.empty(T, N)
+    y = torch.empty(T, N, dtype=torch.float32)
     call("matmul_panels", None, x_TK, panels, y, T, N, K)
     return y

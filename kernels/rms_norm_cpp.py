@@ -38,7 +38,7 @@ def norm_roots(
     if residual is not None:
         x, residual, s = x.contiguous(), residual.contiguous(), torch.empty_like(residual)
     T, H, _, D = _sizes(x, 0)
-    roots = torch.empty(x.shape[:-1])
+    roots = torch.empty(x.shape[:-1], dtype=torch.float32)
     call("norm_means", x.dtype, x, x.stride(0), residual, s, roots, T, H, D, eps, sum_lanes(D))
     return roots.sqrt_(), s
 
@@ -63,7 +63,7 @@ def norm_bwd(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """dx like dy, with ds added, and the contribution of each row to dw, like x but in fp32."""
     x, dy, ds = tokens_apart(x), dy.contiguous(), None if ds is None else ds.contiguous()
-    dx, dw = torch.empty_like(dy), torch.empty(x.shape)
+    dx, dw = torch.empty_like(dy), torch.empty(x.shape, dtype=torch.float32)
     lanes = sum_lanes(x.shape[-1])
     call("norm_bwd", x.dtype, dy, x, x.stride(0), r, *w, ds, dx, dw, *_sizes(x, heads), lanes)
     return dx, dw

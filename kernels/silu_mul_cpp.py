@@ -10,7 +10,7 @@ import torch
 from .cpp import call
 
 # Elements of one pass, so that what it writes is still in a core's cache when it is read again.
-_PASS_ELEMENTS = 1 << 15
+_PASS_ELEMENTS = 1 << 17
 
 
 def _passes(gu: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor]]:

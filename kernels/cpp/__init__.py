@@ -23,6 +23,8 @@ from pathlib import Path
 import torch
 from filelock import FileLock
 
+from ...files.inputs import read_bytes
+
 SOURCES = Path(__file__).parent
 # No contraction: a product and a sum are fused only where a chain of chains.h says so.
 _FLAGS = ("-O3", "-march=native", "-std=c++17", "-fPIC", "-shared", "-ffp-contract=off", "-fno-math-errno")
@@ -65,7 +67,7 @@ def library() -> ctypes.CDLL | None:
     sources = sorted(f for f in SOURCES.iterdir() if f.suffix in (".cpp", ".h"))
     key = hashlib.sha256(target.encode() + repr(_FLAGS).encode())
     for file in sources:
-        key.update(file.read_bytes())
+        key.update(read_bytes(file))
     path = _folder() / f"loops-{key.hexdigest()[:16]}.so"
     if not path.exists() and not _compiled(compiler, [f for f in sources if f.suffix == ".cpp"], path):
         return None

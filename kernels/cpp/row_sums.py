@@ -17,9 +17,9 @@ def sum_lanes(width: int) -> int:
 
     The probe uses random numbers, which show the order of a sum.
     """
-    x = torch.randn(64, width, generator=torch.Generator().manual_seed(0))
+    x = torch.randn(64, width, generator=torch.Generator().manual_seed(0), dtype=torch.float32)
     x[0] = -0.0
-    sums, expected = torch.empty(64), x.sum(-1)
+    sums, expected = torch.empty(64, dtype=torch.float32), x.sum(-1)
     for lanes in _LANES:
         call("row_sums", None, x, sums, *x.shape, lanes)
         if equal(sums, expected):

@@ -272,6 +272,22 @@ def test_several_threads_share_the_references():
         assert not backend.on_cpp(x)
 
 
+def test_they_do_not_care_about_torchs_default_dtype():
+    x, w = randn(0, 40, 64), randn(1, 64)
+
+    def compute() -> Tensors:
+        u = torch.full((40,), 0.3, dtype=torch.float64)
+        return rms_norm(x, w, 1e-6), silu_mul(x), matmul(x, x), *drawn_logprobs(x, u)
+
+    with threads(1):
+        expected = compute()
+        torch.set_default_dtype(torch.float64)
+        try:
+            assert sum(map(count_unequal, compute(), expected)) == 0
+        finally:
+            torch.set_default_dtype(torch.float32)
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("target", ["x86-64-v3", "skylake-avx512", "sapphirerapids"])
 def test_they_compile_for(target, tmp_path):

@@ -2,6 +2,8 @@
 
 import pytest
 from zerokl.engine.runs.run import Summary, train
+from zerokl.kernels import backend
+from zerokl.kernels.cpp import library
 
 # Settings that change only how the same work is done.
 FREE = [
@@ -43,6 +45,13 @@ def base(config, dtype: str, tmp_path_factory: pytest.TempPathFactory) -> Summar
 @pytest.mark.parametrize("overrides", FREE, ids=_name)
 def test_fingerprint_does_not_depend_on_how_the_work_is_cut(config, dtype, base, tmp_path, overrides):
     summary = train(config(dtype=dtype, **overrides), tmp_path / "run")
+    assert (summary.fingerprint, summary.weights) == (base.fingerprint, base.weights)
+
+
+@pytest.mark.parametrize("loops", [True, False])
+def test_fingerprint_does_not_depend_on_the_loops_in_cpp(config, dtype, base, tmp_path, monkeypatch, loops):
+    monkeypatch.setattr(backend, "library", library if loops else lambda: None)
+    summary = train(config(dtype=dtype, workers=1, threads=1), tmp_path / "run")
     assert (summary.fingerprint, summary.weights) == (base.fingerprint, base.weights)
 
 
