@@ -289,7 +289,8 @@ def attention_cached(
         blocks = tiles.view(-1, spans.kv_heads, 2, KEY_TILE, q.shape[-1])
         k, v = blocks.permute(2, 0, 3, 1, 4)  # [blocks, KEY_TILE, Hkv, D] each
         return attention_paged(q, k, v, spans, scale)
-    if on_cpp(q) and tiles.dtype == q.dtype and forward_agrees(plan.heads, plan.kv_heads, q.shape[-1]):
+    readable = tiles.dtype == q.dtype and tiles.is_contiguous()
+    if on_cpp(q) and readable and forward_agrees(plan.heads, plan.kv_heads, q.shape[-1]):
         return attention_fwd(q, tiles, tiles, plan, scale, want_lse=False)[0]
     return attention_ref(q, tiles, plan, scale, want_lse=False)[0]
 

@@ -80,7 +80,7 @@ def heads_to_cache(
             f"heads_to_cache: qkv {tuple(qkv.shape)} must be [n, heads ({heads}) + 2 kv_heads, D] "
             "with at least one key head"
         )
-    if norm_on_cpp(qkv) and slots.pages.dtype == qkv.dtype:
+    if norm_on_cpp(qkv) and slots.pages.dtype == qkv.dtype and slots.pages.is_contiguous():
         return heads_to_cache_cpp(qkv, norm, cos, sin, heads, *slots)
     if not on_triton(qkv):
         return heads_to_cache_ref(qkv, norm, cos, sin, heads, slots)

@@ -197,7 +197,10 @@ def test_attention_to_a_cache(dtype, sequences, group, kv_heads, D, seed):
     plan = AttentionPlan(lengths, contexts, ids.view(-1, pages).numpy(), group * kv_heads, kv_heads)
     q = randn(seed, sum(lengths), group * kv_heads, D, dtype=dtype)
     tiles = randn(seed + 1, len(ids) * kv_heads, 2, KEY_TILE, D, dtype=dtype)
-    assert unequal(lambda: [attention_cached(q, tiles, plan, 0.2)], q) == 0
+    apart = tiles.repeat_interleave(2, dim=0)[::2]
+    narrow = tiles.bfloat16()
+    compute = lambda: [attention_cached(q, x, plan, 0.2) for x in (tiles, apart, narrow)]  # noqa: E731
+    assert unequal(compute, q) == 0
 
 
 @property_settings(25)
