@@ -8,7 +8,7 @@ Shapes: as in attention.py. exp and log are torch's.
 """
 
 import ctypes
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cache
 from typing import NamedTuple
 
@@ -22,9 +22,11 @@ from .cpp.row_sums import sum_lanes
 from .order import ALIGN
 from .rms_norm_cpp import tokens_apart
 
-# Scores that one part of a call holds, so that they stay in a core's cache. A part has whole sequences, so it
-# decides no bit.
+# Scores that one part of a call holds, so that they stay in a core's cache. It decides no bit: no row is cut,
+# and in the backward no sequence.
 _SCORES = 1 << 17
+# Keys of a sequence in the backward, at most. It bounds the memory of one sequence's scores.
+_LONGEST = 512
 Tensor = torch.Tensor
 
 
@@ -41,58 +43,65 @@ class CppPlan(NamedTuple):
     """An attention plan as the loops read it. It keeps the arrays alive."""
 
     plan: _Plan
-    arrays: tuple[np.ndarray, ...]
+    arrays: list[np.ndarray]
     first: np.ndarray  # [T + 1], the key tiles of all rows before each token, for one head
-    parts: list[tuple[int, int, int]]  # the first sequence and the end of each part, and its key tiles
-    bwd_parts: list[tuple[int, int, int]]  # and its elements of p in the backward
+    parts: list[tuple[int, int, int]]  # the first sequence and the end of each part, and its elements
 
 
-def _cpp_plan(plan: AttentionPlan, D: int) -> CppPlan:
-    """The plan for heads of width D, made once."""
-    if D not in plan.for_cpp:
-        plan.for_cpp[D] = _made_plan(plan, D)
-    return plan.for_cpp[D]
+def _forward_plan(plan: AttentionPlan, D: int) -> CppPlan:
+    """The forward's plan for heads of width D.
 
-
-def _made_plan(plan: AttentionPlan, D: int) -> CppPlan:
+    A sequence is cut into pieces, so that each has few scores. The keys before a piece are its context.
+    """
     queries, contexts = (np.asarray(x, np.int64) for x in (plan.query_lengths, plan.contexts))
-    lengths = queries + contexts
-    starts, key_starts = np.cumsum(queries) - queries, np.cumsum(lengths) - lengths
-    table = None if plan.tables is None else np.ascontiguousarray(plan.tables, np.int64)
+    most = np.maximum(1, _SCORES // (plan.heads * (-(-(queries + contexts) // KEY_TILE) * KEY_TILE)))
+    pieces = -(-queries // most)
+    of = np.repeat(np.arange(len(queries)), pieces)  # the sequence of each piece
+    begin = (np.arange(len(of)) - np.repeat(np.cumsum(pieces) - pieces, pieces)) * most[of]
+    on = _cpp_plan(plan, np.minimum(most[of], queries[of] - begin), contexts[of] + begin, of, D)
+    bounds = on.first[np.append(on.arrays[0], on.first.size - 1)]
+    return on._replace(parts=list(_parts(np.diff(bounds) * plan.heads * KEY_TILE)))
+
+
+def _backward_plan(plan: AttentionPlan, D: int) -> CppPlan:
+    """The backward's plan for heads of width D. Its sequences are whole, as their keys have one sum each."""
+    sizes = np.empty(len(plan.query_lengths), np.int64)
+    lengths = (np.asarray(x, np.int64) for x in (plan.query_lengths, plan.contexts))
+    on = _cpp_plan(plan, *lengths, np.arange(len(sizes)), D)
+    call("attention_bwd_sizes", None, ctypes.addressof(on.plan), len(sizes), sizes.ctypes.data)
+    return on._replace(parts=list(_parts(sizes)))
+
+
+def _kept(make: Callable[[AttentionPlan, int], CppPlan], plan: AttentionPlan, D: int) -> CppPlan:
+    """What `make` makes, once for each width."""
+    if (make, D) not in plan.for_cpp:
+        plan.for_cpp[make, D] = make(plan, D)
+    return plan.for_cpp[make, D]
+
+
+def _cpp_plan(
+    plan: AttentionPlan, queries: np.ndarray, contexts: np.ndarray, of: np.ndarray, D: int
+) -> CppPlan:
+    """A plan without parts, of pieces with these queries and contexts. of: the sequence of each piece."""
+    starts = np.cumsum(queries) - queries
     position = np.arange(queries.sum()) + np.repeat(contexts - starts, queries)
     first = np.concatenate([[0], np.cumsum(position // KEY_TILE + 1)])
-    arrays = (starts, queries, contexts) + ((key_starts,) if table is None else (table,))
+    if plan.tables is None:
+        lengths = np.asarray(plan.lengths, np.int64)
+        keys, pages = (np.cumsum(lengths) - lengths)[of], 0
+    else:
+        keys, pages = np.asarray(plan.tables, np.int64)[of], plan.tables.shape[1]
+    arrays = [starts, queries, contexts, keys]
     places = [a.ctypes.data for a in arrays]
-    places[3:] = [places[3], 0] if table is None else [0, places[3]]
-    pages = 0 if table is None else table.shape[1]
-    ends = starts + queries
-    tiles = (first[ends] - first[starts]) * plan.heads
-    elements = 0 if table is not None else _bwd_elements(queries, contexts) * plan.heads
-    return CppPlan(
-        _Plan(*places, pages, plan.heads, plan.kv_heads, D),
-        arrays,
-        first,
-        list(_parts(tiles, _SCORES // KEY_TILE)),
-        [] if table is not None else list(_parts(elements, _SCORES)),
-    )
+    places.insert(4 if plan.tables is None else 3, 0)
+    return CppPlan(_Plan(*places, pages, plan.heads, plan.kv_heads, D), arrays, first, [])
 
 
-def _bwd_elements(queries: np.ndarray, contexts: np.ndarray) -> np.ndarray:
-    """Elements of p of each sequence, for one head: see cpp/attention_bwd.cpp."""
-    elements = np.zeros(len(queries), np.int64)
-    for s, (n, context) in enumerate(zip(queries.tolist(), contexts.tolist(), strict=True)):
-        end = context + n
-        for a in range(context // KEY_TILE * KEY_TILE, end, KEY_TILE):
-            rows = min(a + KEY_TILE, end) - max(a, context)
-            elements[s] += rows * min(a + KEY_TILE, -(-end // ALIGN) * ALIGN)
-    return elements
-
-
-def _parts(sizes: np.ndarray, limit: int) -> Iterator[tuple[int, int, int]]:
-    """Consecutive sequences of `limit` at most together, or one: the first, the end, and their size."""
+def _parts(sizes: np.ndarray) -> Iterator[tuple[int, int, int]]:
+    """Consecutive sequences of _SCORES elements at most together, or one: see CppPlan.parts."""
     start, total = 0, 0
     for s, size in enumerate(sizes.tolist()):
-        if s > start and total + size > limit:
+        if s > start and total + size > _SCORES:
             yield start, s, total
             start, total = s, 0
         total += size
@@ -108,7 +117,7 @@ def attention_fwd(
     k and v [K, Hkv, D]; or, where the plan has tables, k is the key tiles and v is not read.
     """
     T, H, D = q.shape
-    on, q = _cpp_plan(plan, D), tokens_apart(q)
+    on, q = _kept(_forward_plan, plan, D), tokens_apart(q)
     if plan.tables is None:
         k, v = tokens_apart(k), tokens_apart(v)
         v = v if v.stride(0) == k.stride(0) else v.contiguous()
@@ -116,8 +125,8 @@ def attention_fwd(
     o = torch.empty(T, H, D, dtype=q.dtype)
     m, l = torch.empty(2, T, H, dtype=torch.float32)
     place, first, lanes = ctypes.addressof(on.plan), on.first.ctypes.data, sum_lanes(KEY_TILE)
-    for a, b, tiles in on.parts:
-        e = torch.empty(tiles, KEY_TILE, dtype=torch.float32)
+    for a, b, elements in on.parts:
+        e = torch.empty(elements, dtype=torch.float32)
         call("attention_scores", q.dtype, place, q, q.stride(0), k, k.stride(0), scale, first, a, b, e, m)
         e.exp_()
         call("attention_outputs", q.dtype, place, k, v, k.stride(0), first, a, b, e, lanes, o, l)
@@ -128,12 +137,12 @@ def attention_bwd(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, plan: AttentionPlan, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk, dv of `attention`."""
-    on, do, q = _cpp_plan(plan, q.shape[-1]), do.contiguous(), tokens_apart(q)
+    on, do, q = _kept(_backward_plan, plan, q.shape[-1]), do.contiguous(), tokens_apart(q)
     k, v = k.contiguous(), v.contiguous()
     delta = (do.to(lse.dtype) * o.to(lse.dtype)).sum(-1)
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype) for x in (q, k, v))
     place, queries, keys = ctypes.addressof(on.plan), (q, q.stride(0)), k.stride(0)
-    for a, b, elements in on.bwd_parts:
+    for a, b, elements in on.parts:
         p = torch.empty(elements, dtype=torch.float32)
         call("attention_exponents", q.dtype, place, *queries, k, keys, lse, scale, a, b, p)
         p.exp_()
@@ -163,7 +172,8 @@ def backward_agrees(plan: AttentionPlan, D: int) -> bool:
     """Whether the backward has the bits of the reference for these sequences."""
     group = plan.heads // plan.kv_heads
     longest = -(-max(plan.lengths) // ALIGN) * ALIGN
-    return all(_backward_agrees(L, group, D) for L in range(ALIGN, longest + 1, ALIGN)[::-1])
+    lengths = range(ALIGN, longest + 1, ALIGN)
+    return longest <= _LONGEST and all(_backward_agrees(L, group, D) for L in reversed(lengths))
 
 
 @cache

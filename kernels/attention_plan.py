@@ -128,8 +128,8 @@ class AttentionPlan:
         return {}
 
     @cached_property
-    def for_cpp(self) -> dict[int, Any]:
-        """Plans for the loops in C++, by the heads' width; attention_cpp.py makes each of them once."""
+    def for_cpp(self) -> dict[tuple, Any]:
+        """What attention_cpp.py keeps of this plan."""
         return {}
 
     @cached_property

@@ -44,6 +44,7 @@ _ARGUMENTS = {
     "attention_scores": "ppipifpiipp",
     "attention_outputs": "pppipiipipp",
     "attention_exponents": "ppipipfiip",
+    "attention_bwd_sizes": "pip",
     "attention_gradients": "pppippipfiipppp",
     "add_columns": "pppiii",
     "sum_heads": "ppiiiii",

@@ -109,6 +109,14 @@ void gradients(const Plan& p, const T* d_o, const T* q, int64_t q_stride, const 
 
 }  // namespace
 
+// Elements of p of each of S sequences.
+extern "C" void attention_bwd_sizes(const Plan* p, int64_t S, int64_t* sizes) {
+  for (int64_t s = 0; s < S; ++s) {
+    sizes[s] = 0;
+    for_chunks(*p, s, [&](int64_t a, int64_t end, int64_t b) { sizes[s] += (end - a) * b * p->heads; });
+  }
+}
+
 #define DEFINE(T, NAME)                                                                                                \
   extern "C" void attention_exponents_##NAME(const Plan* p, const T* q, int64_t q_stride, const T* k, int64_t stride,  \
                                              const float* lse, float scale, int64_t from, int64_t to, float* out) {    \

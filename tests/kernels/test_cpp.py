@@ -1,5 +1,6 @@
 """The loops in C++ have the bits of the references, and run only where a probe finds so."""
 
+import re
 import shutil
 import subprocess
 import sys
@@ -179,6 +180,24 @@ def test_attention(dtype, sequences, group, kv_heads, D, seed):
     q = randn(seed, sum(lengths), group * kv_heads, D, dtype=dtype)
     k, v = (randn(seed + i, sum(plan.lengths), kv_heads, D, dtype=dtype) for i in (1, 2))
     assert unequal(lambda: with_gradients(lambda q, k, v: attention(q, k, v, plan, D**-0.5), q, k, v), q) == 0
+
+
+def test_a_long_sequence_is_cut_and_takes_little_memory(monkeypatch):
+    monkeypatch.setattr(attention_cpp, "_SCORES", 1 << 12)
+    plan = varlen_plan([300, 7, 150], 4, 2, [0, 90, 3])
+    q, k, v = randn(0, 457, 4, 32), *randn(1, 2, 550, 2, 32)
+    with threads(1), torch.no_grad():
+        assert unequal(lambda: [attention(q, k, v, plan, 0.2)], q) == 0
+        parts = plan.for_cpp[attention_cpp._forward_plan, 32].parts
+    assert len(parts) > 40
+    assert max(elements for *_, elements in parts) <= 1 << 12
+
+
+def test_the_constants_are_those_of_the_references():
+    text = "".join(f.read_text() for f in cpp.SOURCES.iterdir() if f.suffix in (".h", ".cpp"))
+    found = dict(re.findall(r"(KEY_TILE|QUERY_CHUNK|ALIGN) = (\d+)", text))
+    ours = attention_module.KEY_TILE, attention_module.QUERY_CHUNK, attention_module.ALIGN
+    assert tuple(int(found[name]) for name in ("KEY_TILE", "QUERY_CHUNK", "ALIGN")) == ours
 
 
 @dtypes
