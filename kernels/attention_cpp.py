@@ -54,11 +54,14 @@ def _forward_plan(plan: AttentionPlan, D: int) -> CppPlan:
     A sequence is cut into pieces, so that each has few scores. The keys before a piece are its context.
     """
     queries, contexts = (np.asarray(x, np.int64) for x in (plan.query_lengths, plan.contexts))
-    most = np.maximum(1, _SCORES // (plan.heads * (-(-(queries + contexts) // KEY_TILE) * KEY_TILE)))
-    pieces = -(-queries // most)
-    of = np.repeat(np.arange(len(queries)), pieces)  # the sequence of each piece
-    begin = (np.arange(len(of)) - np.repeat(np.cumsum(pieces) - pieces, pieces)) * most[of]
-    on = _cpp_plan(plan, np.minimum(most[of], queries[of] - begin), contexts[of] + begin, of, D)
+    most = np.maximum(1, _SCORES // (plan.heads * (queries + contexts + KEY_TILE)))
+    of = None
+    if (queries > most).any():
+        pieces = -(-queries // most)
+        of = np.repeat(np.arange(len(queries)), pieces)
+        begin = (np.arange(len(of)) - np.repeat(np.cumsum(pieces) - pieces, pieces)) * most[of]
+        queries, contexts = np.minimum(most[of], queries[of] - begin), contexts[of] + begin
+    on = _cpp_plan(plan, queries, contexts, D, of)
     bounds = on.first[np.append(on.arrays[0], on.first.size - 1)]
     return on._replace(parts=list(_parts(np.diff(bounds) * plan.heads * KEY_TILE)))
 
@@ -67,7 +70,7 @@ def _backward_plan(plan: AttentionPlan, D: int) -> CppPlan:
     """The backward's plan for heads of width D. Its sequences are whole, as their keys have one sum each."""
     sizes = np.empty(len(plan.query_lengths), np.int64)
     lengths = (np.asarray(x, np.int64) for x in (plan.query_lengths, plan.contexts))
-    on = _cpp_plan(plan, *lengths, np.arange(len(sizes)), D)
+    on = _cpp_plan(plan, *lengths, D)
     call("attention_bwd_sizes", None, ctypes.addressof(on.plan), len(sizes), sizes.ctypes.data)
     return on._replace(parts=list(_parts(sizes)))
 
@@ -80,18 +83,21 @@ def _kept(make: Callable[[AttentionPlan, int], CppPlan], plan: AttentionPlan, D:
 
 
 def _cpp_plan(
-    plan: AttentionPlan, queries: np.ndarray, contexts: np.ndarray, of: np.ndarray, D: int
+    plan: AttentionPlan, queries: np.ndarray, contexts: np.ndarray, D: int, of: np.ndarray | None = None
 ) -> CppPlan:
-    """A plan without parts, of pieces with these queries and contexts. of: the sequence of each piece."""
+    """A plan without parts, of pieces with these queries and contexts.
+
+    of: the sequence of each piece; None where each is whole.
+    """
     starts = np.cumsum(queries) - queries
     position = np.arange(queries.sum()) + np.repeat(contexts - starts, queries)
     first = np.concatenate([[0], np.cumsum(position // KEY_TILE + 1)])
     if plan.tables is None:
         lengths = np.asarray(plan.lengths, np.int64)
-        keys, pages = (np.cumsum(lengths) - lengths)[of], 0
+        keys, pages = np.cumsum(lengths) - lengths, 0
     else:
-        keys, pages = np.asarray(plan.tables, np.int64)[of], plan.tables.shape[1]
-    arrays = [starts, queries, contexts, keys]
+        keys, pages = np.ascontiguousarray(plan.tables, np.int64), plan.tables.shape[1]
+    arrays = [starts, queries, contexts, keys if of is None else keys[of]]
     places = [a.ctypes.data for a in arrays]
     places.insert(4 if plan.tables is None else 3, 0)
     return CppPlan(_Plan(*places, pages, plan.heads, plan.kv_heads, D), arrays, first, [])
