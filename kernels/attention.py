@@ -24,7 +24,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import torch
 
-from .attention_cpp import attention_bwd, attention_fwd, backward_agrees, forward_agrees
+from .attention_cpp import attention_bwd, attention_fwd, backward_agrees, forward_agrees, reads_cache
 from .attention_plan import KEY_TILE, AttentionPlan
 from .attention_tables import Spans
 from .backend import on_cpp, on_triton
@@ -161,7 +161,7 @@ def _write_rows(out: torch.Tensor, grad: torch.Tensor, rows: torch.Tensor, insid
 def attention_bwd_ref(do, q, k, v, o, lse, plan: AttentionPlan, scale: float):
     """dq, dk, dv of `attention`. do, q, o [T, Hq, D]; k, v [K, Hkv, D]; lse [T, Hq]."""
     kv_heads, dtype = k.shape[1], lse.dtype
-    delta = (do.to(dtype) * o.to(dtype)).sum(-1)
+    delta = (do.to(dtype) * o.to(dtype)).contiguous().sum(-1)
     dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
     contexts, queries, keys = map(np.asarray, (plan.contexts, plan.query_lengths, plan.lengths))
     starts, key_starts = np.cumsum(queries) - queries, np.cumsum(keys) - keys
@@ -289,8 +289,8 @@ def attention_cached(
         blocks = tiles.view(-1, spans.kv_heads, 2, KEY_TILE, q.shape[-1])
         k, v = blocks.permute(2, 0, 3, 1, 4)  # [blocks, KEY_TILE, Hkv, D] each
         return attention_paged(q, k, v, spans, scale)
-    readable = tiles.dtype == q.dtype and tiles.is_contiguous()
-    if on_cpp(q) and readable and forward_agrees(plan.heads, plan.kv_heads, q.shape[-1]):
+    agrees = on_cpp(q) and forward_agrees(plan.heads, plan.kv_heads, q.shape[-1])
+    if agrees and reads_cache(q, tiles, plan):
         return attention_fwd(q, tiles, tiles, plan, scale, want_lse=False)[0]
     return attention_ref(q, tiles, plan, scale, want_lse=False)[0]
 

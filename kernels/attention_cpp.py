@@ -44,6 +44,8 @@ class CppPlan(NamedTuple):
 
     plan: _Plan
     arrays: list[np.ndarray]
+    lowest: int  # block of the tables
+    highest: int
     first: np.ndarray  # [T + 1], the key tiles of all rows before each token, for one head
     parts: list[tuple[int, int, int]]  # the first sequence and the end of each part, and its elements
 
@@ -75,6 +77,20 @@ def _backward_plan(plan: AttentionPlan, D: int) -> CppPlan:
     return on._replace(parts=list(_parts(sizes)))
 
 
+def reads_cache(q: Tensor, tiles: Tensor, plan: AttentionPlan) -> bool:
+    """Whether the loops can read these key tiles, and the plan is one of q and of them."""
+    tables, blocks = plan.tables, len(tiles) // plan.kv_heads
+    on = _kept(_forward_plan, plan, q.shape[-1])
+    return (
+        tiles.dtype == q.dtype
+        and tiles.is_contiguous()
+        and q.shape[:2] == (len(on.first) - 1, plan.heads)
+        and max(plan.lengths) <= tables.shape[1] * KEY_TILE
+        and on.lowest >= 0
+        and on.highest < blocks
+    )
+
+
 def _kept(make: Callable[[AttentionPlan, int], CppPlan], plan: AttentionPlan, D: int) -> CppPlan:
     """What `make` makes, once for each width."""
     if (make, D) not in plan.for_cpp:
@@ -94,13 +110,14 @@ def _cpp_plan(
     first = np.concatenate([[0], np.cumsum(position // KEY_TILE + 1)])
     if plan.tables is None:
         lengths = np.asarray(plan.lengths, np.int64)
-        keys, pages = np.cumsum(lengths) - lengths, 0
+        keys, pages, lowest, highest = np.cumsum(lengths) - lengths, 0, 0, 0
     else:
         keys, pages = np.ascontiguousarray(plan.tables, np.int64), plan.tables.shape[1]
+        lowest, highest = int(keys.min()), int(keys.max())
     arrays = [starts, queries, contexts, keys if of is None else keys[of]]
     places = [a.ctypes.data for a in arrays]
     places.insert(4 if plan.tables is None else 3, 0)
-    return CppPlan(_Plan(*places, pages, plan.heads, plan.kv_heads, D), arrays, first, [])
+    return CppPlan(_Plan(*places, pages, plan.heads, plan.kv_heads, D), arrays, lowest, highest, first, [])
 
 
 def _parts(sizes: np.ndarray) -> Iterator[tuple[int, int, int]]:
@@ -186,9 +203,12 @@ def backward_agrees(plan: AttentionPlan, D: int) -> bool:
 def _backward_agrees(length: int, group: int, D: int) -> bool:
     from .attention import attention_bwd_ref, attention_ref, gather_tiles
 
-    plan, q, k, v = _probe((length,), (0,), group, D)
+    before = length // 3
+    plan, q, k, v = _probe((length, length - before), (0, before), group, D)
     o, lse = attention_ref(q, gather_tiles(k, v, plan.rows), plan, 0.3)
     do = torch.randn(q.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float32)
+    do[: length // 4] *= 1e-43  # sums that underflow have the sign of what the library begins with
+    do[length // 2 :: 3] = 0.0
     operands = do, q, k, v, o, lse, plan, 0.3
     return all(map(equal, attention_bwd(*operands), attention_bwd_ref(*operands)))
 
@@ -201,4 +221,5 @@ def _probe(
     g = torch.Generator().manual_seed(0)
     q = torch.randn(sum(lengths), 2 * group, D, generator=g, dtype=torch.float32)
     k, v = torch.randn(2, sum(plan.lengths), 2, D, generator=g, dtype=torch.float32)
+    q[::5], q[::7], k[::4], v[::6] = 0.0, q[::7] * 1e-43, -k[::4].abs(), v[::6] * 1e-43
     return plan, q, k, v

@@ -30,7 +30,8 @@ def add_columns_ref(acc_SN: torch.Tensor, dy_TN: torch.Tensor, blocks: TokenBloc
 
 def add_columns_cpu(acc_SN: torch.Tensor, dy_TN: torch.Tensor, blocks: TokenBlocks) -> None:
     """add_columns on a CPU. acc [shards, N]."""
-    if on_cpp(acc_SN) and acc_SN.is_contiguous():
+    fits = acc_SN.is_contiguous() and acc_SN.dtype == torch.float32 and blocks.bounds[2] <= len(dy_TN)
+    if on_cpp(acc_SN) and fits:
         add_columns_cpp(acc_SN, dy_TN.float(), blocks)
     else:
         add_columns_ref(acc_SN, dy_TN, blocks)

@@ -14,9 +14,9 @@ from typing import NamedTuple
 
 import torch
 
+from . import heads_cpp
 from .attention_plan import KEY_TILE
 from .backend import on_triton
-from .heads_cpp import heads_to_cache as heads_to_cache_cpp
 from .qk_norm import qk_norm
 from .rms_norm_cpp import norm_on_cpp
 from .rope import rope
@@ -80,8 +80,8 @@ def heads_to_cache(
             f"heads_to_cache: qkv {tuple(qkv.shape)} must be [n, heads ({heads}) + 2 kv_heads, D] "
             "with at least one key head"
         )
-    if norm_on_cpp(qkv) and slots.pages.dtype == qkv.dtype and slots.pages.is_contiguous():
-        return heads_to_cache_cpp(qkv, norm, cos, sin, heads, *slots)
+    if norm_on_cpp(qkv) and heads_cpp.fit(qkv, norm, cos, sin, *slots):
+        return heads_cpp.heads_to_cache(qkv, norm, cos, sin, heads, *slots)
     if not on_triton(qkv):
         return heads_to_cache_ref(qkv, norm, cos, sin, heads, slots)
     from .decode_heads_triton import HEAD_COLUMNS

@@ -26,7 +26,7 @@ def drawn_logprobs(z: torch.Tensor, u: torch.Tensor) -> tuple[torch.Tensor, torc
 
 
 def uniforms(counter: torch.Tensor, seed: int, stream: int) -> torch.Tensor:
-    """See uniforms.uniforms."""
+    """See uniforms.uniforms. counter [4, n] int64."""
     counter = counter.contiguous()
     u = torch.empty(counter.shape[1], dtype=torch.float64)
     call("uniforms", None, counter, u, len(u), seed, stream)

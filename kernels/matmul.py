@@ -89,12 +89,13 @@ def matmul_ref(x_TK: torch.Tensor, w_NK: torch.Tensor, pack: torch.Tensor | None
 
 def matmul_cpu(x_TK: torch.Tensor, w_NK: torch.Tensor, pack: torch.Tensor | None = None) -> torch.Tensor:
     """x w^T on a CPU, by the loops of cpp/ where they have the bits of the reference."""
-    if pack is not None and not pack.is_mkldnn:  # it was made because the loops agree
+    is_panels = pack is not None and not pack.is_mkldnn  # they were made because the loops agree
+    if is_panels and x_TK.dtype == torch.float32 and x_TK.shape[1] == w_NK.shape[1]:
         return matmul_cpp.product(x_TK.contiguous(), w_NK, pack)
     if x_TK.dtype in THROUGH_FP32:
         return matmul_cpu(x_TK.float(), w_NK.float()).to(x_TK.dtype)
     if not _runs_on_cpp(x_TK, w_NK):
-        return matmul_ref(x_TK, w_NK, pack)
+        return matmul_ref(x_TK, w_NK, None if is_panels else pack)
     return matmul_cpp.product(x_TK.contiguous(), w_NK)
 
 
@@ -165,8 +166,9 @@ def pack_weights(weights_NK: Iterable[torch.Tensor]) -> dict[torch.Tensor, torch
 def _runs_on_cpp(x: torch.Tensor, w_NK: torch.Tensor) -> bool:
     """Whether the loops of cpp/ compute products of x's dtype with w."""
     N, K = w_NK.shape
-    fits = not (N % ALIGN or K % ALIGN) and 1 in w_NK.stride() and ROW_TILE * N * K <= _PROBE_LIMIT
-    return fits and x.dtype == torch.float32 and on_cpp(x) and _cpp_agrees(N, K, w_NK.stride())
+    aligned = not (N % ALIGN or K % ALIGN) and 0 < ROW_TILE * N * K <= _PROBE_LIMIT
+    readable = x.dtype == w_NK.dtype == torch.float32 and x.shape[-1] == K and 1 in w_NK.stride()
+    return aligned and readable and on_cpp(x) and _cpp_agrees(N, K, w_NK.stride())
 
 
 @cache
@@ -218,8 +220,7 @@ def _pack_helps(dtype: torch.dtype, N: int, K: int, threads: int) -> bool:
 def _mm_agrees(rows: int, K: int, N: int, strides: tuple[int, int], threads: int) -> bool:
     """Whether torch.mm has the bits of oneDNN in a small fp32 product of `rows` rows, or there is no oneDNN.
 
-    The probe also has a row of zeros, whose sums are of zeros with the signs of w: their sign depends on what
-    a sum begins with.
+    In a small product the sign of a sum that underflows may differ, as in MKL's.
     """
     if not _ONEDNN or rows * K * N >= _MM_LIMIT:
         return not _ONEDNN
@@ -228,12 +229,15 @@ def _mm_agrees(rows: int, K: int, N: int, strides: tuple[int, int], threads: int
 
 
 def _probe(rows: int, K: int, N: int, strides: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Random x [rows, K], with a row of zeros, and w [K, N], with a column of negative numbers, in fp32."""
+    """Random x [rows, K], with rows of zeros and of the smallest numbers, and w with a negative column.
+
+    The sign of a sum that is zero, or underflows, depends on what the sum begins with.
+    """
     g = torch.Generator().manual_seed(0)
     x = torch.randn(rows, K, generator=g, dtype=torch.float32)
     w = torch.empty_strided((K, N), strides, dtype=torch.float32)
     w.copy_(torch.randn(K, N, generator=g, dtype=torch.float32))
-    x[0], w[:, 0] = 0.0, -1.0
+    x[0], x[1::2], w[:, 0] = 0.0, x[1::2] * 1e-45, -1.0
     return x, w
 
 

@@ -67,14 +67,15 @@ class TokenBlocks:
         return self._by_shard(self.sequences, self.first_sequence)
 
     @cached_property
-    def bounds(self) -> tuple[torch.Tensor, int]:
-        """The shard, the first row and the end of each block, [n, 3] int64, on the host; and P.
+    def bounds(self) -> tuple[torch.Tensor, int, int]:
+        """The shard, the first row and the end of each block, [n, 3] int64, on the host; P; the last end.
 
         Empty blocks are left out. P is the longest block's length, rounded up to a power of two.
         """
         blocks = [(shard, *block) for shard, part in self.parts for block in part if block[0] < block[1]]
         longest = max((end - start for _, start, end in blocks), default=1)
-        return torch.tensor(blocks, dtype=torch.int64).view(-1, 3), 1 << (longest - 1).bit_length()
+        end = max((end for *_, end in blocks), default=0)
+        return torch.tensor(blocks, dtype=torch.int64).view(-1, 3), 1 << (longest - 1).bit_length(), end
 
     @cached_property
     def padded(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -82,7 +83,7 @@ class TokenBlocks:
 
         A row's number is one too large. Past the end of a block its rows are 0.
         """
-        blocks, length = self.bounds
+        blocks, length, _ = self.bounds
         rows = np.zeros((len(blocks), length), np.int64)
         for row, (_, start, end) in zip(rows, blocks.tolist(), strict=True):
             row[: end - start] = np.arange(start + 1, end + 1)
@@ -246,7 +247,7 @@ def sum_row(x_TN: torch.Tensor) -> torch.Tensor:
     """The sum along the last axis, in an order that depends on N only. [T, N] -> [T]."""
     T, N = x_TN.shape
     if N <= SUM_TILE:  # torch splits a single row over threads only above 32,768 elements
-        return x_TN.sum(-1)
+        return x_TN.contiguous().sum(-1)
     tiles = F.pad(x_TN, (0, -N % SUM_TILE)).view(-1, SUM_TILE).sum(-1)
     return tiles.view(T, -1).sum(-1)
 

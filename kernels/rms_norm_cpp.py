@@ -47,7 +47,7 @@ def norm_fwd(
     x: torch.Tensor, w: Weights, heads: int, eps: float, residual: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """y, r and s, as rms_norm._forward has them."""
-    r, s = norm_roots(x, eps, residual)
+    (r, s), w = norm_roots(x, eps, residual), tuple(part.contiguous() for part in w)
     y = torch.empty(s.shape, dtype=s.dtype)
     call("norm_scale", s.dtype, s, s.stride(0), r, *w, y, *_sizes(s, heads))
     return y, r, s
@@ -62,6 +62,7 @@ def norm_bwd(
     ds: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """dx like dy, with ds added, and the contribution of each row to dw, like x but in fp32."""
+    w = tuple(part.contiguous() for part in w)
     x, dy, ds = tokens_apart(x), dy.contiguous(), None if ds is None else ds.contiguous()
     dx, dw = torch.empty_like(dy), torch.empty(x.shape, dtype=torch.float32)
     lanes = sum_lanes(x.shape[-1])

@@ -21,6 +21,6 @@ def uniforms(counter: torch.Tensor, seed: int, stream: Stream) -> torch.Tensor:
         from .philox_triton import uniforms as uniforms_triton
 
         return uniforms_triton(counter, seed, int(stream))
-    if on_cpp(counter):
+    if on_cpp(counter) and counter.dtype == torch.int64 and len(counter) == 4 and 0 <= seed < 1 << 32:
         return draw_cpp.uniforms(counter, seed, int(stream))
     return uniforms_ref(counter, seed, stream)

@@ -162,7 +162,8 @@ def run_head(state: TrainState, process: Mapping[str, Any]) -> Head:
     tree = state.optimizer.hash_weights()
     problems = [[p.id, p.prompt, repr(p.answer), *_rejected(p)] for p in state.problems]
     data = hash_json([digest_ids(state.prompt_ids), problems])
-    process = {**process, "threads": torch.get_num_threads(), "cpp": library() is not None}
+    cpp = state.policy.flat.device.type == "cpu" and library() is not None
+    process = {**process, "threads": torch.get_num_threads(), "cpp": cpp}
     recorded = environment(PACKAGE_ROOT, state.policy.flat.device, process)
     recorded |= {f"process.{key}": value for key, value in free.items()}
     optimizer = state.optimizer

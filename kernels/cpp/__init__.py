@@ -1,9 +1,9 @@
 """The loops of the CPU in C++: what the references do in many passes over memory, in one.
 
-They compute what the references compute, bit for bit: operations that IEEE 754 rounds exactly, in the
-references' order. exp, log and sqrt stay torch's. Where the order is a library's (row sums and products), a
-probe must find it to be that of the loops. So nothing here decides a bit. Where no compiler is found, or the
-CPU has no AVX2, the references run alone (backend.on_cpp).
+They compute what the references compute, bit for bit (a NaN may have others): operations that IEEE 754 rounds
+exactly, in the references' order. exp, log and sqrt stay torch's. Where an order is a library's (that of row
+sums and products), a probe must find it to be that of the loops. So nothing here decides a bit. Where no
+compiler is found, or the CPU has no AVX2, the references run alone (backend.on_cpp).
 
 The loops are compiled once for a CPU and a compiler, when the first operation asks, in a few seconds. The
 library stays in the user's cache. ZEROKL_CPP=0 turns it off.
@@ -13,6 +13,7 @@ import ctypes
 import hashlib
 import os
 import platform
+import shlex
 import shutil
 import subprocess
 import tempfile
@@ -40,7 +41,7 @@ _ARGUMENTS = {
     "silu_fwd": "pppii",
     "silu_bwd": "ppppii",
     "rope": "pippfpiii",
-    "heads_to_cache": "ppppppppppiiiii",
+    "heads_to_cache": "ppppppppppiiiiii",
     "attention_scores": "ppipifpiipp",
     "attention_outputs": "pppipiipipp",
     "attention_exponents": "ppipipfiip",
@@ -52,6 +53,7 @@ _ARGUMENTS = {
     "draw_shift": "ppii",
     "draw_ids": "ppppppiii",
 }
+_RESULTS = {"heads_to_cache": ctypes.c_int64}
 _TYPES = {"p": ctypes.c_void_p, "i": ctypes.c_int64, "f": ctypes.c_float}
 _DTYPES = {torch.float32: "_float32", torch.bfloat16: "_bfloat16"}
 
@@ -61,8 +63,8 @@ def library() -> ctypes.CDLL | None:
     """The compiled loops; None where they are turned off or cannot be compiled."""
     if os.environ.get("ZEROKL_CPP") == "0" or platform.machine() not in ("x86_64", "AMD64"):
         return None
-    compiler = shutil.which(os.environ.get("CXX", "c++"))
-    target = _target(compiler) if compiler else ""
+    compiler = shlex.split(os.environ.get("CXX", "c++"))
+    target = _target(compiler) if compiler and shutil.which(compiler[0]) else ""
     if not all(f"#define {macro} " in target for macro in ("__AVX2__", "__FMA__")):
         return None
     sources = sorted(f for f in SOURCES.iterdir() if f.suffix in (".cpp", ".h"))
@@ -70,29 +72,32 @@ def library() -> ctypes.CDLL | None:
     for file in sources:
         key.update(read_bytes(file))
     path = _folder() / f"loops-{key.hexdigest()[:16]}.so"
-    if not path.exists() and not _compiled(compiler, [f for f in sources if f.suffix == ".cpp"], path):
+    try:
+        if not path.exists() and not _compiled(compiler, [f for f in sources if f.suffix == ".cpp"], path):
+            return None
+        return ctypes.CDLL(str(path))
+    except OSError:  # the folder cannot be read, written or run from
         return None
-    return ctypes.CDLL(str(path))
 
 
-def call(name: str, dtype: torch.dtype | None, *arguments: torch.Tensor | int | float | None) -> None:
+def call(name: str, dtype: torch.dtype | None, *arguments: torch.Tensor | int | float | None) -> int | None:
     """Call a function of the library, of those for `dtype` where it has several.
 
     A tensor is passed by its address, and None as a null pointer. The caller sees to shapes and strides.
     """
-    _function(name, dtype)(*(x.data_ptr() if isinstance(x, torch.Tensor) else x for x in arguments))
+    return _function(name, dtype)(*(x.data_ptr() if isinstance(x, torch.Tensor) else x for x in arguments))
 
 
 @cache
-def _function(name: str, dtype: torch.dtype | None) -> Callable[..., None]:
+def _function(name: str, dtype: torch.dtype | None) -> Callable[..., int | None]:
     found = getattr(library(), name + ("" if dtype is None else _DTYPES[dtype]))
-    found.argtypes, found.restype = [_TYPES[letter] for letter in _ARGUMENTS[name]], None
+    found.argtypes, found.restype = [_TYPES[letter] for letter in _ARGUMENTS[name]], _RESULTS.get(name)
     return found
 
 
-def _target(compiler: str) -> str:
+def _target(compiler: list[str]) -> str:
     """The macros that the compiler defines for this CPU: its version and what the CPU has."""
-    command = [compiler, "-march=native", "-dM", "-E", "-x", "c++", os.devnull]
+    command = [*compiler, "-march=native", "-dM", "-E", "-x", "c++", os.devnull]
     return subprocess.run(command, capture_output=True, text=True, check=False).stdout
 
 
@@ -101,16 +106,21 @@ def _folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "zerokl"
 
 
-def _compiled(compiler: str, files: list[Path], path: Path) -> bool:
-    """Whether the files were compiled into `path`, which appears at once and whole."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        # One of the processes of a run compiles, and the others wait for it.
-        with FileLock(path.with_suffix(".lock")), tempfile.TemporaryDirectory(dir=path.parent) as scratch:
-            made = Path(scratch) / path.name
-            command = [compiler, *_FLAGS, *map(str, files), "-o", str(made)]
-            if not path.exists() and not subprocess.run(command, capture_output=True, check=False).returncode:
+def _compiled(compiler: list[str], files: list[Path], path: Path) -> bool:
+    """Whether the files were compiled into `path`, which appears at once and whole.
+
+    What a compiler said that failed stays beside it, with the ending .log, and it is not asked again. Raises
+    OSError where the folder cannot be written.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # One of the processes of a run compiles, and the others wait for it.
+    with FileLock(path.with_suffix(".lock")), tempfile.TemporaryDirectory(dir=path.parent) as scratch:
+        failed, made = path.with_suffix(".log"), Path(scratch) / path.name
+        if not path.exists() and not failed.exists():
+            command = [*compiler, *_FLAGS, *map(str, files), "-o", str(made)]
+            result = subprocess.run(command, capture_output=True, check=False)
+            if result.returncode == 0:
                 made.replace(path)
-    except OSError:  # the folder cannot be written
-        pass
+            else:
+                failed.write_bytes(result.stderr)
     return path.exists()

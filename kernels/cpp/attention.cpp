@@ -29,7 +29,7 @@ void scores(const Plan& p, const T* q, int64_t q_stride, const Keys<T>& keys, fl
         for (int64_t t = std::max<int64_t>(0, a - context); t < n; ++t) {
           const int64_t width = (first[start + t + 1] - first[start + t]) * KEY_TILE;
           float* at = out + (first[start + t] - base) * p.heads * KEY_TILE + h * G * width + a;
-          chains<false>(rows.data() + t * G * D, D, 1, transposed.data(), KEY_TILE, at, width, G, KEY_TILE, D);
+          chains<Store::PLUS_ZERO>(rows.data() + t * G * D, D, 1, transposed.data(), KEY_TILE, at, width, G, KEY_TILE, D);
           for (int64_t g = 0; g < G; ++g)
             for (int64_t j = context + t + 1; j < a + KEY_TILE; ++j) at[g * width + j - a] = -INFINITY;
         }
@@ -68,7 +68,7 @@ void outputs(const Plan& p, const Keys<T>& keys, const int64_t* first, int64_t f
           const int64_t width = (first[start + t + 1] - first[start + t]) * KEY_TILE;
           const float* at = e + (first[start + t] - base) * p.heads * KEY_TILE + h * G * width + a;
           const int64_t visible = std::min(KEY_TILE, context + t + 1 - a);
-          chains<true>(at, width, 1, tile.data(), D, sums.data() + t * G * D, D, G, D, visible);
+          chains<Store::ADD>(at, width, 1, tile.data(), D, sums.data() + t * G * D, D, G, D, visible);
         }
       }
       for (int64_t t = 0; t < n; ++t)

@@ -48,7 +48,7 @@ void exponents(const Plan& p, const T* q, int64_t q_stride, const Keys<T>& keys,
       read_queries(p, q, q_stride, s, h, scale, rows.data());
       read_all(p, keys, s, h, false, k, kt);
       for_chunks(p, s, [&](int64_t a, int64_t end, int64_t b) {
-        chains<false>(rows.data() + (a - context) * G * D, D, 1, kt.data(), L, out, b, (end - a) * G, b, D);
+        chains<Store::PLUS_ZERO>(rows.data() + (a - context) * G * D, D, 1, kt.data(), L, out, b, (end - a) * G, b, D);
         for (int64_t i = a; i < end; ++i)
           for (int64_t g = 0; g < G; ++g, out += b) {
             const float of_row = lse[(p.starts[s] + i - context) * p.heads + h * G + g];
@@ -86,15 +86,15 @@ void gradients(const Plan& p, const T* d_o, const T* q, int64_t q_stride, const 
         const int64_t count = (end - a) * G, row = (a - context) * G;
         const float *qs = rows.data() + row * D, *dos = d_rows.data() + row * D;
         ds.resize(count * b);
-        chains<false>(dos, D, 1, vt.data(), L, ds.data(), b, count, b, D);
+        chains<Store::PLUS_ZERO>(dos, D, 1, vt.data(), L, ds.data(), b, count, b, D);
         for (int64_t r = 0; r < count; ++r) {
           const int64_t token = p.starts[s] + a - context + r / G;
           const float of_row = delta[token * p.heads + h * G + r % G];
           for (int64_t j = 0; j < b; ++j) ds[r * b + j] = (ds[r * b + j] - of_row) * e[r * b + j];
         }
-        chains<true>(e, 1, b, dos, D, dv_sums.data(), D, b, D, count);
-        chains<true>(ds.data(), 1, b, qs, D, dk_sums.data(), D, b, D, count);
-        chains<false>(ds.data(), b, 1, k.data(), D, dq_rows.data() + row * D, D, count, D, b);
+        chains<Store::ADD>(e, 1, b, dos, D, dv_sums.data(), D, b, D, count);
+        chains<Store::ADD>(ds.data(), 1, b, qs, D, dk_sums.data(), D, b, D, count);
+        chains<Store::PLUS_ZERO>(ds.data(), b, 1, k.data(), D, dq_rows.data() + row * D, D, count, D, b);
         e += count * b;
       });
       write_keys(p, s, h, dk_sums, dk);

@@ -1,6 +1,7 @@
 // Matrix products whose every sum is one chain of fused multiply-adds, in ascending order from +0.
 //
-// The products of oneDNN and small ones of MKL are such chains. The callers in Python probe where.
+// The products of oneDNN and small ones of MKL are such chains. The callers in Python probe where. MKL adds the chain
+// to +0, which makes a +0 of the -0 that a sum of products may underflow to.
 #pragma once
 
 #include <algorithm>
@@ -8,9 +9,11 @@
 
 #include "vector.h"
 
-// c[m][n] = the chain over k of a[m][k] b[k][n] for R rows and V vectors of columns; ADD: it is added to c.
-template <int R, int V, bool ADD>
-inline void chain_tile(const float* a, int64_t a_row, int64_t a_column, const float* b, int64_t b_row, float* c,
+enum class Store { AS_IT_IS, PLUS_ZERO, ADD };
+
+// The chain over k of a[m][k] b[k][n] for R rows and V vectors of columns: into c[m][n], or added to it.
+template <int R, int V, Store HOW>
+static inline void chain_tile(const float* a, int64_t a_row, int64_t a_column, const float* b, int64_t b_row, float* c,
                        int64_t c_row, int64_t K) {
   constexpr int W = Vector::WIDTH;
   Vector sums[R][V];
@@ -27,31 +30,33 @@ inline void chain_tile(const float* a, int64_t a_row, int64_t a_column, const fl
   for (int r = 0; r < R; ++r)
     for (int v = 0; v < V; ++v) {
       float* at = c + r * c_row + v * W;
-      (ADD ? Vector::load(at).plus(sums[r][v]) : sums[r][v]).store(at);
+      if (HOW == Store::ADD) sums[r][v] = Vector::load(at).plus(sums[r][v]);
+      if (HOW == Store::PLUS_ZERO) sums[r][v] = Vector::zero().plus(sums[r][v]);
+      sums[r][v].store(at);
     }
 }
 
 // All rows of V vectors of columns, six at a time.
-template <int V, bool ADD>
-inline void chain_columns(const float* a, int64_t a_row, int64_t a_column, const float* b, int64_t b_row, float* c,
+template <int V, Store HOW>
+static inline void chain_columns(const float* a, int64_t a_row, int64_t a_column, const float* b, int64_t b_row, float* c,
                           int64_t c_row, int64_t M, int64_t K) {
   int64_t m = 0;
   for (; m + 6 <= M; m += 6)
-    chain_tile<6, V, ADD>(a + m * a_row, a_row, a_column, b, b_row, c + m * c_row, c_row, K);
+    chain_tile<6, V, HOW>(a + m * a_row, a_row, a_column, b, b_row, c + m * c_row, c_row, K);
   for (; m + 4 <= M; m += 4)
-    chain_tile<4, V, ADD>(a + m * a_row, a_row, a_column, b, b_row, c + m * c_row, c_row, K);
+    chain_tile<4, V, HOW>(a + m * a_row, a_row, a_column, b, b_row, c + m * c_row, c_row, K);
   for (; m + 2 <= M; m += 2)
-    chain_tile<2, V, ADD>(a + m * a_row, a_row, a_column, b, b_row, c + m * c_row, c_row, K);
-  if (m < M) chain_tile<1, V, ADD>(a + m * a_row, a_row, a_column, b, b_row, c + m * c_row, c_row, K);
+    chain_tile<2, V, HOW>(a + m * a_row, a_row, a_column, b, b_row, c + m * c_row, c_row, K);
+  if (m < M) chain_tile<1, V, HOW>(a + m * a_row, a_row, a_column, b, b_row, c + m * c_row, c_row, K);
 }
 
-// c [M, N] = or += a [M, K] b [K, N], with any strides of a. N is a multiple of 16.
-template <bool ADD>
-inline void chains(const float* a, int64_t a_row, int64_t a_column, const float* b, int64_t b_row, float* c,
+// All of c [M, N] from a [M, K] b [K, N], with any strides of a. N is a multiple of 16.
+template <Store HOW>
+static inline void chains(const float* a, int64_t a_row, int64_t a_column, const float* b, int64_t b_row, float* c,
                    int64_t c_row, int64_t M, int64_t N, int64_t K) {
   constexpr int64_t PAIR = 2 * Vector::WIDTH;
   int64_t n = 0;
   for (; n + PAIR <= N; n += PAIR)
-    chain_columns<2, ADD>(a, a_row, a_column, b + n, b_row, c + n, c_row, M, K);
-  if (n < N) chain_columns<1, ADD>(a, a_row, a_column, b + n, b_row, c + n, c_row, M, K);
+    chain_columns<2, HOW>(a, a_row, a_column, b + n, b_row, c + n, c_row, M, K);
+  if (n < N) chain_columns<1, HOW>(a, a_row, a_column, b + n, b_row, c + n, c_row, M, K);
 }

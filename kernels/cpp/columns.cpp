@@ -7,7 +7,7 @@ namespace {
 
 constexpr int64_t COLUMNS = 64;  // columns of one pass, so that the tree stays in the cache
 
-// x [n, width], rows `stride` apart: the sum over n by halving, as order.tree_sum has it, into x[0].
+// x [n, width]: the sum over n by halving, as order.tree_sum has it, into x[0].
 void tree_in_place(float* x, int64_t n, int64_t width) {
   for (; n > 1; n = (n + 1) / 2) {
     const int64_t half = (n + 1) / 2;

@@ -37,7 +37,7 @@ extern "C" void matmul_panels(const float* x, const float* panels, float* y, int
     const int64_t rows = std::min(step, T - t);
     for (int64_t n = 0; n < N; n += PANEL) {
       const int64_t width = std::min(PANEL, N - n);
-      chains<false>(x + t * K, K, 1, panels + n * K, width, y + t * N + n, N, rows, width, K);
+      chains<Store::AS_IT_IS>(x + t * K, K, 1, panels + n * K, width, y + t * N + n, N, rows, width, K);
     }
   }
 }

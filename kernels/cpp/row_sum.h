@@ -6,7 +6,7 @@
 #include <cstdint>
 
 template <int LANES>
-float row_sum_of(const float* x, int64_t n) {
+static float row_sum_of(const float* x, int64_t n) {
   constexpr int LEVELS = 4, SIDES = 4, WIDTH = SIDES * LANES;
   const int64_t vectors = n / LANES, size = vectors / SIDES;
   int power = 4;
@@ -37,6 +37,6 @@ float row_sum_of(const float* x, int64_t n) {
   return total;
 }
 
-inline float row_sum(const float* x, int64_t n, int64_t lanes) {
+static inline float row_sum(const float* x, int64_t n, int64_t lanes) {
   return lanes == 16 ? row_sum_of<16>(x, n) : lanes == 8 ? row_sum_of<8>(x, n) : row_sum_of<4>(x, n);
 }

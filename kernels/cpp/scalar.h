@@ -8,9 +8,9 @@ struct bfloat16 {
   uint16_t bits;
 };
 
-inline float widen(float x) { return x; }
+static inline float widen(float x) { return x; }
 
-inline float widen(bfloat16 x) {
+static inline float widen(bfloat16 x) {
   const uint32_t bits = uint32_t(x.bits) << 16;
   float y;
   std::memcpy(&y, &bits, sizeof y);
@@ -25,7 +25,7 @@ inline float narrow(float x) {
   return x;
 }
 
-// To the nearest, and to the even one of two. NaN has torch's bits.
+// To the nearest, and to the even one of two. NaN stays NaN.
 template <>
 inline bfloat16 narrow(float x) {
   uint32_t bits;

@@ -5,7 +5,7 @@
 
 #include <cstdint>
 
-inline void transpose_square(const float* x, int64_t x_row, float* y, int64_t y_row) {
+static inline void transpose_square(const float* x, int64_t x_row, float* y, int64_t y_row) {
   __m256 rows[8], pairs[8], fours[8];
   for (int i = 0; i < 8; ++i) rows[i] = _mm256_loadu_ps(x + i * x_row);
   for (int i = 0; i < 8; i += 2) {
@@ -24,7 +24,7 @@ inline void transpose_square(const float* x, int64_t x_row, float* y, int64_t y_
 }
 
 // y [columns, rows] = x [rows, columns]^T
-inline void transpose(const float* x, int64_t x_row, float* y, int64_t y_row, int64_t rows, int64_t columns) {
+static inline void transpose(const float* x, int64_t x_row, float* y, int64_t y_row, int64_t rows, int64_t columns) {
   const int64_t whole_rows = rows / 8 * 8, whole_columns = columns / 8 * 8;
   for (int64_t i = 0; i < whole_rows; i += 8)
     for (int64_t j = 0; j < whole_columns; j += 8) transpose_square(x + i * x_row + j, x_row, y + j * y_row + i, y_row);

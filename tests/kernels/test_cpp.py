@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -36,7 +37,7 @@ from tests.helpers import forgotten, property_settings, randn, threads
 pytestmark = pytest.mark.skipif(cpp.library() is None, reason="no C++ compiler, or a CPU without AVX2")
 Tensors = Sequence[torch.Tensor]
 dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-SCALES = st.sampled_from([1e-30, 1e-3, 1.0, 1e4])
+SCALES = st.sampled_from([1e-44, 1e-30, 1e-3, 1.0, 1e4])
 WIDTHS = st.integers(1, 20).map(lambda n: 16 * n)
 LENGTHS = st.lists(st.integers(1, 150), min_size=1, max_size=5)
 
@@ -72,8 +73,10 @@ def test_rms_norm(dtype, T, D, scale, seed):
     assert unequal(lambda: with_gradients(lambda x, w: rms_norm(x, w, 1e-6, in_pass), x, w), x) == 0
     added = lambda x, r, w: add_rms_norm(x, r, w, 1e-6, in_pass)  # noqa: E731
     assert unequal(lambda: with_gradients(added, x, residual, w), x) == 0
-    every_second = randn(seed, 2 * T, D, dtype=dtype)[::2]
-    assert unequal(lambda: [rms_norm(every_second, w, 1e-6)], x) == 0
+    every_second, columns = randn(seed, 2 * T, D, dtype=dtype)[::2], randn(seed, D, T, dtype=dtype).t()
+    w_apart = randn(seed, 2 * D, dtype=dtype)[::2]
+    layouts = lambda: [rms_norm(y, v, 1e-6) for y in (every_second, columns) for v in (w, w_apart)]  # noqa: E731
+    assert unequal(layouts, x) == 0
 
 
 @dtypes
@@ -91,6 +94,7 @@ def test_qk_norm_and_rope(dtype, n, heads, kv_heads, half, seed):
     wq, wk = (randn(seed + i, D, dtype=dtype) for i in (1, 2))
     norm = lambda x, wq, wk: qk_norm(x, wq, wk, heads, 1e-6)  # noqa: E731
     assert unequal(lambda: with_gradients(norm, x, wq, wk), x) == 0
+    assert unequal(lambda: [norm(x, wq.repeat(2)[::2], torch.ones(1, dtype=dtype).expand(D))], x) == 0
     cos, sin = (randn(seed + i, n, half, dtype=dtype) for i in (3, 4))
     assert unequal(lambda: with_gradients(lambda x: rope(x, cos, sin), x), x) == 0
 
@@ -172,14 +176,16 @@ def test_add_columns(lengths, shards, N, seed):
     group=st.integers(1, 8),
     kv_heads=st.integers(1, 3),
     D=st.sampled_from([16, 32, 48, 64, 128]),
+    scale=SCALES,
     seed=st.integers(0, 99),
 )
-def test_attention(dtype, sequences, group, kv_heads, D, seed):
+def test_attention(dtype, sequences, group, kv_heads, D, scale, seed):
     lengths, contexts = zip(*sequences, strict=True)
     plan = varlen_plan(lengths, group * kv_heads, kv_heads, contexts)
     q = randn(seed, sum(lengths), group * kv_heads, D, dtype=dtype)
     k, v = (randn(seed + i, sum(plan.lengths), kv_heads, D, dtype=dtype) for i in (1, 2))
-    assert unequal(lambda: with_gradients(lambda q, k, v: attention(q, k, v, plan, D**-0.5), q, k, v), q) == 0
+    attend = lambda q, k, v: attention(q, k, v, plan, D**-0.5) * scale  # noqa: E731
+    assert unequal(lambda: with_gradients(attend, q, k, v), q) == 0
 
 
 def test_a_long_sequence_is_cut_and_takes_little_memory(monkeypatch):
@@ -230,6 +236,44 @@ def test_matmul(T, N, K, transposed, scale, seed):
     x = randn(seed, T, K, scale=scale)
     w = randn(seed + 1, K, N).t() if transposed else randn(seed + 1, N, K)
     assert unequal(lambda: [matmul(x, w), matmul(x, w, pack_weights([w]).get(w))], x) == 0
+
+
+def of_table(table: list[list[int]]) -> AttentionPlan:
+    return AttentionPlan([1, 1], [40, 3], np.array(table), 4, 2)
+
+
+Q, TILES, HEADS = randn(0, 2, 4, 32), randn(1, 8, 2, KEY_TILE, 32), randn(2, 3, 6, 32)
+COS, PAGES, PLACES = randn(3, 3, 16), torch.zeros(4, 2, KEY_TILE, 32), torch.arange(3)
+
+
+@pytest.mark.parametrize(
+    "op",
+    [
+        lambda: attention_cached(Q, TILES, of_table([[0], [1]]), 0.1),
+        lambda: attention_cached(Q, TILES, of_table([[0, 10**6], [1, 1]]), 0.1),
+        lambda: attention_cached(Q, TILES, of_table([[0, -9], [1, 1]]), 0.1),
+        lambda: attention_cached(Q[:1], TILES, of_table([[0, 2], [1, 1]]), 0.1),
+        lambda: attention_cached(Q[:, :2], TILES, of_table([[0, 2], [1, 1]]), 0.1),
+        lambda: heads_to_cache(HEADS, None, COS, COS, 2, CacheSlots(PAGES, PLACES + 10**6, PLACES)),
+        lambda: heads_to_cache(HEADS, None, COS, COS, 2, CacheSlots(PAGES, PLACES - 9, PLACES)),
+        lambda: heads_to_cache(HEADS, None, COS, COS, 2, CacheSlots(PAGES, PLACES[:2], PLACES)),
+        lambda: heads_to_cache(HEADS, None, COS[:2], COS[:2], 2, CacheSlots(PAGES, PLACES, PLACES)),
+        lambda: matmul(Q[:, 0], TILES[0, 0].bfloat16()),
+        lambda: matmul(Q[:, 0, :16], TILES[0, 0]),
+        lambda: matmul(Q[:, 0, :16], TILES[0, 0], pack_weights([TILES[0, 0]]).get(TILES[0, 0])),
+        lambda: matmul(Q[:, 0, :0], TILES[0, 0, :, :0]),
+        lambda: add_columns(GradBuffer(torch.zeros(1, 32)), Q[:, 0], token_blocks([5])),
+        lambda: uniforms(torch.zeros(4, 3, dtype=torch.int64), -1, Stream.SAMPLE),
+        lambda: uniforms(torch.zeros(5, 3, dtype=torch.int64), 1, Stream.SAMPLE),
+    ],
+)
+def test_what_does_not_fit_is_refused_as_without_the_loops(op, monkeypatch):
+    with threads(1), torch.no_grad():
+        with pytest.raises((IndexError, RuntimeError, ValueError)):
+            op()
+        monkeypatch.setattr(backend, "library", lambda: None)
+        with pytest.raises((IndexError, RuntimeError, ValueError)):
+            op()
 
 
 def test_what_is_not_finite_stays_so():
@@ -342,4 +386,22 @@ def test_without_a_compiler_a_cache_or_its_consent_the_references_run(tmp_path):
     assert not loaded(**with_compiler, XDG_CACHE_HOME=str(tmp_path / "off"), ZEROKL_CPP="0")
     assert not (tmp_path / "off").exists()
     assert loaded(**with_compiler, XDG_CACHE_HOME=str(tmp_path / "cache"))
-    assert sorted(f.suffix for f in (tmp_path / "cache" / "zerokl").iterdir()) == [".lock", ".so"]
+    compiled, lock = sorted((tmp_path / "cache" / "zerokl").iterdir(), key=lambda f: f.suffix, reverse=True)
+    assert (compiled.suffix, lock.suffix) == (".so", ".lock")
+    compiled.write_bytes(b"")  # as after a crash of the machine
+    assert not loaded(**with_compiler, XDG_CACHE_HOME=str(tmp_path / "cache"))
+
+
+def test_a_compiler_that_fails_is_asked_once_and_its_words_are_kept(tmp_path):
+    fails = tmp_path / "c++"
+    fails.write_text(
+        f'#!/bin/sh\ncase "$*" in *-dM*) exec {shutil.which("c++")} "$@";; esac\necho no room >&2; exit 1\n'
+    )
+    fails.chmod(0o755)
+    environment = {"PATH": f"{tmp_path}:/usr/bin:/bin", "XDG_CACHE_HOME": str(tmp_path / "cache")}
+    assert not loaded(**environment)
+    (words,) = (tmp_path / "cache" / "zerokl").glob("*.log")
+    assert words.read_text() == "no room\n"
+    words.write_text("kept")
+    assert not loaded(**environment)
+    assert words.read_text() == "kept"
