@@ -374,6 +374,7 @@ def loaded(**environment: str) -> bool:
     return result.stdout == "True\n"
 
 
+@pytest.mark.full
 def test_without_a_compiler_a_cache_or_its_consent_the_references_run(tmp_path):
     path = {"PATH": str(tmp_path), "XDG_CACHE_HOME": str(tmp_path / "cache")}
     assert not loaded(**path)
