@@ -14,8 +14,8 @@ namespace {
 
 // scores = scale q k - m, and m [T, heads], the maximum of a row. Hidden keys have -inf.
 template <class T>
-void scores(const Plan& p, const T* q, int64_t q_stride, const Keys<T>& keys, float scale, const int64_t* first,
-            int64_t from, int64_t to, float* out, float* m) {
+void scores(const Plan& p, const T* q, int64_t q_stride, const Keys<T>& keys, float scale,
+            const int64_t* first, int64_t from, int64_t to, float* out, float* m) {
   const int64_t G = p.group(), D = p.D, base = first[p.starts[from]];
   std::vector<float> rows, tile(D * KEY_TILE), transposed(D * KEY_TILE);
   for (int64_t s = from; s < to; ++s) {
@@ -29,7 +29,8 @@ void scores(const Plan& p, const T* q, int64_t q_stride, const Keys<T>& keys, fl
         for (int64_t t = std::max<int64_t>(0, a - context); t < n; ++t) {
           const int64_t width = (first[start + t + 1] - first[start + t]) * KEY_TILE;
           float* at = out + (first[start + t] - base) * p.heads * KEY_TILE + h * G * width + a;
-          chains<Store::PLUS_ZERO>(rows.data() + t * G * D, D, 1, transposed.data(), KEY_TILE, at, width, G, KEY_TILE, D);
+          chains<Store::PLUS_ZERO>(rows.data() + t * G * D, D, 1, transposed.data(), KEY_TILE, at, width, G,
+                                   KEY_TILE, D);
           for (int64_t g = 0; g < G; ++g)
             for (int64_t j = context + t + 1; j < a + KEY_TILE; ++j) at[g * width + j - a] = -INFINITY;
         }
@@ -54,8 +55,8 @@ void scores(const Plan& p, const T* q, int64_t q_stride, const Keys<T>& keys, fl
 // o [T, heads, D] and l [T, heads] from e = exp(scores). lanes: of row_sum.h. Where the last key tile
 // hides keys, their zeros change no bit.
 template <class T>
-void outputs(const Plan& p, const Keys<T>& keys, const int64_t* first, int64_t from, int64_t to, const float* e,
-             int64_t lanes, T* o, float* l) {
+void outputs(const Plan& p, const Keys<T>& keys, const int64_t* first, int64_t from, int64_t to,
+             const float* e, int64_t lanes, T* o, float* l) {
   const int64_t G = p.group(), D = p.D, base = first[p.starts[from]];
   std::vector<float> sums, tile(D * KEY_TILE);
   for (int64_t s = from; s < to; ++s) {
@@ -88,15 +89,15 @@ void outputs(const Plan& p, const Keys<T>& keys, const int64_t* first, int64_t f
 
 }  // namespace
 
-#define DEFINE(T, NAME)                                                                                               \
-  extern "C" void attention_scores_##NAME(const Plan* p, const T* q, int64_t q_stride, const T* k, int64_t stride,    \
-                                          float scale, const int64_t* first, int64_t from, int64_t to, float* out,    \
-                                          float* m) {                                                                 \
-    scores(*p, q, q_stride, Keys<T>{k, nullptr, stride}, scale, first, from, to, out, m);                             \
-  }                                                                                                                   \
-  extern "C" void attention_outputs_##NAME(const Plan* p, const T* k, const T* v, int64_t stride,                     \
-                                           const int64_t* first, int64_t from, int64_t to, const float* e,            \
-                                           int64_t lanes, T* o, float* l) {                                           \
-    outputs(*p, Keys<T>{k, v, stride}, first, from, to, e, lanes, o, l);                                              \
+#define DEFINE(T, NAME)                                                                                    \
+  extern "C" void attention_scores_##NAME(const Plan* p, const T* q, int64_t q_stride, const T* k,         \
+                                          int64_t stride, float scale, const int64_t* first, int64_t from, \
+                                          int64_t to, float* out, float* m) {                              \
+    scores(*p, q, q_stride, Keys<T>{k, nullptr, stride}, scale, first, from, to, out, m);                  \
+  }                                                                                                        \
+  extern "C" void attention_outputs_##NAME(const Plan* p, const T* k, const T* v, int64_t stride,          \
+                                           const int64_t* first, int64_t from, int64_t to, const float* e, \
+                                           int64_t lanes, T* o, float* l) {                                \
+    outputs(*p, Keys<T>{k, v, stride}, first, from, to, e, lanes, o, l);                                   \
   }
 FOR_DTYPES(DEFINE)

@@ -22,13 +22,14 @@ struct Plan {
   int64_t keys(int64_t s) const { return contexts[s] + queries[s]; }
 };
 
-// Packed keys k and values v [K, kv_heads, D], rows `stride` apart; or blocks k [blocks * kv_heads, 2, KEY_TILE, D].
+// Packed keys k and values v [K, kv_heads, D], rows `stride` apart.
+// Or blocks k [blocks * kv_heads, 2, KEY_TILE, D].
 template <class T>
 struct Keys {
   const T *k, *v;
   int64_t stride;
 
-  // Keys (or values) [a, b) of head h of sequence s, in fp32 -> out [b - a, D]. In blocks: of one key tile only.
+  // Keys (or values) [a, b) of head h of sequence s, in fp32 -> out [b - a, D]. Of blocks: within a key tile.
   void read(const Plan& p, int64_t s, int64_t h, bool values, int64_t a, int64_t b, float* out) const {
     const T* from;
     int64_t step;
@@ -45,7 +46,8 @@ struct Keys {
   }
 };
 
-// The query rows of head h of sequence s, times `scale`: x [T, heads, D], tokens `stride` apart -> out [rows, D].
+// The query rows of head h of sequence s, times `scale`, in fp32 -> out [rows, D].
+// x [T, heads, D], tokens `stride` apart.
 template <class T>
 void read_queries(const Plan& p, const T* x, int64_t stride, int64_t s, int64_t h, float scale, float* out) {
   const int64_t width = p.group() * p.D;

@@ -1,9 +1,9 @@
 // The backward of attention.py, before and after the exponential, which is torch's.
 //
-// As there, QUERY_CHUNK positions are taken at a time, counted from the first key of a sequence, and the sums of a
-// chunk have a chain each. Lengths are rounded up to ALIGN; the last key stands for the keys past the end. Rows
-// without a query are left out: they add zeros to sums that are no -0.
-// p lies chunk after chunk: of each the rows [positions with a query * group, keys as far as the chunk's end].
+// As there, QUERY_CHUNK positions are taken at a time, counted from the first key of a sequence, and the sums
+// of a chunk have a chain each. Lengths are rounded up to ALIGN; the last key stands for the keys past the
+// end. Rows without a query are left out: they add zeros to sums that are no -0. p lies chunk after chunk: of
+// each the rows [positions with a query * group, keys as far as the chunk's end].
 #include <cmath>
 
 #include "attention.h"
@@ -16,7 +16,7 @@ constexpr int64_t QUERY_CHUNK = 32, ALIGN = 16;
 
 int64_t aligned(int64_t n) { return (n + ALIGN - 1) / ALIGN * ALIGN; }
 
-// Calls f(first position with a query, its end, end of the keys) for each chunk of sequence s that has queries.
+// Calls f(first position with a query, end of the positions, end of the keys) for each chunk with queries.
 template <class F>
 void for_chunks(const Plan& p, int64_t s, F f) {
   const int64_t end = p.keys(s), L = aligned(end);
@@ -37,8 +37,8 @@ void read_all(const Plan& p, const Keys<T>& keys, int64_t s, int64_t h, bool val
 
 // scale q k - lse, and -inf for hidden keys
 template <class T>
-void exponents(const Plan& p, const T* q, int64_t q_stride, const Keys<T>& keys, const float* lse, float scale,
-               int64_t from, int64_t to, float* out) {
+void exponents(const Plan& p, const T* q, int64_t q_stride, const Keys<T>& keys, const float* lse,
+               float scale, int64_t from, int64_t to, float* out) {
   const int64_t G = p.group(), D = p.D;
   std::vector<float> rows, k, kt;
   for (int64_t s = from; s < to; ++s) {
@@ -48,7 +48,8 @@ void exponents(const Plan& p, const T* q, int64_t q_stride, const Keys<T>& keys,
       read_queries(p, q, q_stride, s, h, scale, rows.data());
       read_all(p, keys, s, h, false, k, kt);
       for_chunks(p, s, [&](int64_t a, int64_t end, int64_t b) {
-        chains<Store::PLUS_ZERO>(rows.data() + (a - context) * G * D, D, 1, kt.data(), L, out, b, (end - a) * G, b, D);
+        chains<Store::PLUS_ZERO>(rows.data() + (a - context) * G * D, D, 1, kt.data(), L, out, b,
+                                 (end - a) * G, b, D);
         for (int64_t i = a; i < end; ++i)
           for (int64_t g = 0; g < G; ++g, out += b) {
             const float of_row = lse[(p.starts[s] + i - context) * p.heads + h * G + g];
@@ -69,8 +70,9 @@ void write_keys(const Plan& p, int64_t s, int64_t h, const std::vector<float>& s
 }
 
 template <class T>
-void gradients(const Plan& p, const T* d_o, const T* q, int64_t q_stride, const Keys<T>& keys, const float* delta,
-               float scale, int64_t from, int64_t to, const float* e, T* dq, T* dk, T* dv) {
+void gradients(const Plan& p, const T* d_o, const T* q, int64_t q_stride, const Keys<T>& keys,
+               const float* delta, float scale, int64_t from, int64_t to, const float* e, T* dq, T* dk,
+               T* dv) {
   const int64_t G = p.group(), D = p.D;
   std::vector<float> rows, d_rows, k, v, scratch, vt, ds, dq_rows, dk_sums, dv_sums;
   for (int64_t s = from; s < to; ++s) {
@@ -117,14 +119,15 @@ extern "C" void attention_bwd_sizes(const Plan* p, int64_t S, int64_t* sizes) {
   }
 }
 
-#define DEFINE(T, NAME)                                                                                                \
-  extern "C" void attention_exponents_##NAME(const Plan* p, const T* q, int64_t q_stride, const T* k, int64_t stride,  \
-                                             const float* lse, float scale, int64_t from, int64_t to, float* out) {    \
-    exponents(*p, q, q_stride, Keys<T>{k, nullptr, stride}, lse, scale, from, to, out);                                \
-  }                                                                                                                    \
-  extern "C" void attention_gradients_##NAME(const Plan* p, const T* d_o, const T* q, int64_t q_stride, const T* k,    \
-                                             const T* v, int64_t stride, const float* delta, float scale,              \
-                                             int64_t from, int64_t to, const float* e, T* dq, T* dk, T* dv) {          \
-    gradients(*p, d_o, q, q_stride, Keys<T>{k, v, stride}, delta, scale, from, to, e, dq, dk, dv);                     \
+#define DEFINE(T, NAME)                                                                                   \
+  extern "C" void attention_exponents_##NAME(const Plan* p, const T* q, int64_t q_stride, const T* k,     \
+                                             int64_t stride, const float* lse, float scale, int64_t from, \
+                                             int64_t to, float* out) {                                    \
+    exponents(*p, q, q_stride, Keys<T>{k, nullptr, stride}, lse, scale, from, to, out);                   \
+  }                                                                                                       \
+  extern "C" void attention_gradients_##NAME(                                                             \
+      const Plan* p, const T* d_o, const T* q, int64_t q_stride, const T* k, const T* v, int64_t stride,  \
+      const float* delta, float scale, int64_t from, int64_t to, const float* e, T* dq, T* dk, T* dv) {   \
+    gradients(*p, d_o, q, q_stride, Keys<T>{k, v, stride}, delta, scale, from, to, e, dq, dk, dv);        \
   }
 FOR_DTYPES(DEFINE)

@@ -1,7 +1,7 @@
 // Matrix products whose every sum is one chain of fused multiply-adds, in ascending order from +0.
 //
-// The products of oneDNN and small ones of MKL are such chains. The callers in Python probe where. MKL adds the chain
-// to +0, which makes a +0 of the -0 that a sum of products may underflow to.
+// The products of oneDNN and small ones of MKL are such chains. The callers in Python probe where. MKL adds
+// the chain to +0, which makes a +0 of the -0 that a sum of products may underflow to.
 #pragma once
 
 #include <algorithm>
@@ -13,8 +13,8 @@ enum class Store { AS_IT_IS, PLUS_ZERO, ADD };
 
 // The chain over k of a[m][k] b[k][n] for R rows and V vectors of columns: into c[m][n], or added to it.
 template <int R, int V, Store HOW>
-static inline void chain_tile(const float* a, int64_t a_row, int64_t a_column, const float* b, int64_t b_row, float* c,
-                       int64_t c_row, int64_t K) {
+static inline void chain_tile(const float* a, int64_t a_row, int64_t a_column, const float* b, int64_t b_row,
+                              float* c, int64_t c_row, int64_t K) {
   constexpr int W = Vector::WIDTH;
   Vector sums[R][V];
   for (int r = 0; r < R; ++r)
@@ -38,8 +38,8 @@ static inline void chain_tile(const float* a, int64_t a_row, int64_t a_column, c
 
 // All rows of V vectors of columns, six at a time.
 template <int V, Store HOW>
-static inline void chain_columns(const float* a, int64_t a_row, int64_t a_column, const float* b, int64_t b_row, float* c,
-                          int64_t c_row, int64_t M, int64_t K) {
+static inline void chain_columns(const float* a, int64_t a_row, int64_t a_column, const float* b,
+                                 int64_t b_row, float* c, int64_t c_row, int64_t M, int64_t K) {
   int64_t m = 0;
   for (; m + 6 <= M; m += 6)
     chain_tile<6, V, HOW>(a + m * a_row, a_row, a_column, b, b_row, c + m * c_row, c_row, K);
@@ -52,8 +52,8 @@ static inline void chain_columns(const float* a, int64_t a_row, int64_t a_column
 
 // All of c [M, N] from a [M, K] b [K, N], with any strides of a. N is a multiple of 16.
 template <Store HOW>
-static inline void chains(const float* a, int64_t a_row, int64_t a_column, const float* b, int64_t b_row, float* c,
-                   int64_t c_row, int64_t M, int64_t N, int64_t K) {
+static inline void chains(const float* a, int64_t a_row, int64_t a_column, const float* b, int64_t b_row,
+                          float* c, int64_t c_row, int64_t M, int64_t N, int64_t K) {
   constexpr int64_t PAIR = 2 * Vector::WIDTH;
   int64_t n = 0;
   for (; n + PAIR <= N; n += PAIR)

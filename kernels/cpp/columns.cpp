@@ -18,9 +18,10 @@ void tree_in_place(float* x, int64_t n, int64_t width) {
 
 }  // namespace
 
-// acc[shard] += the column sums of each block. dy [T, N]; blocks [n, 3]: the shard's row of acc, first row, end.
-// Rows past the end of a block are zeros, as far as `padded`, a power of two.
-extern "C" void add_columns(float* acc, const float* dy, const int64_t* blocks, int64_t n, int64_t N, int64_t padded) {
+// acc[shard] += the column sums of each block. dy [T, N]; blocks [n, 3]: the shard's row of acc, first row,
+// end. Rows past the end of a block are zeros, as far as `padded`, a power of two.
+extern "C" void add_columns(float* acc, const float* dy, const int64_t* blocks, int64_t n, int64_t N,
+                            int64_t padded) {
   std::vector<float> tree(padded * COLUMNS);
   for (int64_t c = 0; c < N; c += COLUMNS) {
     const int64_t width = std::min(COLUMNS, N - c);
@@ -36,7 +37,8 @@ extern "C" void add_columns(float* acc, const float* dy, const int64_t* blocks, 
 }
 
 // The sum over heads [from, to) of dw [T, H, D] -> out [T, D].
-extern "C" void sum_heads(const float* dw, float* out, int64_t T, int64_t H, int64_t from, int64_t to, int64_t D) {
+extern "C" void sum_heads(const float* dw, float* out, int64_t T, int64_t H, int64_t from, int64_t to,
+                          int64_t D) {
   std::vector<float> tree((to - from) * D);
   for (int64_t t = 0; t < T; ++t, out += D) {
     std::copy_n(dw + (t * H + from) * D, (to - from) * D, tree.data());

@@ -12,7 +12,8 @@ namespace {
 void philox(uint32_t c[4], uint32_t k0, uint32_t k1) {
   for (int round = 0; round < 10; ++round) {
     const uint64_t p0 = uint64_t(0xD2511F53) * c[0], p1 = uint64_t(0xCD9E8D57) * c[2];
-    const uint32_t next[4] = {uint32_t(p1 >> 32) ^ c[1] ^ k0, uint32_t(p1), uint32_t(p0 >> 32) ^ c[3] ^ k1, uint32_t(p0)};
+    const uint32_t next[4] = {uint32_t(p1 >> 32) ^ c[1] ^ k0, uint32_t(p1), uint32_t(p0 >> 32) ^ c[3] ^ k1,
+                              uint32_t(p0)};
     std::copy_n(next, 4, c);
     k0 += 0x9E3779B9, k1 += 0xBB67AE85;
   }
@@ -39,8 +40,8 @@ extern "C" void draw_shift(const float* z, float* shifted, int64_t T, int64_t V)
   }
 }
 
-// ids [T], and of each the total of e = exp(shifted) and its own shifted logit. u [T]: uniform numbers. lanes: of
-// row_sum.h.
+// ids [T], and of each the total of e = exp(shifted) and its own shifted logit. u [T]: uniform numbers.
+// lanes: of row_sum.h.
 extern "C" void draw_ids(const float* shifted, const float* e, const double* u, int64_t* ids, float* chosen,
                          float* totals, int64_t T, int64_t V, int64_t lanes) {
   std::vector<double> cdf(V);

@@ -17,7 +17,8 @@ void copy_columns(const float* x, int64_t row, float* out, int64_t T) {
 
 }  // namespace
 
-// w [K, N], whose row or column lies in one piece -> panels [N / PANEL, K, PANEL]; the last one is narrower where N asks for it.
+// w [K, N], whose row or column lies in one piece -> panels [N / PANEL, K, PANEL]; the last one is narrower
+// where N asks for it.
 extern "C" void pack_panels(const float* w, int64_t row, int64_t column, float* out, int64_t K, int64_t N) {
   for (int64_t n = 0; n < N; n += PANEL) {
     const int64_t width = std::min(PANEL, N - n);
@@ -31,7 +32,8 @@ extern "C" void pack_panels(const float* w, int64_t row, int64_t column, float* 
 }
 
 // y [T, N] = x [T, K] w, with w in panels.
-extern "C" void matmul_panels(const float* x, const float* panels, float* y, int64_t T, int64_t N, int64_t K) {
+extern "C" void matmul_panels(const float* x, const float* panels, float* y, int64_t T, int64_t N,
+                              int64_t K) {
   const int64_t step = std::max<int64_t>(6, NUMBERS / K / 6 * 6);
   for (int64_t t = 0; t < T; t += step) {
     const int64_t rows = std::min(step, T - t);

@@ -1,5 +1,5 @@
-// rms_norm.py and qk_norm.py for x [T, H, D] (H = 1 in rms_norm), tokens `stride` apart. The square root of the
-// forward is torch's.
+// rms_norm.py and qk_norm.py for x [T, H, D] (H = 1 in rms_norm), tokens `stride` apart. The square root of
+// the forward is torch's.
 //
 // The first `heads` heads have the weight wq [D], the others wk [D]. lanes: of row_sum.h.
 #include <vector>
@@ -9,10 +9,10 @@
 
 namespace {
 
-// mean(s^2) + eps of each head [T, H], with s = x + residual, rounded, where there is a residual, and s = x without.
+// mean(s^2) + eps of each head [T, H]. With a residual s is x + residual, rounded; without one it is x.
 template <class T>
-void means(const T* x, int64_t stride, const T* residual, T* s, float* out, int64_t rows, int64_t H, int64_t D,
-           float eps, int64_t lanes) {
+void means(const T* x, int64_t stride, const T* residual, T* s, float* out, int64_t rows, int64_t H,
+           int64_t D, float eps, int64_t lanes) {
   std::vector<float> squares(D);
   for (int64_t t = 0; t < rows; ++t, x += stride)
     for (int64_t h = 0; h < H; ++h) {
@@ -41,8 +41,8 @@ void scale(const T* x, int64_t stride, float* roots, const T* wq, const T* wk, T
 
 // dx = (dy w - xh mean(dy w xh)) r with xh = x r, and + ds where there is one. dw [T, H, D] = dy xh.
 template <class T>
-void backward(const T* dy, const T* x, int64_t stride, const float* r, const T* wq, const T* wk, const T* ds, T* dx,
-              float* dw, int64_t rows, int64_t H, int64_t heads, int64_t D, int64_t lanes) {
+void backward(const T* dy, const T* x, int64_t stride, const float* r, const T* wq, const T* wk, const T* ds,
+              T* dx, float* dw, int64_t rows, int64_t H, int64_t heads, int64_t D, int64_t lanes) {
   std::vector<float> scratch(3 * D);
   float *normal = scratch.data(), *dyw = normal + D, *products = dyw + D;
   for (int64_t t = 0; t < rows; ++t, x += stride)
@@ -67,19 +67,19 @@ void backward(const T* dy, const T* x, int64_t stride, const float* r, const T* 
 
 }  // namespace
 
-#define DEFINE(T, NAME)                                                                                                \
-  extern "C" void norm_means_##NAME(const T* x, int64_t stride, const T* residual, T* s, float* out, int64_t rows,     \
-                                    int64_t H, int64_t D, float eps, int64_t lanes) {                                  \
-    means(x, stride, residual, s, out, rows, H, D, eps, lanes);                                                        \
-  }                                                                                                                    \
-  extern "C" void norm_scale_##NAME(const T* x, int64_t stride, float* roots, const T* wq, const T* wk, T* y,          \
-                                    int64_t rows, int64_t H, int64_t heads, int64_t D) {                               \
-    scale(x, stride, roots, wq, wk, y, rows, H, heads, D);                                                             \
-  }                                                                                                                    \
-  extern "C" void norm_bwd_##NAME(const T* dy, const T* x, int64_t stride, const float* r, const T* wq, const T* wk,   \
-                                  const T* ds, T* dx, float* dw, int64_t rows, int64_t H, int64_t heads, int64_t D,    \
-                                  int64_t lanes) {                                                                     \
-    backward(dy, x, stride, r, wq, wk, ds, dx, dw, rows, H, heads, D, lanes);                                          \
+#define DEFINE(T, NAME)                                                                                 \
+  extern "C" void norm_means_##NAME(const T* x, int64_t stride, const T* residual, T* s, float* out,    \
+                                    int64_t rows, int64_t H, int64_t D, float eps, int64_t lanes) {     \
+    means(x, stride, residual, s, out, rows, H, D, eps, lanes);                                         \
+  }                                                                                                     \
+  extern "C" void norm_scale_##NAME(const T* x, int64_t stride, float* roots, const T* wq, const T* wk, \
+                                    T* y, int64_t rows, int64_t H, int64_t heads, int64_t D) {          \
+    scale(x, stride, roots, wq, wk, y, rows, H, heads, D);                                              \
+  }                                                                                                     \
+  extern "C" void norm_bwd_##NAME(const T* dy, const T* x, int64_t stride, const float* r, const T* wq, \
+                                  const T* wk, const T* ds, T* dx, float* dw, int64_t rows, int64_t H,  \
+                                  int64_t heads, int64_t D, int64_t lanes) {                            \
+    backward(dy, x, stride, r, wq, wk, ds, dx, dw, rows, H, heads, D, lanes);                           \
   }
 FOR_DTYPES(DEFINE)
 

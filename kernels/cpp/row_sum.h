@@ -1,5 +1,6 @@
-// The sum of a row in the order of torch.sum on a CPU (aten/src/ATen/native/cpu/SumKernel.cpp): four sums of vectors
-// side by side, cascaded, then the vector's lanes. Which number of lanes torch has is probed (cpp/row_sums.py).
+// The sum of a row in the order of torch.sum on a CPU (aten/src/ATen/native/cpu/SumKernel.cpp): four sums of
+// vectors side by side, cascaded, then the vector's lanes. Which number of lanes torch has is probed
+// (cpp/row_sums.py).
 #pragma once
 
 #include <algorithm>

@@ -35,14 +35,15 @@ void backward(const T* dy, const T* gu, const float* e, T* dgu, int64_t rows, in
 
 }  // namespace
 
-#define DEFINE(T, NAME)                                                                                     \
-  extern "C" void silu_minus_gate_##NAME(const T* gu, float* out, int64_t rows, int64_t width) {            \
-    minus_gate(gu, out, rows, width);                                                                       \
-  }                                                                                                         \
-  extern "C" void silu_fwd_##NAME(const T* gu, const float* e, T* y, int64_t rows, int64_t width) {         \
-    forward(gu, e, y, rows, width);                                                                         \
-  }                                                                                                         \
-  extern "C" void silu_bwd_##NAME(const T* dy, const T* gu, const float* e, T* dgu, int64_t rows, int64_t width) { \
-    backward(dy, gu, e, dgu, rows, width);                                                                  \
+#define DEFINE(T, NAME)                                                                             \
+  extern "C" void silu_minus_gate_##NAME(const T* gu, float* out, int64_t rows, int64_t width) {    \
+    minus_gate(gu, out, rows, width);                                                               \
+  }                                                                                                 \
+  extern "C" void silu_fwd_##NAME(const T* gu, const float* e, T* y, int64_t rows, int64_t width) { \
+    forward(gu, e, y, rows, width);                                                                 \
+  }                                                                                                 \
+  extern "C" void silu_bwd_##NAME(const T* dy, const T* gu, const float* e, T* dgu, int64_t rows,   \
+                                  int64_t width) {                                                  \
+    backward(dy, gu, e, dgu, rows, width);                                                          \
   }
 FOR_DTYPES(DEFINE)

@@ -24,10 +24,13 @@ static inline void transpose_square(const float* x, int64_t x_row, float* y, int
 }
 
 // y [columns, rows] = x [rows, columns]^T
-static inline void transpose(const float* x, int64_t x_row, float* y, int64_t y_row, int64_t rows, int64_t columns) {
+static inline void transpose(const float* x, int64_t x_row, float* y, int64_t y_row, int64_t rows,
+                             int64_t columns) {
   const int64_t whole_rows = rows / 8 * 8, whole_columns = columns / 8 * 8;
   for (int64_t i = 0; i < whole_rows; i += 8)
-    for (int64_t j = 0; j < whole_columns; j += 8) transpose_square(x + i * x_row + j, x_row, y + j * y_row + i, y_row);
+    for (int64_t j = 0; j < whole_columns; j += 8)
+      transpose_square(x + i * x_row + j, x_row, y + j * y_row + i, y_row);
   for (int64_t i = 0; i < rows; ++i)
-    for (int64_t j = i < whole_rows ? whole_columns : 0; j < columns; ++j) y[j * y_row + i] = x[i * x_row + j];
+    for (int64_t j = i < whole_rows ? whole_columns : 0; j < columns; ++j)
+      y[j * y_row + i] = x[i * x_row + j];
 }
