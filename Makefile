@@ -39,7 +39,7 @@ help:
 	@echo "make pairs          the table of engine pairs in docs/audit/pairs.md, again: one audit a row; MODEL=FOLDER for another model"
 	@echo "make docs           the documentation, in build/docs; a broken link fails"
 	@echo "make wheels         both wheels, zerokl and zerokl-audit, in dist; make package installs and uses them, too"
-	@echo "make lint           ruff"
+	@echo "make lint           ruff, and clang-format for the C++"
 	@echo "make pictures       the pictures of README and documentation, from $(RUN) (needs Chromium)"
 	@echo "make bench          one RL step beside TRL, sampling beside transformers, the linear beside plain torch"
 	@echo "make bench-proxy    what zerokl record costs vLLM's own server, on SmolLM2-135M-Instruct"
@@ -257,6 +257,7 @@ test-real: .venv-vllm/.real
 lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/clang-format --dry-run --Werror kernels/cpp/*.cpp kernels/cpp/*.h
 
 docs: $(VENV)/.docs
 	$(BIN)/sphinx-build -W --keep-going -n -q -b html docs build/docs
