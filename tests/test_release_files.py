@@ -1,7 +1,10 @@
 """CONTRIBUTING.md, SECURITY.md, CITATION.cff and the workflow name what is there."""
 
 import ast
+import importlib
 import re
+import subprocess
+import sys
 import tomllib
 
 import pytest
@@ -9,6 +12,9 @@ import yaml
 from zerokl.verify.environment import PACKAGE_ROOT as ROOT
 
 from tests.test_floors import FLOORS
+
+sys.path.insert(0, str(ROOT / "tests" / "package"))
+check = importlib.import_module("check")
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 WORKFLOW = (ROOT / ".github" / "workflows" / "ci.yml").read_text()
@@ -141,3 +147,13 @@ def test_the_places_that_load_a_pickle_are_those_that_the_page_names():
 )
 def test_control_a_call_that_loads_a_pickle_is_found(line):
     assert len(loads_a_pickle(line)) == 1
+
+
+@pytest.mark.skipif(not (ROOT / ".git").exists(), reason="an sdist has no list of git's")
+def test_the_package_has_every_file_of_git(tmp_path):
+    """In a second what `make package` asks the wheel for in minutes."""
+    built = [sys.executable, "-W", "ignore", "setup.py", "-q", "build_py", "--build-lib", str(tmp_path)]
+    subprocess.run(built, cwd=ROOT, check=True, capture_output=True)
+    package = tmp_path / "zerokl"
+    files = {str(p.relative_to(package)): p.read_bytes() for p in package.rglob("*") if p.is_file()}
+    check.compare(check.tracked(), files, "the package", whole=True)
