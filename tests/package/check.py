@@ -26,11 +26,11 @@ OUTSIDE = {".ci", ".github", "benchmarks", "docs", "tests", "wheels"}
 # What a user does first, in short: `make demo` has all steps. An exit code other than 0 fails.
 WHEEL_COMMANDS = """
 zerokl --version
-zerokl train --preset demo --run-dir demo --steps 20
+zerokl train --preset demo --run-dir demo --steps 5 --init.target 0.1
 zerokl verify run demo
 zerokl report demo
 zerokl sample demo/base --prompt 3+14= --n 2
-zerokl eval demo/checkpoints/step-000020 --task add --problems 8
+zerokl eval demo/checkpoints/step-000005 --task add --problems 8
 zerokl audit demo/base --sampler native --n 4 --max_tokens 5 --out audit
 """
 # With zerokl-audit beside it, the same works. Where zerokl-audit is alone, with torch, a model can compute.
@@ -45,7 +45,7 @@ zerokl capsule replay c.zkc --sampler native --trainer zerokl
 """
 SDIST_COMMANDS = """
 python -m zerokl --version
-zerokl init base --task add
+zerokl init base --task add --target 0.1
 zerokl train --preset demo --model base --run_dir run --steps 3
 zerokl verify run run
 zerokl report run

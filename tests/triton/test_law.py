@@ -52,12 +52,16 @@ SEEDS = range(0, 40, 20)  # the interpreter is slow
 
 
 def cases(names: dict[str, str], dtypes: tuple[torch.dtype, ...] = DTYPES) -> list:
-    return [
-        pytest.param(name, kernel, dtype, id=f"{name}-{dtype}".replace("torch.", ""))
-        for name, kernel in names.items()
-        for dtype in dtypes
-        if rows.ONE_DTYPE.get(name, dtype) == dtype
-    ]
+    """Each name with each dtype. With --quick each has one dtype, and neighbours have different ones."""
+    params = []
+    for i, (name, kernel) in enumerate(names.items()):
+        of_name = [dtype for dtype in dtypes if rows.ONE_DTYPE.get(name, dtype) == dtype]
+        for j, dtype in enumerate(of_name):
+            marks = () if j == i % len(of_name) else pytest.mark.full
+            params.append(
+                pytest.param(name, kernel, dtype, id=f"{name}-{dtype}".replace("torch.", ""), marks=marks)
+            )
+    return params
 
 
 @pytest.mark.parametrize(("name", "kernel", "dtype"), cases(ROW_OPS))

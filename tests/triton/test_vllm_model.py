@@ -107,8 +107,14 @@ def model_of_vllm(
     return vllm_model(decoder, folder, patch)
 
 
-CASES = [("qwen3", d) for d in DTYPES] + [
-    (family, d) for family in ("qwen2", "llama", "qwen3_moe") for d in (torch.float32, torch.bfloat16)
+CASES = [
+    *(("qwen3", dtype) for dtype in DTYPES),
+    ("qwen2", torch.float32),
+    ("llama", torch.bfloat16),
+    ("qwen3_moe", torch.bfloat16),
+    pytest.param(("qwen2", torch.bfloat16), marks=pytest.mark.full),
+    pytest.param(("llama", torch.float32), marks=pytest.mark.full),
+    pytest.param(("qwen3_moe", torch.float32), marks=pytest.mark.full),
 ]
 
 
