@@ -1,4 +1,4 @@
-"""CONTRIBUTING.md, SECURITY.md, CITATION.cff and the workflow name what is there."""
+"""CONTRIBUTING.md, SECURITY.md, CITATION.cff and the workflow name what is there; the package has it all."""
 
 import ast
 import importlib
