@@ -72,35 +72,11 @@ if "-m" in sys.orig_argv and "RANK" in os.environ:  # a rank; not torchrun, and 
 """
 
 
-def _peaks_gib(folder: Path, ranks: int, overrides: list[str]) -> list[float]:
-    """The peak memory of each rank of a run."""
-    preset = ("--preset", "demo", "--run_dir", f"run{ranks}")
-    command = torchrun(ranks, "-m", "zerokl", "train", *preset, *overrides)
-    environment = os.environ | {"PYTHONPATH": "."}
-    process = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
-    assert process.returncode == 0, process.stdout[-2000:]
-    return [int((folder / f"peak-{rank}").read_text()) / 2**20 for rank in range(ranks)]
-
-
-def test_ranks_share_the_memory_of_the_training_state(tmp_path):
-    """Ranks own parts of the state, down to parts of a weight, and write one ledger.
-
-    The model has 47 million bf16 weights. Master weights, moments and sums of the gradient take 24 bytes a
-    weight in a single process, and 5 bytes a weight in a rank of four.
-    """
-    widths = dict(
-        hidden_size=768,
-        intermediate_size=2048,
-        num_hidden_layers=7,
-        num_attention_heads=8,
-        num_key_value_heads=2,
-        head_dim=64,
-    )
-    model = random_model(tmp_path, widths)
-    write_letters_reward(tmp_path)
-    (tmp_path / "sitecustomize.py").write_text(_PEAK)  # Python runs it when it starts
+def _peaks(model: str, ranks: int, folder: Path) -> list[int]:
+    """The peak memory of each rank of a run of one step, in bytes. The run is folder / "run"."""
     settings = {
         "model": model,
+        "run_dir": folder / "run",
         "steps": 1,
         "prompts": 8,
         "num_generations": 2,
@@ -110,11 +86,49 @@ def test_ranks_share_the_memory_of_the_training_state(tmp_path):
         "task.reward": "letters_reward:reward",
     }
     overrides = [word for key, value in settings.items() for word in (f"--{key}", str(value))]
-    peaks = {ranks: _peaks_gib(tmp_path, ranks, overrides) for ranks in (1, 4)}
-    ledgers = []
-    for ranks in (1, 4):
-        lines = map(json.loads, (tmp_path / f"run{ranks}" / LEDGER).open())
-        ledgers.append([line for line in lines if line["kind"] == "step"])
-    assert ledgers[0] == ledgers[1] != []
+    command = torchrun(ranks, "-m", "zerokl", "train", "--preset", "demo", *overrides)
+    folder.mkdir()
+    write_letters_reward(folder)
+    (folder / "sitecustomize.py").write_text(_PEAK)  # Python runs it when it starts
+    environment = os.environ | {"PYTHONPATH": "."}
+    process = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+    assert process.returncode == 0, process.stdout[-2000:]
+    return [int((folder / f"peak-{rank}").read_text()) * 1024 for rank in range(ranks)]
+
+
+def _model(folder: Path, layers: int) -> str:
+    widths = dict(
+        hidden_size=768,
+        intermediate_size=2048,
+        num_hidden_layers=layers,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        head_dim=64,
+    )
+    folder.mkdir()
+    return random_model(folder, widths)
+
+
+def _steps(run: Path) -> list[dict]:
+    return [line for line in map(json.loads, (run / LEDGER).open()) if line["kind"] == "step"]
+
+
+def test_ranks_share_the_memory_of_the_training_state(tmp_path):
+    """Ranks own parts of the state, down to parts of a weight, and write one ledger.
+
+    What 34 million more weights take tells it, because a process has 0.4 GiB before its first. Buffers that
+    are freed late add up to a tenth by chance, so the least of the ranks is compared. Measured on two cores:
+    0.51 to 0.53 of a single process, and 0.71 with all moments in every rank.
+    """
+    small, large = _model(tmp_path / "small", 1), _model(tmp_path / "large", 7)
+
+    def growth(ranks: int) -> list[int]:
+        low = _peaks(small, ranks, tmp_path / f"small{ranks}")
+        high = _peaks(large, ranks, tmp_path / f"large{ranks}")
+        return [b - a for a, b in zip(low, high, strict=True)]
+
     # The first of four ranks is left out: it writes the checkpoint, which passes through its memory.
-    assert max(peaks[4][1:]) < 0.65 * peaks[1][0], peaks
+    (single,), (_, *others) = growth(1), growth(4)
+    assert _steps(tmp_path / "large1/run") == _steps(tmp_path / "large4/run") != []
+    assert min(others) < 0.65 * single, (single, others)
+    assert max(others) < 0.8 * single, (single, others)
