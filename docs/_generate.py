@@ -14,13 +14,13 @@ from importlib import import_module
 from pathlib import Path
 
 import annotated_types
-import cyclopts
 import zerokl
-from _results import RESULTS, table
+from _commands import commands
+from _markdown import prose, table
+from _results import RESULTS
 from pydantic import BaseModel
 from sphinx.util import logging
 from zerokl.audit import config as audit_config
-from zerokl.cli import app as cli
 from zerokl.engine.config import Config
 from zerokl.engine.loss.config import LossConfig
 from zerokl.engine.loss.presets import PRESETS
@@ -57,7 +57,7 @@ def configuration() -> str:
         else:
             sections.append((name, _section(field)))
     for name, model in sections:
-        parts += [f"(section-{name})=", f"## [{name}]", "", _prose(model.__doc__ or ""), ""]
+        parts += [f"(section-{name})=", f"## [{name}]", "", prose(model.__doc__ or ""), ""]
         for key, field in model.model_fields.items():
             parts += _key(f"{name}.{key}", field, open_choice=model is LossConfig and field.default is None)
     return "\n".join(parts)
@@ -75,7 +75,7 @@ def _key(key: str, field, open_choice: bool = False) -> list[str]:
     default = field.get_default(call_default_factory=True)
     shown = "the preset's" if open_choice else "not there" if default is None else f"`{_toml(default)}`"
     facts = f"{_type(field)}; default: {shown}"
-    return [f"`````{{confval}} {key}", _prose(field.description or ""), "", "{.facts}", facts, "`````", ""]
+    return [f"`````{{confval}} {key}", prose(field.description or ""), "", "{.facts}", facts, "`````", ""]
 
 
 def _toml(value: object) -> str:
@@ -119,22 +119,6 @@ def _bound(rule: object) -> str:
         if isinstance(rule, kind):
             return f"{word} {getattr(rule, kind.__name__.lower())}"
     return f"a multiple of {rule.multiple_of}" if isinstance(rule, annotated_types.MultipleOf) else ""
-
-
-def _prose(text: str) -> str:
-    """A description as Markdown: one paragraph. Names of files are code; nothing else is markup by chance."""
-    parts = re.split(r"(`[^`]*`|(?<![\w/])(?:[a-z_]+/)+[a-z_0-9-]+\.(?:py|toml|md))", " ".join(text.split()))
-    return "".join(
-        _code(part) if i % 2 else re.sub(r"([_*<|\[])", r"\\\1", part) for i, part in enumerate(parts)
-    )
-
-
-def _code(part: str) -> str:
-    """`engine/commands/ablations/ablate.py`, or a link where it is a page of this site."""
-    page = part.removeprefix("docs/")
-    if page != part and (ROOT / part).exists():
-        return f"[{page.removesuffix('.md')}]({page})"
-    return part if part.startswith("`") else f"`{part}`"
 
 
 def loss_presets() -> str:
@@ -193,7 +177,7 @@ def _rules_of(file: str) -> list[list[str]]:
             continue
         refused, message = rule.args
         condition = named[refused.id] if isinstance(refused, ast.Name) else refused.body
-        rows.append([_prose(_message(message.body)), f"`{_condition(condition)}`"])
+        rows.append([prose(_message(message.body)), f"`{_condition(condition)}`"])
     return rows
 
 
@@ -213,7 +197,7 @@ def free_keys() -> str:
     """The keys that decide no bit, and why."""
     return table(
         ["key or section", "why it decides no bit"],
-        [[f"`{key}`", _prose(why.replace("is_free: ", ""))] for key, why in FREE.items()],
+        [[f"`{key}`", prose(why.replace("is_free: ", ""))] for key, why in FREE.items()],
     )
 
 
@@ -244,7 +228,7 @@ def places() -> str:
         path += "" if (ROOT / path).is_dir() else ".py"
         file = ROOT / path if path.endswith(".py") else ROOT / path / "__init__.py"
         said = " ".join(ast.get_docstring(ast.parse(file.read_text())).split())
-        rows.append([f"{{src}}`{path}`", _prose(re.split(r"(?<=\.) ", said)[0])])
+        rows.append([f"{{src}}`{path}`", prose(re.split(r"(?<=\.) ", said)[0])])
     return table(["place", "what lives there"], rows)
 
 
@@ -253,20 +237,20 @@ def samplers() -> str:
     rows = []
     for name, line in (SAMPLERS | audit_config.SAMPLERS).items():
         train = "no" if name not in SAMPLERS else "with `exact = false`" if name in EXTERNAL else "yes"
-        rows.append([f"`{name}`", _prose(line), train, "yes" if name in audit_config.SAMPLERS else "no"])
+        rows.append([f"`{name}`", prose(line), train, "yes" if name in audit_config.SAMPLERS else "no"])
     return table(["sampler", "engine", "`zerokl train`", "`zerokl audit`"], rows)
 
 
 def audit_samplers() -> str:
     """The engines that draw in an audit."""
-    rows = [[f"`{name}`", _prose(line)] for name, line in audit_config.SAMPLERS.items()]
+    rows = [[f"`{name}`", prose(line)] for name, line in audit_config.SAMPLERS.items()]
     rows.append(["a file", "nothing: [a log](log.md) of rollouts that were drawn elsewhere"])
     return table(["`--sampler`", "draws with"], rows)
 
 
 def audit_trainers() -> str:
     """The engines that score in an audit."""
-    rows = [[f"`{name}`", _prose(line)] for name, line in audit_config.TRAINERS.items()]
+    rows = [[f"`{name}`", prose(line)] for name, line in audit_config.TRAINERS.items()]
     return table(["`--trainer`", "scores with"], rows)
 
 
@@ -277,7 +261,7 @@ def vllm_allowed() -> str:
         by_reason.setdefault(reason, []).append(f"`{name}`")
     return table(
         ["why it is allowed", "arguments"],
-        [[_prose(reason), ", ".join(names)] for reason, names in by_reason.items()],
+        [[prose(reason), ", ".join(names)] for reason, names in by_reason.items()],
     )
 
 
@@ -313,7 +297,7 @@ def imported_names() -> str:
             if error.name.startswith("zerokl"):
                 raise
             continue  # over a library that is not installed here: its own page describes it
-        parts += [f"### `{module}`", "", _prose(re.split(r"(?<=\.) ", said)[0]), ""]
+        parts += [f"### `{module}`", "", prose(re.split(r"(?<=\.) ", said)[0]), ""]
         parts += [_documented(module, name) for name in sorted(names[module])]
     return "\n".join(parts)
 
@@ -356,89 +340,6 @@ def _rst(text: str) -> str:
     """Prose as reStructuredText: `code` stays, nothing else is markup by chance."""
     parts = re.split(r"(`[^`]*`)", text)
     return "".join(part if i % 2 else re.sub(r"([*_|\\])", r"\\\1", part) for i, part in enumerate(parts))
-
-
-# The commands
-
-
-def commands() -> str:
-    """Every command: its usage, what it says of itself, and its arguments."""
-    parts: list[str] = []
-    for name in (n for n in cli if not n.startswith("-")):
-        sub = cli[name]
-        if sub.default_command:
-            parts += _command(f"zerokl {name}", sub.default_command)
-        for inner in (n for n in sub if not n.startswith("-")):
-            parts += _command(f"zerokl {name} {inner}", sub[inner].default_command)
-    return "\n".join(parts)
-
-
-def _command(title: str, function) -> list[str]:
-    text, _, arguments = inspect.cleandoc(function.__doc__ or "").partition("\nArgs:\n")
-    said = dict(re.findall(r"^    (\w+): (.*(?:\n {8}.*)*)", arguments, re.M))
-    hints = typing.get_type_hints(function, include_extras=True)
-    usage, rows, settings = [title], [], False
-    for parameter in inspect.signature(function).parameters.values():
-        hint = hints[parameter.name]
-        extra = next(
-            (m for m in getattr(hint, "__metadata__", ()) if isinstance(m, cyclopts.Parameter)), None
-        )
-        if extra is not None and "*" in (extra.name or ()):
-            model = typing.get_args(hint)[0]
-            settings = model is Config
-            rows += [] if settings else map(_setting, *zip(*model.model_fields.items(), strict=True))
-            continue
-        required = parameter.default is inspect.Parameter.empty
-        if parameter.kind is parameter.POSITIONAL_ONLY:
-            usage.append(parameter.name.upper() if required else f"[{parameter.name.upper()}]")
-            shown = parameter.name.upper()
-        else:
-            shown = "--" + (extra.name[0] if extra is not None and extra.name else parameter.name)
-            if required:
-                usage.append(f"{shown} VALUE")
-            shown += "".join(f", {alias}" for alias in (extra.alias if extra else None) or ())
-        default = "required" if required else _argument_default(parameter.default)
-        if parameter.name not in said:
-            _LOG.warning(
-                "cli: %s: the docstring says nothing of %s", title, parameter.name, location="commands"
-            )
-        rows.append([f"`{shown}`", _argument_type(hint), default, _prose(said.get(parameter.name, ""))])
-    usage += ["[options]"] if any(row[0].startswith("`--") for row in rows) else []
-    usage += ["[--KEY VALUE ...]"] if settings else []
-    anchor = title.replace(" ", "-")
-    parts = [f"({anchor})=", f"## {title}", "", "```text", " ".join(usage), "```", ""]
-    for paragraph in text.strip().split("\n\n"):
-        parts += [_prose(paragraph), ""]
-    parts += [table(["argument", "type", "default", "meaning"], rows), ""]
-    if settings:
-        parts += ["It also takes [every key of the configuration](configuration.md) as `--KEY VALUE`.", ""]
-    return parts
-
-
-def _setting(name: str, field) -> list[str]:
-    """The row of a setting that a command takes as an option, and that no page of the configuration has."""
-    default = _argument_default(field.default)
-    return [f"`--{name}`", _argument_type(field.annotation), default, _prose(field.description or "")]
-
-
-def _argument_type(hint: object) -> str:
-    if typing.get_origin(hint) is typing.Annotated:
-        hint = typing.get_args(hint)[0]
-    if typing.get_origin(hint) in (types.UnionType, typing.Union):
-        return " or ".join(_argument_type(a) for a in typing.get_args(hint) if a is not types.NoneType)
-    if typing.get_origin(hint) is tuple:
-        return f"{_argument_type(typing.get_args(hint)[0])}, may be repeated"
-    if typing.get_origin(hint) is typing.Literal:
-        return ", ".join(f"`{v}`" for v in typing.get_args(hint))
-    return {str: "text", int: "whole number", float: "number", bool: "flag"}.get(hint, "key and value")
-
-
-def _argument_default(default: object) -> str:
-    if default is None or default == "" or default == ():
-        return ""
-    if isinstance(default, tuple):
-        return ", ".join(f"`{v}`" for v in default)
-    return "off" if default is False else f"`{default}`"
 
 
 PARTS = RESULTS | {

@@ -4,16 +4,11 @@ import json
 from functools import partial
 from pathlib import Path
 
+from _markdown import table
 from zerokl.engine.commands.ablations.hypotheses import expectation
 
 ROOT = Path(__file__).resolve().parents[1]
 _RESULTS = ROOT / "benchmarks" / "results"
-
-
-def table(head: list[str], rows: list[list[str]]) -> str:
-    """A table in Markdown."""
-    lines = [head, ["---"] * len(head), *rows]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
 def engine_pairs() -> str:

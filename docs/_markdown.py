@@ -1,0 +1,28 @@
+"""Markdown of the parts that are made from the code."""
+
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def table(head: list[str], rows: list[list[str]]) -> str:
+    """A table in Markdown."""
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def prose(text: str) -> str:
+    """A description as Markdown: one paragraph. Names of files are code; nothing else is markup by chance."""
+    parts = re.split(r"(`[^`]*`|(?<![\w/])(?:[a-z_]+/)+[a-z_0-9-]+\.(?:py|toml|md))", " ".join(text.split()))
+    return "".join(
+        _code(part) if i % 2 else re.sub(r"([_*<|\[])", r"\\\1", part) for i, part in enumerate(parts)
+    )
+
+
+def _code(part: str) -> str:
+    """`engine/commands/ablations/ablate.py`, or a link where it is a page of this site."""
+    page = part.removeprefix("docs/")
+    if page != part and (ROOT / part).exists():
+        return f"[{page.removesuffix('.md')}]({page})"
+    return part if part.startswith("`") else f"`{part}`"
