@@ -11,15 +11,14 @@ import re
 import types
 import typing
 from importlib import import_module
-from pathlib import Path
 
 import annotated_types
 import zerokl
 from _commands import commands
+from _definitions import ROOT
 from _markdown import prose, table
 from _results import RESULTS
 from pydantic import BaseModel
-from sphinx.util import logging
 from zerokl.audit import config as audit_config
 from zerokl.engine.config import Config
 from zerokl.engine.loss.config import LossConfig
@@ -29,8 +28,6 @@ from zerokl.engine.runs.ledger_head import FREE
 from zerokl.engine.sampler_names import EXTERNAL, SAMPLERS
 from zerokl.verify.ledger import FORMAT
 
-ROOT = Path(__file__).resolve().parents[1]
-_LOG = logging.getLogger(__name__)
 _MARK = re.compile(r"^<!-- generated: ([a-z-]+) -->$", re.M)
 
 

@@ -1,9 +1,8 @@
 """Markdown of the parts that are made from the code."""
 
 import re
-from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
+from _definitions import ROOT
 
 
 def table(head: list[str], rows: list[list[str]]) -> str:

@@ -2,12 +2,11 @@
 
 import json
 from functools import partial
-from pathlib import Path
 
+from _definitions import ROOT
 from _markdown import table
 from zerokl.engine.commands.ablations.hypotheses import expectation
 
-ROOT = Path(__file__).resolve().parents[1]
 _RESULTS = ROOT / "benchmarks" / "results"
 
 
