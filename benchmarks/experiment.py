@@ -22,10 +22,15 @@ def result(out: Path) -> dict:
         del combination["by_step"]
         for run in combination["runs"]:
             del run["run"]
+    return report | made_with()
+
+
+def made_with() -> dict[str, str]:
+    """The machine, torch, and the date."""
     made = {"cpu": machine(), "torch": torch.__version__, "date": datetime.date.today().isoformat()}
     if torch.cuda.is_available():
         made["gpu"] = torch.cuda.get_device_name()
-    return report | made
+    return made
 
 
 def main() -> None:

@@ -2,23 +2,32 @@
 
     python benchmarks/real/gradient.py MODEL OUT [KEY=VALUE ...]          (`make real-gradient`)
 
-Each row is a run of train.toml in a process of its own, small enough for two CPU cores: the trainer computes
-in fp32, another sampler draws, and each step measures its gradient (`monitor.gradient`, docs/gradient.md).
-All rows begin with the same weights and prompts. Prints the table in Markdown and writes the figures to
-OUT/gradient.json. samplers=NAME,NAME takes these only. One that is not installed is named and left out.
+Each row is a run in a process of its own: another sampler draws, and each step measures its gradient
+(`monitor.gradient`, docs/gradient.md). All rows begin with the same weights and prompts. Prints the tables in
+Markdown and writes the figures to OUT/gradient.json. KEY=VALUE is a setting of the runs, or one of these:
+
+    samplers=NAME,NAME   these only; one that is not installed is named and left out
+    config=FILE          the runs' config; gradient.toml is for a GPU. Without it train.toml in fp32, with few
+                         completions, for two CPU cores
+    jobs=N               as many runs at a time (1)
+
+The first of several steps is left out: a sampler that is late has nothing to be late by there.
 """
 
 import json
-import statistics
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from pathlib import Path
 
-from train import run
+import numpy as np
+from train import CONFIG, run
+from zerokl.benchmarks.experiment import made_with
 
 SAMPLERS = {
     "e4m3": {"perturb.weights": "float8_e4m3fn/tensor"},
     "e5m2": {"perturb.weights": "float8_e5m2/tensor"},
+    "late": {"perturb.delay": "1"},
     "hf-bf16": {"sampler": "hf", "precision.sampler_dtype": "bfloat16"},
     "vllm-bf16": {"sampler": "vllm", "precision.sampler_dtype": "bfloat16"},
 }
@@ -31,36 +40,77 @@ SMALL = {
     "num_generations": "16",
     "evaluation.every": "0",
 }
-LOSSES = ("none", "tis", "mis", "full", "full_sequence")
+LOSSES = ("none", "tis", "mis_token", "icepop", "mis", "full", "full_sequence")
 
 
-def figures(rows: list[dict]) -> dict[str, float]:
-    """Means over the steps: KL a token and a sequence in nats, the cosines, and the floor's."""
-    names = {"k3": "mismatch/k3", "k3_sequence": "mismatch/k3_sequence", "floor": "gradient/cosine_floor"}
-    names |= {loss: f"gradient/cosine_{loss}" for loss in LOSSES}
-    return {name: statistics.fmean(row[metric] for row in rows) for name, metric in names.items()}
+def figures(rows: list[dict]) -> dict:
+    """Of the steps' metrics: means, and what each correction leaves, with standard errors over the steps.
+
+    k3 is in nats. `below` is by how much a cosine lies below that of two exact gradients. `length` is that of
+    the expected gradient along the exact one: the quotient of the sums over steps of two unbiased products.
+    Errors are nulls where there is one step.
+    """
+
+    def of(name: str) -> np.ndarray:
+        return np.array([row[name] for row in rows])
+
+    steps, floor, exact = len(rows), of("gradient/cosine_floor"), of("gradient/inner_exact")
+    losses = {}
+    for loss in LOSSES:
+        cosine, inner = of(f"gradient/cosine_{loss}"), of(f"gradient/inner_{loss}")
+        below, length = floor - cosine, inner.sum() / exact.sum()
+        error = np.sqrt(((inner - length * exact) ** 2).sum()) / exact.sum()
+        losses[loss] = {
+            "cosine": cosine.mean(),
+            "below": [below.mean(), below.std(ddof=1) / steps**0.5 if steps > 1 else None],
+            "length": [length, error if steps > 1 else None],
+        }
+    means = {"k3": "mismatch/k3", "k3_sequence": "mismatch/k3_sequence", "floor": "gradient/cosine_floor"}
+    return {"steps": steps} | {name: of(metric).mean() for name, metric in means.items()} | {"losses": losses}
+
+
+def tables(found: dict[str, dict]) -> str:
+    """Of `figures` by sampler, in Markdown: the mismatches, and a row for each correction."""
+    lines = ["| sampler | k3, nats a token | a sequence | floor |", "| --- " * 4 + "|"]
+    for name, x in found.items():
+        lines.append(f"| `{name}` | {x['k3']:.2g} | {x['k3_sequence']:.2g} | {x['floor']:.3f} |")
+    columns = [f"{name}, {what}" for name in found for what in ("below", "length")]
+    lines += ["", f"| correction | {' | '.join(columns)} |", "| --- " * (1 + len(columns)) + "|"]
+    for loss in LOSSES:
+        of_samplers = [x["losses"][loss] for x in found.values()]
+        cells = [_cell(x[what], n) for x in of_samplers for what, n in (("below", 3), ("length", 2))]
+        lines.append(f"| `{loss}` | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _cell(value: list[float | None], digits: int) -> str:
+    """A value and its standard error, where there is one."""
+    return " ± ".join(f"{x:.{digits}f}" for x in value if x is not None)
 
 
 def main() -> None:
-    """Make all runs, and print the table."""
+    """Make all runs, and print the tables."""
     model, out, *pairs = sys.argv[1:]
-    given = SMALL | dict(pair.split("=", 1) for pair in pairs)
+    given = dict(pair.split("=", 1) for pair in pairs)
     wanted = given.pop("samplers", ",".join(SAMPLERS)).split(",")
+    config, jobs = given.pop("config", None), int(given.pop("jobs", "1"))
+    settings = given if config else SMALL | given
     if unknown := set(wanted) - SAMPLERS.keys():
         raise SystemExit(f"gradient: samplers are {', '.join(SAMPLERS)}, not {', '.join(sorted(unknown))}")
-    found: dict[str, dict[str, float]] = {}
-    for name in wanted:
-        if name.startswith("vllm") and find_spec("vllm") is None:
-            print(f"{name}: vllm is not installed")
-            continue
-        rows, _ = run(model, Path(out) / name, given | SAMPLERS[name])
-        found[name] = figures(rows)
-    print("| sampler | k3, nats a token | a sequence | floor |", *(f"{loss} |" for loss in LOSSES))
-    print("| --- " * (4 + len(LOSSES)) + "|")
-    for name, x in found.items():
-        cosines = " | ".join(f"{x[key]:.3f}" for key in ("floor", *LOSSES))
-        print(f"| {name} | {x['k3']:.2g} | {x['k3_sequence']:.2g} | {cosines} |")
-    (Path(out) / "gradient.json").write_text(json.dumps(found, indent=1) + "\n")
+    if find_spec("vllm") is None:
+        missing = [name for name in wanted if name.startswith("vllm")]
+        wanted = [name for name in wanted if name not in missing]
+        print(*(f"{name}: vllm is not installed" for name in missing), sep="\n")
+
+    def measure(name: str) -> dict:
+        rows, _ = run(model, Path(out) / name, settings | SAMPLERS[name], Path(config or CONFIG))
+        return figures(rows[1:] or rows)
+
+    with ThreadPoolExecutor(jobs) as pool:
+        found = dict(zip(wanted, pool.map(measure, wanted), strict=True))
+    print(tables(found))
+    result = {"settings": {"config": config} | settings, "samplers": found} | made_with()
+    (Path(out) / "gradient.json").write_text(json.dumps(result, indent=1) + "\n")
 
 
 if __name__ == "__main__":

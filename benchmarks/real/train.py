@@ -16,15 +16,17 @@ from pathlib import Path
 
 # The adapters' learning rate is their own.
 RUNS = {"all weights": {}, "rank 16": {"lora.rank": "16", "optimizer.lr": "2e-4"}}
+CONFIG = Path(__file__).with_name("train.toml")
 
 
-def run(model: str, folder: Path, settings: dict[str, str]) -> tuple[list[dict], float]:
-    """Train by train.toml with these settings: the metrics of each step, and the most memory in GiB.
+def run(
+    model: str, folder: Path, settings: dict[str, str], config: Path = CONFIG
+) -> tuple[list[dict], float]:
+    """Train by a config with these settings: the metrics of each step, and the most memory in GiB.
 
     Raises SystemExit where it fails.
     """
-    zerokl = str(Path(sys.executable).with_name("zerokl"))
-    command = [zerokl, "train", str(Path(__file__).with_name("train.toml")), "--model", model]
+    command = [sys.executable, "-P", "-m", "zerokl", "train", str(config), "--model", model]
     command += ["--run_dir", str(folder)]
     for key, value in settings.items():
         command += [f"--{key}", value]
