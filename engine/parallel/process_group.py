@@ -8,6 +8,7 @@ order. Each rank updates its own slice of the weights and sends this slice to al
 files.
 """
 
+import gc
 import os
 import socket
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -17,6 +18,9 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+
+# Imported later, while there is a process group, its functions would hold it as the default of an argument.
+import torch.distributed.nn.functional
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from .orphans import end_with
@@ -200,11 +204,25 @@ def join_ranks(on_gpu: bool = False, always: bool = False) -> Iterator[Ranks]:
 @contextmanager
 def _mesh(size: int, on_gpu: bool) -> Iterator[Ranks]:
     """The ranks of the process group, which ends with this context."""
+    meshes: list[DeviceMesh] = []
     try:
-        mesh = init_device_mesh("cuda" if on_gpu else "cpu", (size,), mesh_dim_names=(DATA_PARALLEL,))
-        yield Ranks(mesh[DATA_PARALLEL])
+        meshes.append(init_device_mesh("cuda" if on_gpu else "cpu", (size,), mesh_dim_names=(DATA_PARALLEL,)))
+        meshes.append(meshes[0][DATA_PARALLEL])
+        yield Ranks(meshes[1])
     finally:
         dist.destroy_process_group()
+        _let_go(meshes)
+
+
+def _let_go(meshes: list[DeviceMesh]) -> None:
+    """Drop the last references to a process group, whose destructor waits for the threads of gloo.
+
+    Such a thread aborts the process where it lets go of a tensor while the interpreter ends (pytorch#190489):
+    a run that has succeeded would end with a code of -6. DTensor's caches keep a mesh for good.
+    """
+    for mesh in meshes:
+        getattr(mesh, "_pg_registry", {}).clear()  # torch 2.11 has none
+    gc.collect()
 
 
 @contextmanager

@@ -1,8 +1,8 @@
 """One rank of test_sharded.py: updates of weights that FSDP shards, beside the same updates in one process.
 
 The step has 16 virtual shards, four rounds or more. Some have no sequences, and one has no gradient. The
-shards' gradients are those of a module in one process; a tree adds them. Each rank prints a JSON line with
-the numbers of elements that differ.
+shards' gradients are those of a module in one process; a tree adds them. The first rank prints a JSON line
+with the numbers of elements that differ in each rank, and what threads its process group has left.
 """
 
 import json
@@ -13,7 +13,8 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from zero_process import CONFIG  # beside this script
+from gloo import gloo_threads  # beside this script, as the next one
+from zero_process import CONFIG
 from zerokl.engine.config import OptimizerConfig
 from zerokl.engine.parallel import sharded_model
 from zerokl.engine.parallel.fsdp import TreeReduceScatter
@@ -178,9 +179,10 @@ def main() -> None:
         sharded_model.GradientTree = Accumulated
         report["accumulated"] = compare(folder, dtype, ranks, device, 1)
         reports = ranks.gather(lambda: report)
-        if ranks.first:
-            print(json.dumps(reports))
         ranks.barrier()
+        first = ranks.first
+    if first:
+        print(json.dumps({"ranks": reports, "threads of gloo": gloo_threads()}))
 
 
 if __name__ == "__main__":

@@ -8,10 +8,13 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from zerokl.engine.config import ParallelConfig
+from zerokl.engine.config_file import to_toml
 from zerokl.engine.parallel.pieces import _overlap, parts_of
 from zerokl.model.checkpoint import write_checkpoint
 from zerokl.model.weights import Layout
 
+from tests.engine.parallel.test_ranks import _process
 from tests.engine.parallel.zero_process import CONFIG
 from tests.helpers import needs_gpus, randn, torchrun
 
@@ -45,7 +48,9 @@ def test_updates_are_those_of_one_process(folder, ranks, dtype, device):
         torchrun(ranks, *words), capture_output=True, text=True, cwd=script.parents[3], check=False
     )
     assert process.returncode == 0, process.stderr[-3000:]
-    reports = json.loads(process.stdout.splitlines()[-1])
+    printed = json.loads(process.stdout.splitlines()[-1])
+    assert printed["threads of gloo"] == [], "one of them may abort a process that has done its work"
+    reports = printed["ranks"]
     assert len(reports) == ranks
     for report in reports:
         # FSDP pads a Parameter whose rows the ranks do not divide.
@@ -55,6 +60,42 @@ def test_updates_are_those_of_one_process(folder, ranks, dtype, device):
         # Two rounds or two ranks have one sum, in whatever order it is taken.
         expected = ranks > 2 if control == "plain sum" else 16 // ranks > 2
         assert (sum(report[control]["gradient"] for report in reports) > 0) == expected, control
+
+
+@pytest.mark.full
+def test_a_run_leaves_no_thread_of_gloo(config, tmp_path):
+    """The control looks while there is a process group."""
+    plain = config(steps=1, parallel=ParallelConfig(engine="fsdp"))
+    (tmp_path / "config.toml").write_text(to_toml(plain))
+    (tmp_path / "watched.py").write_text(_WATCHED)
+    words = ("train", "config.toml", "--run_dir", str(tmp_path / "run"))
+    process = _process(torchrun(2, "watched.py", *words), tmp_path, {"OMP_NUM_THREADS": "1"})
+    output, _ = process.communicate()
+    assert process.returncode == 0, output
+    for rank in "01":
+        during, after = json.loads((tmp_path / rank).read_text())
+        assert (len(during), after) == (3, [])
+
+
+_WATCHED = """
+import json
+import os
+import torch.distributed as dist
+from tests.engine.parallel.gloo import gloo_threads
+from zerokl.cli import run
+
+end, found = dist.destroy_process_group, []
+def watched():
+    found.append(gloo_threads())
+    end()
+dist.destroy_process_group = watched
+try:
+    run()
+except SystemExit as ended:
+    assert not ended.code, ended.code
+with open(os.environ["RANK"], "w") as file:
+    json.dump([*found, gloo_threads()], file)
+"""
 
 
 @given(st.integers(1, 3), st.integers(1, 20), st.sampled_from((1, 2, 4, 8, 16)))
