@@ -16,6 +16,10 @@ for all tokens of a sequence.
                    geometric  the geometric mean over the sequence (GSPO), for each of its tokens
                    (sequence and geometric: the gradient goes through the token's own logp, as in GSPO-token,
                    arXiv:2507.18071)
+    cut tokens     a sampler that differs may draw a token that the trainer's top-k, top-p or min-p cuts. Its
+                   old is 0, and after an update its pi need not be. It has no r: log r counts as 0 in every
+                   update. (rho is 0 there.) The square term leaves out what pi cuts, too: no gradient goes
+                   through it.
     loss_agg_mode  constant   w = 1 / (P G max_tokens)      (Dr. GRPO: no length or difficulty bias)
                    tokens     w = 1 / tokens of the step    (DAPO)
                    length     w = 1 / (P G len_i)           (GRPO)
@@ -90,14 +94,14 @@ def policy_loss(
     ValueError for a surrogate of the user's that returns another shape or dtype.
     """
     now = logp.detach()
-    log_r = _difference(now, old_logprobs)
+    log_r = torch.where(torch.isneginf(old_logprobs), 0.0, now - old_logprobs)
     r = _ratio(log_r, lengths, cfg.importance_sampling_level)
     value, slope = surrogate(cfg, directory)(r, A, now, 1.0 - cfg.clip_low, 1.0 + cfg.clip_high, r)
     rho = _ratio(_difference(old_logprobs, sampling_logprobs), lengths, cfg.correction_level)
     c = CORRECTIONS[cfg.correction](rho, cfg.correction_low, cfg.correction_high)
     value, slope = (-torch.where((x == 0) | (c == 0) | (A == 0), 0.0, x * c) for x in (value, slope))
     if cfg.square:
-        sums, to_tokens = _sequence_sums(log_r, lengths)
+        sums, to_tokens = _sequence_sums(torch.where(torch.isneginf(log_r), 0.0, log_r), lengths)
         value = value + to_tokens(sums * sums * (cfg.square / 2.0) / sums.new_tensor(lengths))
         slope = slope + to_tokens(sums) * cfg.square
     if ref_logprobs is not None and cfg.kl_in == "loss":
