@@ -9,12 +9,13 @@ Markdown and writes the figures to OUT/gradient.json. KEY=VALUE is a setting of 
     samplers=NAME,NAME   these only; one that is not installed is named and left out
     config=FILE          the runs' config; gradient.toml is for a GPU. Without it train.toml in fp32, with few
                          completions, for two CPU cores
-    jobs=N               as many runs at a time (1)
+    jobs=N               as many runs at a time (1); each has its share of the threads
 
 The first of several steps is left out: a sampler that is late has nothing to be late by there.
 """
 
 import json
+import os
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
@@ -94,7 +95,8 @@ def main() -> None:
     given = dict(pair.split("=", 1) for pair in pairs)
     wanted = given.pop("samplers", ",".join(SAMPLERS)).split(",")
     config, jobs = given.pop("config", None), int(given.pop("jobs", "1"))
-    settings = given if config else SMALL | given
+    threads = {"threads": str(max(1, (os.cpu_count() or 1) // jobs))} if jobs > 1 else {}
+    settings = threads | (given if config else SMALL | given)
     if unknown := set(wanted) - SAMPLERS.keys():
         raise SystemExit(f"gradient: samplers are {', '.join(SAMPLERS)}, not {', '.join(sorted(unknown))}")
     if find_spec("vllm") is None:

@@ -112,13 +112,23 @@ def loss_products(
     -> (name, layer -> [m + n, m + n]). A loss that equals an earlier one is computed once.
     """
     done: dict[str, dict[str, np.ndarray]] = {}
+    slices = state.optimizer.slices
+    with state.parallel.own_threads():
+        of_exact = inner_products(exact, slices)
     for name, loss in losses.items():
         key = loss.model_dump_json(exclude={"preset"})
         if key not in done:
-            gradients = [*(gradient(state, shard, loss) for shard in sampled), *exact]
+            gradients = [gradient(state, shard, loss) for shard in sampled]
             with state.parallel.own_threads():
-                done[key] = inner_products(gradients, state.optimizer.slices)
+                products = inner_products(gradients, slices, exact)
+            done[key] = {layer: _all_products(x, of_exact[layer]) for layer, x in products.items()}
         yield name, done[key]
+
+
+def _all_products(of_sampled: np.ndarray, of_exact: np.ndarray) -> np.ndarray:
+    """The products of m + n gradients, [m + n, m + n]: of the first m [m, m + n], of the rest [n, n]."""
+    m = len(of_sampled)
+    return np.block([[of_sampled], [of_sampled[:, m:].T, of_exact]])
 
 
 def exact_gradient(state: TrainState, rng_key: RngKey) -> torch.Tensor:
