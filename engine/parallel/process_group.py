@@ -14,13 +14,11 @@ import socket
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-
-# Imported later, while there is a process group, its functions would hold it as the default of an argument.
-import torch.distributed.nn.functional
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from .orphans import end_with
@@ -196,9 +194,16 @@ def join_ranks(on_gpu: bool = False, always: bool = False) -> Iterator[Ranks]:
     _check_torchrun()
     if on_gpu:
         _take_gpu()
-    dist.init_process_group(backend)
+    _init(backend)
     with _mesh(size, on_gpu) as ranks:
         yield ranks
+
+
+def _init(backend: str, **options: Any) -> None:
+    """Make the process group (see dist.init_process_group)."""
+    # Loaded later, its functions would hold the group as the default of an argument (see _let_go).
+    import_module("torch.distributed.nn.functional")
+    dist.init_process_group(backend, **options)
 
 
 @contextmanager
@@ -228,6 +233,6 @@ def _let_go(meshes: list[DeviceMesh]) -> None:
 @contextmanager
 def _alone(backend: str, on_gpu: bool) -> Iterator[Ranks]:
     """One rank with a process group of its own."""
-    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    _init(backend, store=dist.HashStore(), rank=0, world_size=1)
     with _mesh(1, on_gpu) as ranks:
         yield ranks
