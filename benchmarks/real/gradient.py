@@ -70,6 +70,11 @@ def figures(rows: list[dict]) -> dict:
     return {"steps": steps} | {name: of(metric).mean() for name, metric in means.items()} | {"losses": losses}
 
 
+def cosines(rows: list[dict]) -> dict[str, list[float]]:
+    """In each step, the first one too: the cosine of two exact gradients, and by correction that with them."""
+    return {name: [row[f"gradient/cosine_{name}"] for row in rows] for name in ("floor", *LOSSES)}
+
+
 def tables(found: dict[str, dict]) -> str:
     """Of `figures` by sampler, in Markdown: the mismatches, and a row for each correction."""
     lines = ["| sampler | k3, nats a token | a sequence | floor |", "| --- " * 4 + "|"]
@@ -106,7 +111,7 @@ def main() -> None:
 
     def measure(name: str) -> dict:
         rows, _ = run(model, Path(out) / name, settings | SAMPLERS[name], Path(config or CONFIG))
-        return figures(rows[1:] or rows)
+        return figures(rows[1:] or rows) | {"cosines": cosines(rows)}
 
     with ThreadPoolExecutor(jobs) as pool:
         found = dict(zip(wanted, pool.map(measure, wanted), strict=True))
