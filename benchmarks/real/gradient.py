@@ -71,7 +71,7 @@ def figures(rows: list[dict]) -> dict:
 
 
 def cosines(rows: list[dict]) -> dict[str, list[float]]:
-    """In each step, the first one too: the cosine of two exact gradients, and by correction that with them."""
+    """In each step, the first too: the cosine of two exact gradients, and by correction that with them."""
     return {name: [row[f"gradient/cosine_{name}"] for row in rows] for name in ("floor", *LOSSES)}
 
 
