@@ -11,7 +11,7 @@ Markdown and writes the figures to OUT/gradient.json. KEY=VALUE is a setting of 
                          completions, for two CPU cores
     jobs=N               as many runs at a time (1); each has its share of the threads
 
-The first of several steps is left out: a sampler that is late has nothing to be late by there.
+The first of several steps is left out: `late` draws with the weights of the step before, and there is none.
 """
 
 import json
@@ -104,10 +104,9 @@ def main() -> None:
     settings = threads | (given if config else SMALL | given)
     if unknown := set(wanted) - SAMPLERS.keys():
         raise SystemExit(f"gradient: samplers are {', '.join(SAMPLERS)}, not {', '.join(sorted(unknown))}")
-    if find_spec("vllm") is None:
-        missing = [name for name in wanted if name.startswith("vllm")]
-        wanted = [name for name in wanted if name not in missing]
-        print(*(f"{name}: vllm is not installed" for name in missing), sep="\n")
+    for name in [name for name in wanted if name.startswith("vllm") and find_spec("vllm") is None]:
+        print(f"{name}: vllm is not installed")
+        wanted.remove(name)
 
     def measure(name: str) -> dict:
         rows, _ = run(model, Path(out) / name, settings | SAMPLERS[name], Path(config or CONFIG))
