@@ -5,6 +5,7 @@ from functools import partial
 
 from _definitions import ROOT
 from _markdown import table
+from zerokl.benchmarks.real.gradient import corrections
 from zerokl.engine.commands.ablations.hypotheses import expectation
 
 _RESULTS = ROOT / "benchmarks" / "results"
@@ -96,23 +97,8 @@ def _named(settings: dict) -> str:
 def real_gradient() -> str:
     """What samplers do to the gradient of SmolLM2, by correction: benchmarks/real/gradient.py on a GPU."""
     result = json.loads((_RESULTS / "h100" / "real_gradient.json").read_text())
-    samplers = result["samplers"]
-    columns = [f"{name}: {what}" for name in samplers for what in ("below the floor", "length")]
-    losses = next(iter(samplers.values()))["losses"]
-    rows = [
-        [f"`{loss}`", *(_with_error(x["losses"][loss], what) for x in samplers.values() for what in _DIGITS)]
-        for loss in losses
-    ]
     made = f"{result['gpu']}, torch {result['torch']}, {result['date']}."
-    return f"{table(['correction', *columns], rows)}\n\n{made}"
-
-
-# Figure of a gradient -> digits.
-_DIGITS = {"below": 3, "length": 2}
-
-
-def _with_error(figures: dict[str, list[float]], what: str) -> str:
-    return " ± ".join(f"{x:.{_DIGITS[what]}f}" for x in figures[what])
+    return f"{corrections(result['samplers'])}\n\n{made}"
 
 
 _ON_A_CPU = ("gap", "gap_again", "late", "step_size", "kinds", "length", "length_again", "rare_tokens")

@@ -22,8 +22,8 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
-from train import CONFIG, run
 from zerokl.benchmarks.experiment import made_with
+from zerokl.benchmarks.real.train import CONFIG, run
 
 SAMPLERS = {
     "e4m3": {"perturb.weights": "float8_e4m3fn/tensor"},
@@ -75,13 +75,18 @@ def cosines(rows: list[dict]) -> dict[str, list[float]]:
     return {name: [row[f"gradient/cosine_{name}"] for row in rows] for name in ("floor", *LOSSES)}
 
 
-def tables(found: dict[str, dict]) -> str:
-    """Of `figures` by sampler, in Markdown: the mismatches, and a row for each correction."""
+def mismatches(found: dict[str, dict]) -> str:
+    """Of `figures` by sampler, in Markdown: a row for each sampler."""
     lines = ["| sampler | k3, nats a token | a sequence | floor |", "| --- " * 4 + "|"]
     for name, x in found.items():
         lines.append(f"| `{name}` | {x['k3']:.2g} | {x['k3_sequence']:.2g} | {x['floor']:.3f} |")
-    columns = [f"{name}, {what}" for name in found for what in ("below", "length")]
-    lines += ["", f"| correction | {' | '.join(columns)} |", "| --- " * (1 + len(columns)) + "|"]
+    return "\n".join(lines)
+
+
+def corrections(found: dict[str, dict]) -> str:
+    """Of `figures` by sampler, in Markdown: a row for each correction."""
+    columns = [f"{name}: {what}" for name in found for what in ("below the floor", "length")]
+    lines = [f"| correction | {' | '.join(columns)} |", "| --- " * (1 + len(columns)) + "|"]
     for loss in LOSSES:
         of_samplers = [x["losses"][loss] for x in found.values()]
         cells = [_cell(x[what], n) for x in of_samplers for what, n in (("below", 3), ("length", 2))]
@@ -114,7 +119,7 @@ def main() -> None:
 
     with ThreadPoolExecutor(jobs) as pool:
         found = dict(zip(wanted, pool.map(measure, wanted), strict=True))
-    print(tables(found))
+    print(mismatches(found), corrections(found), sep="\n\n")
     result = {"settings": {"config": config} | settings, "samplers": found} | made_with()
     (Path(out) / "gradient.json").write_text(json.dumps(result, indent=1) + "\n")
 

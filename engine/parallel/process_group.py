@@ -201,33 +201,29 @@ def join_ranks(on_gpu: bool = False, always: bool = False) -> Iterator[Ranks]:
 
 def _init(backend: str, **options: Any) -> None:
     """Make the process group (see dist.init_process_group)."""
-    # Loaded later, its functions would hold the group as the default of an argument (see _let_go).
+    # Loaded later, its functions would hold the group as the default of an argument (see _mesh).
     import_module("torch.distributed.nn.functional")
     dist.init_process_group(backend, **options)
 
 
 @contextmanager
 def _mesh(size: int, on_gpu: bool) -> Iterator[Ranks]:
-    """The ranks of the process group, which ends with this context."""
-    meshes: list[DeviceMesh] = []
+    """The ranks of the process group, which ends with this context.
+
+    The group's destructor waits for the threads of gloo. One that lets go of a tensor while the interpreter
+    ends aborts the process (pytorch#190489): a run that has succeeded would end with a code of -6. So nothing
+    may keep the group.
+    """
     try:
-        meshes.append(init_device_mesh("cuda" if on_gpu else "cpu", (size,), mesh_dim_names=(DATA_PARALLEL,)))
-        meshes.append(meshes[0][DATA_PARALLEL])
-        yield Ranks(meshes[1])
+        mesh = init_device_mesh("cuda" if on_gpu else "cpu", (size,), mesh_dim_names=(DATA_PARALLEL,))
+        try:
+            yield Ranks(mesh[DATA_PARALLEL])
+        finally:
+            # DTensor's caches keep a mesh for good, and the mesh its groups. torch 2.11 has no such registry.
+            getattr(mesh, "_pg_registry", {}).clear()
     finally:
         dist.destroy_process_group()
-        _let_go(meshes)
-
-
-def _let_go(meshes: list[DeviceMesh]) -> None:
-    """Drop the last references to a process group, whose destructor waits for the threads of gloo.
-
-    Such a thread aborts the process where it lets go of a tensor while the interpreter ends (pytorch#190489):
-    a run that has succeeded would end with a code of -6. DTensor's caches keep a mesh for good.
-    """
-    for mesh in meshes:
-        getattr(mesh, "_pg_registry", {}).clear()  # torch 2.11 has none
-    gc.collect()
+        gc.collect()  # the modules of FSDP, which are cycles, keep it too
 
 
 @contextmanager

@@ -1,23 +1,16 @@
 """benchmarks/real/gradient.py: the figures of its tables, and its setting."""
 
-from importlib import import_module
 from pathlib import Path
-from types import ModuleType
 
 import pytest
+from zerokl.benchmarks.real import gradient
 from zerokl.engine.compatibility import check_settings
 from zerokl.engine.config_file import load_config
 
 REAL = Path(__file__).resolve().parents[2] / "benchmarks" / "real"
 
 
-@pytest.fixture
-def gradient(monkeypatch) -> ModuleType:
-    monkeypatch.syspath_prepend(str(REAL))
-    return import_module("gradient")
-
-
-def _row(gradient: ModuleType, floor: float, cosine: float, exact: float, inner: float) -> dict[str, float]:
+def _row(floor: float, cosine: float, exact: float, inner: float) -> dict[str, float]:
     row = {"mismatch/k3": 0.25, "mismatch/k3_sequence": 2.0}
     row |= {"gradient/cosine_floor": floor, "gradient/inner_exact": exact}
     for loss in gradient.LOSSES:
@@ -25,8 +18,8 @@ def _row(gradient: ModuleType, floor: float, cosine: float, exact: float, inner:
     return row
 
 
-def test_a_length_is_that_of_the_sums_and_not_a_mean_of_quotients(gradient):
-    rows = [_row(gradient, 0.8, 0.6, 1.0, 1.0), _row(gradient, 0.9, 0.5, 3.0, 1.0)]
+def test_a_length_is_that_of_the_sums_and_not_a_mean_of_quotients():
+    rows = [_row(0.8, 0.6, 1.0, 1.0), _row(0.9, 0.5, 3.0, 1.0)]
     found = gradient.figures(rows)
     assert (found["steps"], found["k3"], found["k3_sequence"]) == (2, 0.25, 2.0)
     tis = found["losses"]["tis"]
@@ -36,14 +29,14 @@ def test_a_length_is_that_of_the_sums_and_not_a_mean_of_quotients(gradient):
     assert gradient.cosines(rows)["floor"] == [0.8, 0.9]
 
 
-def test_one_step_has_no_errors_and_its_table_shows_none(gradient):
-    found = {"e4m3": gradient.figures([_row(gradient, 0.8, 0.6, 2.0, 1.0)])}
+def test_one_step_has_no_errors_and_its_table_shows_none():
+    found = {"e4m3": gradient.figures([_row(0.8, 0.6, 2.0, 1.0)])}
     assert found["e4m3"]["losses"]["none"]["length"] == [0.5, None]
-    assert "| `none` | 0.200 | 0.50 |" in gradient.tables(found)
+    assert "| `none` | 0.200 | 0.50 |" in gradient.corrections(found)
 
 
 @pytest.mark.parametrize("name", ["gradient.toml", "train.toml"])
-def test_its_settings_go_together(gradient, name):
+def test_its_settings_go_together(name):
     for sampler in ("e5m2", "late"):
         changes = gradient.SAMPLERS[sampler] | {"exact": "false", "evaluation.every": "0"}
         check_settings(load_config(REAL / name, None, changes), "cpu")
