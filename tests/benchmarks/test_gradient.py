@@ -1,5 +1,6 @@
 """benchmarks/real/gradient.py: the figures of its tables, and its setting."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -40,3 +41,16 @@ def test_its_settings_go_together(name):
     for sampler in ("e5m2", "late"):
         changes = gradient.SAMPLERS[sampler] | {"exact": "false", "evaluation.every": "0"}
         check_settings(load_config(REAL / name, None, changes), "cpu")
+
+
+def test_the_committed_result_is_one_of_its_setting():
+    """Of six steps five count. What the page draws has all corrections, and an error each."""
+    result = json.loads((REAL.parent / "results" / "h100" / "real_gradient.json").read_text())
+    steps = load_config(REAL / "gradient.toml", None, {}).steps
+    assert {"gpu", "cpu", "torch", "date"} <= result.keys()
+    for found in result["samplers"].values():
+        assert found["steps"] == steps - 1
+        assert {name: len(x) for name, x in found["cosines"].items()} == dict.fromkeys(
+            ("floor", *gradient.LOSSES), steps
+        )
+        assert all(None not in figures["length"] for figures in found["losses"].values())
