@@ -304,7 +304,7 @@ def test_a_run_has_a_file_of_its_own(monkeypatch, tmp_path):
     assert len(list((tmp_path / "h100").iterdir())) == 3
 
 
-# The results of experiments lie beside the history: ablations (benchmarks/experiment.py), and a gradient's bias
+# The results of experiments lie beside the history: ablations (benchmarks/experiment.py), a gradient's bias
 # (benchmarks/real/gradient.py).
 EXPERIMENTS = {"real_gap", "real_gap_again", "real_gradient"}
 HISTORY = sorted(
