@@ -2,7 +2,7 @@
 
 from typing import Annotated, Any, Literal
 
-from cyclopts import Group, Parameter
+from cyclopts import App, Group, Parameter
 from pydantic import create_model
 
 from ..engine.config import Config
@@ -19,6 +19,35 @@ def _grouped(config: type[Config]) -> type[Config]:
             group = Group(name, help=field.annotation.__doc__ or "")
             fields[name] = (Annotated[field.annotation, Parameter(group=group)], field.default)
     return create_model("Config", __base__=config, **fields)
+
+
+def sections() -> list[str]:
+    """The names of the configuration's sections."""
+    return [name for name, field in Config.model_fields.items() if isinstance(field.default, Section)]
+
+
+def section_help(app: App, name: str) -> App:
+    """An application whose help is that of one section of the settings of `zerokl train`.
+
+    app: the application that it looks like. Raises ValueError for a section that there is not.
+    """
+    if name not in sections():
+        raise ValueError(f"train: --help {name[:100]} is no section; sections are {', '.join(sections())}")
+    section, defaults = Config.model_fields[name].annotation, Config.model_fields[name].default
+    of_section = App(
+        name="zerokl train",
+        help=section.__doc__,
+        console=app.console,
+        version_flags=(),
+        result_action="return_value",
+    )
+    of_section.default_parameter = app.default_parameter
+
+    @of_section.default
+    def train(*, settings: Annotated[section, Parameter(name=name)] = defaults) -> None:  # type: ignore[valid-type]
+        """Take the settings of a section, for its help alone."""
+
+    return of_section
 
 
 Settings = Annotated[_grouped(Config), Parameter(name="*")]
