@@ -1,7 +1,7 @@
 """Which settings of a loss go together, and with which others: rows of compatibility.py's table."""
 
 from ..kernels.sampling_params import SamplingParams
-from .loss.presets import DEFAULTS
+from .loss.presets import DEFAULTS, PRESETS
 from .rule import Rule, Setting
 
 
@@ -11,6 +11,13 @@ def _pass_at_k_of_shaped_rewards(s: Setting) -> bool:
         or s.config.loss.resolve().overlong_share
         or (s.config.loss.kl_coef and s.config.loss.kl_in == "reward")
     )
+
+
+def _advantage_of_another_row(s: Setting) -> bool:
+    """Whether a row has another advantage than its own, and choices that only its own advantage has."""
+    preset, loss = s.config.loss.preset, s.config.loss.resolve()
+    own_choices = bool(_critics_only(s)) if preset == "ppo" else loss.loss_agg_mode == "pairs"
+    return preset in ("ppo", "dpo") and loss.advantage != PRESETS[preset]["advantage"] and own_choices
 
 
 def _dpo(s: Setting) -> bool:
@@ -88,6 +95,14 @@ def _critics_only(s: Setting) -> list[str]:
 
 # The rows of losses with given tokens come first, so that their own reasons are the ones that are given.
 LOSS_RULES: tuple[Rule, ...] = (
+    Rule(
+        _advantage_of_another_row,
+        lambda s: (
+            f'loss.advantage ("{s.config.loss.advantage}") with loss.preset ("{s.config.loss.preset}"): the '
+            f"row's other choices are made for its advantage, {PRESETS[s.config.loss.preset]['advantage']}; "
+            "leave loss.advantage out, or choose another loss.preset"
+        ),
+    ),
     Rule(
         lambda s: _dpo(s) != (s.config.task.name == "pairs"),
         lambda s: (

@@ -6,7 +6,7 @@ from pydantic import Field
 
 from ..section import Section
 from .cuts import Cuts
-from .presets import PRESETS
+from .presets import DEFAULTS, PRESETS
 
 Advantage = Literal["mean", "std", "leave_one_out", "batch", "pass_at_k", "dpo", "verifree", "gae", "brpo"]
 Level = Literal["token", "sequence", "geometric"]
@@ -20,7 +20,9 @@ class LossConfig(Section):
     """A preset, and choices that differ from it. docs/extend.md shows how to add a loss of your own."""
 
     preset: Literal[tuple(PRESETS)] = "pg"  # type: ignore[valid-type]
-    """Row of the table (loss/presets.py) that fills every choice left open below."""
+    """Row of the table (loss/presets.py) that fills every choice left open below. Given as a flag or in a
+    grid, it takes the place of all that the file or --preset chose in this section.
+    """
     surrogate: str | None = None
     """Your own surrogate as module:function, in place of a bound (see loss/surrogates.py); empty is none."""
     advantage: Advantage | None = None
@@ -130,6 +132,17 @@ class LossConfig(Section):
             return None
         loss = self.resolve()
         return Cuts(reasonings, loss.budgets, loss.budget_weights or (1.0,) * len(loss.budgets), loss.answers)
+
+    @property
+    def line(self) -> str:
+        """The loss in one line: its row, each choice that does something, and the row's if it is another."""
+        usual = {name: field.default for name, field in LossConfig.model_fields.items()} | DEFAULTS
+        row, choices = usual | PRESETS[self.preset], []
+        for name, value in self.resolve().model_dump(exclude={"preset"}).items():
+            if value != usual[name] or value != row[name]:
+                row_words = f" ({self.preset} has {row[name]})" if value != row[name] else ""
+                choices.append(f"{name} {value}{row_words}")
+        return f"loss {self.preset}: {', '.join(choices)}"
 
     def resolve(self) -> "LossConfig":
         """This configuration with every choice filled in."""
