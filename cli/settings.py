@@ -8,7 +8,16 @@ from pydantic import create_model
 from ..engine.config import Config
 from ..engine.config_file import preset_names
 from ..engine.init_config import InitSettings
+from ..engine.loss.config import LossChoices
 from ..engine.section import Section
+
+
+def _given(name: str) -> tuple[type[Section], Section]:
+    """A section as it is given, and its default: the choices of a loss may be left open."""
+    if name == "loss":
+        return LossChoices, LossChoices()
+    field = Config.model_fields[name]
+    return field.annotation, field.default
 
 
 def _grouped(config: type[Config]) -> type[Config]:
@@ -17,7 +26,8 @@ def _grouped(config: type[Config]) -> type[Config]:
     for name, field in config.model_fields.items():
         if isinstance(field.annotation, type) and issubclass(field.annotation, Section):
             group = Group(name, help=field.annotation.__doc__ or "")
-            fields[name] = (Annotated[field.annotation, Parameter(group=group)], field.default)
+            given, default = _given(name)
+            fields[name] = (Annotated[given, Parameter(group=group)], default)
     return create_model("Config", __base__=config, **fields)
 
 
@@ -33,7 +43,7 @@ def section_help(app: App, name: str) -> App:
     """
     if name not in sections():
         raise ValueError(f"train: --help {name[:100]} is no section; sections are {', '.join(sections())}")
-    section, defaults = Config.model_fields[name].annotation, Config.model_fields[name].default
+    section, defaults = _given(name)
     of_section = App(
         name="zerokl train",
         help=section.__doc__,

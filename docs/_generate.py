@@ -186,8 +186,7 @@ def _message(node: ast.AST) -> str:
 
 
 def _condition(node: ast.AST) -> str:
-    text = re.sub(r"\bs\.(config\.)?", "", ast.unparse(node))
-    return text.replace("loss.resolve().", "loss.").replace("|", "\\|")
+    return re.sub(r"\bs\.(config\.)?", "", ast.unparse(node)).replace("|", "\\|")
 
 
 def free_keys() -> str:

@@ -190,6 +190,5 @@ def check_key(key: str, options: Sequence[str] = ()) -> None:
 
 
 def to_toml(config: Config) -> str:
-    """The whole configuration as TOML, with the choices of the loss resolved. What is None is left out."""
-    values = config.model_dump(exclude_none=True) | {"loss": config.loss.resolve().model_dump()}
-    return tomli_w.dumps(values)
+    """The whole configuration as TOML. What is None is left out."""
+    return tomli_w.dumps(config.model_dump(exclude_none=True))

@@ -155,7 +155,7 @@ def _run(
     require_trackers(config.tracking)
     task = load_task(config.task.name, config.task.options, config.task.directory)
     # Both are found wrong before the model is made: a slope that is none, a reward that cannot be imported.
-    check_surrogate(config.loss.resolve(), config.task.directory)
+    check_surrogate(config.loss, config.task.directory)
     with _judge(config, task, ranks) as judge, run_equivalence(config, ranks) as equivalence:
         ranks.barrier()  # now every rank has read the folder, so rank 0 may change it
         model = ranks.from_first(lambda: base_model(config, path))

@@ -106,7 +106,7 @@ def test_the_grid_of_the_page_about_mismatch_has_a_late_sampler():
     assert len(cells) == 3 * 3
     late = {cell.settings["sampler"]: cell.config for cell in cells}
     assert [late[name].perturb.delay for name in ("exact", "late", "late_truncated")] == [0, 1, 1]
-    assert [late[name].loss.resolve().correction for name in late] == ["none", "none", "truncate"]
+    assert [late[name].loss.correction for name in late] == ["none", "none", "truncate"]
 
 
 def test_the_recipe_reads_gsm8k_as_it_is(tmp_path):
@@ -132,7 +132,7 @@ def test_the_experiments_of_the_page_are_grids_with_controls_and_hypotheses(name
     assert len(read_hypotheses(path, cells)) >= 3
     assert {cell.config.exact for cell in cells if not cell.config.sampler_differs} == {True}
     for cell in cells:
-        corrected = cell.config.loss.resolve().correction != "none"
+        corrected = cell.config.loss.correction != "none"
         assert corrected == cell.settings["run"].endswith(("_tis", "_mis", "_mis_token", "_icepop", "_full"))
 
 
