@@ -33,13 +33,13 @@ def _check_open_files() -> None:
         raise ValueError(f"open files ({limit}) must be at least {_OPEN_FILES}; raise the limit (ulimit -n)")
 
 
-def _help_of_section(words: list[str]) -> tuple[cyclopts.App, list[str]]:
-    """The application and the words for it: `train --help SECTION` asks for the help of one section."""
+def _asked_for_help(words: list[str]) -> tuple[cyclopts.App, list[str]]:
+    """The application and the words for it: `train --help NAME` asks for all settings, or one section."""
     if words[:2] != ["train", "--help"] or len(words) != 3 or not has_trainer():
         return app, words
-    from .settings import section_help
+    from .settings import help_of
 
-    return section_help(app, words[2]), ["--help"]
+    return help_of(app, words[2]), ["--help"]
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -54,7 +54,7 @@ def _outcome(argv: list[str] | None) -> tuple[int, Exception | None]:
         try:
             _check_open_files()
             check_together()
-            chosen, words = _help_of_section(words)
+            chosen, words = _asked_for_help(words)
             return chosen(words, exit_on_error=False, print_error=False) or ExitCode.DONE, None
         except cyclopts.CycloptsError as error:
             raise ValueError(error_message(error)) from error

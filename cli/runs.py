@@ -65,7 +65,8 @@ def train(
 
     The exit code is 1 when a bit of the trainer differs from the sampler's. The run stops before the update.
 
-    `zerokl train --help loss` shows the settings of one section.
+    These are the settings that most runs need. `zerokl train --help loss` shows all of one section, and
+    `zerokl train --help all` all of them.
 
     Args:
         config: TOML file.

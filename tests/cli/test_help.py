@@ -4,6 +4,7 @@ import re
 
 import pytest
 from zerokl.cli import main
+from zerokl.cli.settings import sections
 from zerokl.engine.config_file import known_keys
 
 
@@ -28,6 +29,23 @@ def test_help_of_a_section_has_its_settings_and_no_others(monkeypatch, capsys, n
     assert max(map(len, text.splitlines())) <= 80
     assert set(re.findall(r"--([a-z_]+)\.", text)) == {name}
     assert all(key.split(".")[1] in text for key in known_keys() if key.startswith(f"{name}."))
+
+
+def test_help_shows_what_most_runs_set_and_all_where_asked(monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "200")
+    shown = {}
+    for words in (["--help"], ["--help", "all"]):
+        assert main(["train", *words]) == 0
+        shown[words[-1]] = set(re.findall(r"^│ (?:\*? *)--([a-z_0-9.]+)", capsys.readouterr().out, re.M))
+    keys = {key for key in known_keys() if key not in sections()}
+    assert keys <= shown["all"]
+    assert 30 <= len(shown["--help"] & keys) <= 45
+    assert {"model", "loss.preset", "optimizer.lr", "task.name", "run_dir"} <= shown["--help"]
+
+
+def test_a_setting_that_help_hides_is_taken(refused):
+    words = ("train", "--preset", "demo", "--run_dir", "run", "--optimizer.beta2", "2")
+    assert "optimizer.beta2" in refused(*words)
 
 
 def test_help_of_no_section_names_the_sections(capsys):
