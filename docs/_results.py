@@ -3,10 +3,11 @@
 import json
 from functools import partial
 
-from _definitions import ROOT
-from _markdown import table
 from zerokl.benchmarks.real.gradient import corrections
 from zerokl.engine.commands.ablations.hypotheses import expectation
+
+from ._definitions import ROOT
+from ._markdown import table
 
 _RESULTS = ROOT / "benchmarks" / "results"
 
