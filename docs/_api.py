@@ -105,10 +105,8 @@ def _class_signature(node: ast.ClassDef, source: list[str]) -> str:
     """What makes an object: the parameters of `__init__`, or the fields of a dataclass or named tuple."""
     for method in node.body:
         if isinstance(method, ast.FunctionDef) and method.name == "__init__":
-            header = re.sub(
-                r"^def __init__\((\s*)self,?\s*", rf"class {node.name}(\1", _header(method, source)
-            )
-            return header.removesuffix(" -> None")
+            header = _header(method, source).removesuffix(" -> None")
+            return re.sub(r"^def __init__\((\s*)self,?\s*", rf"class {node.name}(\1", header)
     fields = [ast.get_source_segment("\n".join(source), field) for field in _fields(node)]
     return "\n    ".join([f"class {node.name}" + (":" if fields else ""), *fields])
 

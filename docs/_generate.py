@@ -2,12 +2,12 @@
 
 A page has each between two marks, so that whoever reads the file sees it:
 
-<!-- generated: NAME -->             what PARTS has under that name
-<!-- generated: file PATH -->        a file of the repository: a page as it is, any other one as a block of code
+<!-- generated: NAME -->         what PARTS has under that name
+<!-- generated: file PATH -->    a file of the repository: a page as it is, any other one as a block of code
 <!-- end -->
 
-`make docs-tables` writes all of them anew (python -m zerokl.docs._generate), and tests/docs/test_markdown.py fails
-where one is not what would be written.
+`make docs-tables` writes all of them anew (python -m zerokl.docs._generate), and tests/docs/test_markdown.py
+fails where one is not what would be written.
 """
 
 import ast

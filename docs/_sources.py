@@ -1,11 +1,11 @@
-"""The links of pages to the source, which fail the build when the code moves, and the pages that they lead to.
+"""Links of pages to the source, which fail the build when the code moves, and the pages that they lead to.
 
 [`engine/train/step.py`](../engine/train/step.py)                a file or folder of the repository
-[`engine/train/step.py::train_step`](../engine/train/step.py)    and it must define that name (or TEST::test_name)
+[`engine/train/step.py::train_step`](../engine/train/step.py)    and it must define that name
 
 A git host shows the file. In the site the link leads to _source/PATH.html, a page with the file and its line
 numbers, and to the line that defines the name; that of a folder lists its files. Only what a page names has a
-page. So the site needs no other server. Pages of the site and notebooks, which a reader downloads, are left alone.
+page. So the site needs no other server. Links to pages of the site stay, and a notebook is downloaded.
 
 And the check of metrics.md: every metric whose name stands in the engine's code has its row there.
 """

@@ -33,7 +33,7 @@ html_copy_source = False
 pygments_style = "friendly"
 
 
-# The order of the pages in the sidebar, which only the site has: <!-- toctree: CAPTION, a page a line, and -->.
+# The order of pages in the sidebar, which only the site has: <!-- toctree: CAPTION, a page a line, then -->.
 _TOCTREE = re.compile(r"^<!-- toctree:(?: (.*))?\n((?:.+\n)+)-->$", re.M)
 
 
