@@ -283,10 +283,9 @@ package: wheels
 
 # Both wheels, zerokl and zerokl-audit, from one source (wheels/audit/shipped.py says what the second one has).
 wheels: $(STAMP)
-	rm -rf dist build/lib build/bdist*
+	rm -rf dist
 	$(BIN)/python -m build --no-isolation --outdir dist .
 	$(BIN)/python -m build --no-isolation --wheel --outdir dist wheels/audit
-	rm -rf build/lib build/bdist* wheels/audit/build
 
 bench: $(STAMP) .venv-trl/.installed
 	$(BIN)/python benchmarks/bench_step.py --trl-python .venv-trl/bin/python

@@ -48,8 +48,8 @@ def main() -> None:
 
 
 def pages() -> list[Path]:
-    """Every page of docs/."""
-    return sorted((ROOT / "docs").rglob("*.md"))
+    """README, and every page of docs/."""
+    return [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 
 def filled(page: Path) -> str:
