@@ -1,7 +1,7 @@
 """The actors of a Ray cluster (https://docs.ray.io), of this machine or of many nodes.
 
-Every node needs the same zerokl and the same Ray. Weights go once to the object store of each node that has an
-actor, in Ray's own way, and all actors of the node read them there.
+Every node needs the same zerokl and the same Ray. Weights go once to the object store of each node that has
+an actor, in Ray's own way, and all actors of the node read them there.
 """
 
 import math
