@@ -5,10 +5,12 @@ from importlib import metadata
 from pathlib import Path
 
 import zerokl
-from zerokl.docs import _sources
 
-if Path(zerokl.__file__).resolve().parent != _sources.ROOT:
-    raise ImportError(f"docs: zerokl is imported from {zerokl.__file__}; pip install -e {_sources.ROOT}")
+ROOT = Path(__file__).resolve().parents[1]
+if Path(zerokl.__file__).resolve().parent != ROOT:
+    raise ImportError(f"docs: zerokl is imported from {zerokl.__file__}; pip install -e {ROOT}")
+
+from zerokl.docs import _sources  # noqa: E402 - a wheel has no docs
 
 project = "zerokl"
 author = "the zerokl authors"
