@@ -31,7 +31,8 @@ def load_config(
 ) -> Config:
     """The configuration of a TOML file or a preset, with overrides by dotted key: {"optimizer.lr": 3e-4}.
 
-    What a file chose for a name goes with that name, see `left_behind`.
+    An override of loss.preset, task.name or model takes the place of what the file chose for the old name
+    (see left_behind).
 
     Raises ValueError, with a message of one line, for a file that cannot be read, an unknown key (the message
     names the nearest known key), a bad value, or settings that do not go together.
