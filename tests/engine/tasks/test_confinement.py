@@ -5,11 +5,13 @@ does no harm: signals are ones that nobody hears, and numbers are set to what th
 """
 
 import ctypes
+import errno
 import json
 import os
 import platform
 import re
 import shutil
+import struct
 import subprocess
 import sys
 import tempfile
@@ -278,3 +280,62 @@ def test_the_numbers_of_calls_are_those_of_the_headers(machine):
 def test_a_filter_fits_in_what_the_kernel_takes():
     for machine in HEADERS:
         assert len(system_calls.call_filter(machine, 1)) // 8 < 4096
+
+
+def answer_of(machine: str, name: str | int, *args: int, architecture: int | None = None) -> int:
+    """What the filter of process 7 answers, computed here: a machine of each kind is rarely there."""
+    number = name if isinstance(name, int) else system_calls.allowed_calls(machine)[name]
+    kind = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}[machine] if architecture is None else architecture
+    given = struct.pack("<IIQ6Q", number, kind, 0, *args, *[0] * (6 - len(args)))
+    lines = [*struct.iter_unpack("HBBI", system_calls.call_filter(machine, 7))]
+    place = value = 0
+    while True:
+        code, if_true, if_false, k = lines[place]
+        place += 1
+        if code == 0x06:
+            return k
+        if code == 0x20:
+            (value,) = struct.unpack_from("<I", given, k)
+        elif code == 0x54:
+            value &= k
+        else:
+            holds = {0x15: value == k, 0x35: value >= k, 0x45: bool(value & k)}[code]
+            place += if_true if holds else if_false
+
+
+KEY, FAR = system_calls.PATH_ADDRESS, 1 << 40
+ALLOWED = {
+    "read": [()],
+    "execve": [(KEY,)],
+    "mmap": [(0,), (FAR, 1, 3, 0x32), (1 << 22, 1, 3, 0x32)],
+    "mremap": [(FAR, 1, 1, 1)],
+    "clone": [(0x3D0F00,), (0x7D0F00,)],  # glibc, musl
+    "kill": [(7,), (0,)],
+    "fcntl": [(1, 1030)],
+    "socketpair": [(1, 0x80001)],
+    "openat": [(0, 0, 0x80241)],
+    "prctl": [(15,)],
+}
+REFUSED = {
+    "execve": [(KEY + 1,), (KEY + (1 << 32),)],
+    "mmap": [(KEY,), (KEY, 1, 3, 0x32), (0, 2 * KEY, 3, 0x32), (FAR, 1, 3, 0x122)],
+    "mremap": [(FAR, 1, 1, 3, KEY)],
+    "clone": [(0x11,), (0x3D0F00 | 0x10000000,)],
+    "kill": [(8,), (0xFFFFFFFF,)],
+    "fcntl": [(1, 8)],
+    "socketpair": [(1, 2), (2, 1)],
+    "openat": [(0, 0, 0x200)],
+    "prctl": [(22,)],
+    434: [()],
+}
+
+
+@pytest.mark.parametrize("machine", HEADERS)
+def test_the_filter_of_each_machine_answers_as_its_rules_say(machine):
+    for expected, calls in ((0x7FFF0000, ALLOWED), (0x50000 | errno.EPERM, REFUSED)):
+        for name, arguments in calls.items():
+            answers = [answer_of(machine, name, *args) for args in arguments]
+            assert answers == [expected] * len(arguments), name
+    assert answer_of(machine, 435) == 0x50000 | errno.ENOSYS
+    assert answer_of(machine, 0x40000000) == 0x80000000, "x32"
+    assert answer_of(machine, 0, architecture=0x40000003) == 0x80000000, "32 bits"
