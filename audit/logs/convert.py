@@ -1,10 +1,11 @@
-"""`zerokl convert`: a log of another framework as one of zerokl; for a pickle, the script that does it."""
+"""`zerokl convert`: a log of another framework as one of zerokl; for a pickle, the script that writes it."""
 
 import json
 from pathlib import Path
 
 from ...engine.display.terminal import console
 from ...files.inputs import read_text
+from ..formats.pickles import PickledError
 from ..formats.registry import find_format, log_files, read_rollouts
 from ..formats.zerokl import as_row
 
@@ -12,15 +13,21 @@ _SCRIPTS = Path(__file__).parents[1] / "formats" / "scripts"
 
 
 def convert(source: Path, out: Path | None, format: str) -> int:
-    """Write `out`, or print a script for a pickle. Returns 0. Raises ValueError for bad input."""
+    """Write `out`, and return 0. Of a pickle, print the script that writes it.
+
+    Raises ValueError where no log was written: for bad input, and for a pickle.
+    """
     try:
-        if pickled := _script(source, format):
-            console.print(pickled, end="")
-            return 0
+        if out is not None and out.exists():
+            raise ValueError(f"{out} exists; choose another file")
+        if script := _script(source, format):
+            console.print(read_text(script), end="")
+            raise ValueError(
+                f"no log was written, for zerokl does not load {source}; save the script that was printed, and run "
+                "it where the framework is installed, as its first lines say"
+            )
         if out is None:
             raise ValueError("OUT is missing; name the file to write")
-        if out.exists():
-            raise ValueError(f"{out} exists; choose another file")
         count = _write(source, out, format)
     except ValueError as error:
         raise ValueError(f"convert: {error}") from None
@@ -28,23 +35,26 @@ def convert(source: Path, out: Path | None, format: str) -> int:
     return 0
 
 
-def _script(source: Path, format: str) -> str:
-    """The script for a pickle; empty for a log that zerokl reads. Raises ValueError for an unknown pickle."""
+def _script(source: Path, format: str) -> Path | None:
+    """The script for a file of pickled objects; None for what zerokl reads.
+
+    Raises ValueError where nobody says who wrote it, and for a file that no script reads either.
+    """
     if not source.is_file():
-        return ""
+        return None
     known = find_format(source, format)
     if known.name == "slime":
         try:
             next(known.rows(source), None)
-        except ValueError:
-            return read_text(_SCRIPTS / "slime_to_log.py")
+        except PickledError:
+            return _SCRIPTS / "slime_to_log.py"
     if known.name != "skyrl":
-        return ""
+        return None
     if format == "auto":
         raise ValueError(f"{source} is a pickle; say who wrote it with --format skyrl, verl or slime")
     if not (script := _SCRIPTS / f"{format}_to_log.py").exists():
         raise ValueError(f"{source} is a pickle, and {format} writes none that zerokl knows of")
-    return read_text(script)
+    return script
 
 
 def _write(source: Path, out: Path, format: str) -> int:
