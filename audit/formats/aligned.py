@@ -1,6 +1,6 @@
 """A sequence whose columns have an entry for each of its tokens, the prompt's included.
 
-Shapes: T tokens of the sequence, C of the completion. The completion begins at the first token that was drawn.
+Shapes: T tokens of the sequence, C of the completion, which begins at the first token that was drawn.
 """
 
 from typing import Any
@@ -17,7 +17,7 @@ class Aligned:
     def __init__(self, ids_name: str, ids: TokenIds, mask_name: str, mask: Any, length: int = 0) -> None:
         """mask: [T], which tokens were drawn. length: tokens that are no padding; 0 is all.
 
-        Raises ValueError where the mask does not fit, and where the first token was drawn: there is no prompt.
+        Raises ValueError where the mask does not fit, and where the first token was drawn: no prompt.
         """
         self._ids_name, self._count = ids_name, len(ids)
         self._start, self._end = 0, length or len(ids)

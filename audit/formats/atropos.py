@@ -1,7 +1,7 @@
 """atropos: the groups of data_path_to_save_groups, one line each, and the nodes of a ManagedServer.
 
-Every list of a sequence has an entry for each of its tokens. Where a token was not drawn, its mask is -100 and
-its log-probability 1.0; elsewhere its mask is the token. The trainer's numbers are not in the file.
+Every list of a sequence has an entry for each of its tokens. Where a token was not drawn, its mask is -100
+and its log-probability 1.0; elsewhere its mask is the token. The trainer's numbers are not in the file.
 """
 
 from collections.abc import Iterator

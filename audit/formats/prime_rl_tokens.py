@@ -1,7 +1,7 @@
 """prime-rl's trainer: token_exports/step_N/rank_N.jsonl, one line for each sequence, both columns in it.
 
-Every list has an entry for each token of the sequence, the prompt's included. All digits are there, and a number
-that is not finite is null. The file says nothing about the temperature.
+Every list has an entry for each token of the sequence, the prompt's included. All digits are there, and a
+number that is not finite is null. The file says nothing about the temperature.
 """
 
 from collections.abc import Iterator

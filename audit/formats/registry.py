@@ -1,12 +1,14 @@
 """The table of log formats, and how a file is read by its row of the table."""
 
 import re
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from ...files.inputs import open_input
+from ...files.reading import one_line
 from . import (
     atropos,
     nemo_gym,
@@ -169,16 +171,47 @@ def _magic(path: Path) -> bytes:
 def read_rollouts(path: Path, format: str = "auto") -> Iterator[tuple[str, LoggedRollout]]:
     """The completions of a log, file or folder, with the place of each ("FILE, line 3").
 
-    Raises ValueError that names file and line for a line that cannot be read.
+    A completion that an earlier file of the folder has counts once: ranks write the same samples, and a
+    framework may write all of them and those it trained on. Raises ValueError that names file and line for a
+    line that cannot be read.
     """
-    for file in log_files(path):
+    files = log_files(path)
+    earlier: set[int] = set()
+    for file in files:
         chosen = find_format(file, format)
-        for place, row in chosen.rows(file):
-            where = f"{file}, {place}"
-            try:
-                for rollout in chosen.parse(row, file):
-                    yield where, rollout
-            except KeyError as missing:
-                raise ValueError(f"{where}: {missing.args[0]} is missing") from None
-            except ValueError as error:
-                raise ValueError(f"{where}: {error}") from None
+        here: set[int] = set()
+        again = 0
+        for where, rollout in _of_file(file, chosen):
+            identity = _identity(rollout) if len(files) > 1 else None
+            if identity in earlier:
+                again += 1
+                continue
+            if identity is not None:
+                here.add(identity)
+            yield where, rollout
+        earlier |= here
+        if again:
+            told = f"{file}: {again} completions are those of an earlier file, and count once"
+            print(one_line(told), file=sys.stderr, flush=True)
+
+
+def _of_file(file: Path, chosen: Format) -> Iterator[tuple[str, LoggedRollout]]:
+    for place, row in chosen.rows(file):
+        where = f"{file}, {place}"
+        try:
+            for rollout in chosen.parse(row, file):
+                yield where, rollout
+        except KeyError as missing:
+            raise ValueError(f"{where}: {missing.args[0]} is missing") from None
+        except ValueError as error:
+            raise ValueError(f"{where}: {error}") from None
+
+
+def _identity(rollout: LoggedRollout) -> int | None:
+    """The same number for a completion that is written twice; None where the log does not name its sample."""
+    if rollout.step is None or rollout.sample is None or rollout.completion_ids is None:
+        return None
+    names = (rollout.step, rollout.prompt, rollout.sample, rollout.turn, rollout.weight_span)
+    columns = (rollout.logprobs, rollout.trainer_logprobs)
+    bits = tuple(None if x is None else x.tobytes() for x in columns)
+    return hash((*names, rollout.prompt_ids, rollout.completion_ids, bits))

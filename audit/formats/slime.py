@@ -6,9 +6,9 @@
 | of training | slime after 0.3.1 | the same |
 | of training, of one rank | slime to 0.3.1, miles | `rollout_data`, a dictionary of columns |
 
-A rank of context parallelism has a slice of each response alone; such a dump of one rank is refused. The file is
-opened with weights_only, which runs no code. Where a dump holds other objects, this fails, and `zerokl convert`
-prints what to run in slime's own environment.
+A rank of context parallelism has a slice of each response alone; its dump is refused. The file is opened with
+weights_only, which runs no code. Where a dump holds other objects, this fails, and `zerokl convert` prints
+what to run in slime's own environment.
 """
 
 import pickle
@@ -24,8 +24,8 @@ from .pickles import PickledError
 from .record import LoggedRollout
 
 _SLICES = (
-    "a rank of context parallelism holds a slice of each response; dump with --context-parallel-size 1, or with a "
-    "slime after 0.3.1, which joins the slices"
+    "a rank of context parallelism holds a slice of each response; dump with --context-parallel-size 1, or "
+    "with a slime after 0.3.1, which joins the slices"
 )
 
 _OTHERS = "of the folders of --dump-details, train_data and rollout_data have samples"
@@ -34,16 +34,17 @@ _OTHERS = "of the folders of --dump-details, train_data and rollout_data have sa
 def rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     """The samples of a dump, with their places.
 
-    Raises PickledError for a file that does not open safely, and where torch is not installed: no other format
-    needs it. Raises ValueError for what is no dump.
+    Raises PickledError for a file that does not open safely, and where torch is not installed: no other
+    format needs it. Raises ValueError for what is no dump.
     """
     content = _opened(path)
     if not isinstance(content, dict):
         raise ValueError(f"{path} is no dump of slime: it holds a {type(content).__name__}; {_OTHERS}")
-    if (ranks := content.get("cp_size")) not in (None, 1):
+    if (ranks := _plain(content.get("cp_size"))) not in (None, 1):
         raise ValueError(f"{path}: cp_size is {ranks}: {_SLICES}")
-    if isinstance(content.get("rollout_data"), dict):
-        samples = _transposed(content["rollout_data"])
+    columns = content.get("rollout_data")
+    if isinstance(columns, dict) and "tokens" in columns:
+        samples = _transposed(columns)
     elif isinstance(content.get("samples"), list):
         samples = content["samples"]
     else:
@@ -64,26 +65,26 @@ def _opened(path: Path) -> Any:
     try:
         import torch
     except ImportError:
-        raise PickledError(f"{path} is a file of torch's; pip install torch to read it, or {script}") from None
+        raise PickledError(f"{path} is a file of torch's; pip install torch to read it", script) from None
     try:
         check_input(path)
         return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except pickle.UnpicklingError as error:
         other = re.search(r"GLOBAL (\S+)", str(error))
         named = f" ({other[1]})" if other else ""
-        raise PickledError(f"{path} holds more than tensors and plain values{named}; {script}") from None
+        raise PickledError(f"{path} holds more than tensors and plain values{named}", script) from None
     except OSError as error:
         raise ValueError(f"{path} cannot be read ({error.strerror})") from None
     except (RuntimeError, ValueError, EOFError, KeyError) as error:
-        reason = str(error).strip().split("\n")[0]
+        reason = re.split(r"\. |\n", str(error).strip())[0]
         raise ValueError(f"{path} is no whole file of torch's ({reason})") from None
 
 
 def _transposed(columns: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """The samples of a rank. What has another length than the tokens is of the whole batch, and is left out."""
-    count = len(columns.get("tokens") or [])
-    per_sample = {name: column for name, column in columns.items() if _length(column) == count}
-    for index in range(count):
+    """The samples of a rank. What has not one entry for each is of the whole batch, and is left out."""
+    count = _length(columns.get("tokens"))
+    per_sample = {name: column for name, column in columns.items() if count and _length(column) == count}
+    for index in range(count or 0):
         yield {name: column[index] for name, column in per_sample.items()}
 
 

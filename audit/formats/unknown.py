@@ -12,7 +12,18 @@ _SERVER = (
 _DEPTH, _MOST, _SHOWN = 5, 3, 8
 # Parts of the names of columns of ids, and of log-probabilities; and of those that are neither.
 _IDS, _LOGPROBS = ("token", "ids"), ("logp", "log_p", "lp")
-_OTHERS = ("mask", "position", "offset", "length", "version", "ind", "reward", "score", "advantage", "entropy")
+_OTHERS = (
+    "mask",
+    "position",
+    "offset",
+    "length",
+    "version",
+    "ind",
+    "reward",
+    "score",
+    "adv",
+    "entropy",
+)
 
 
 def refusal(row: Mapping[str, Any], known: Iterable[str]) -> str:
@@ -37,8 +48,8 @@ def remedy(row: Mapping[str, Any]) -> str:
     missing = " or ".join(kind for kind, names in kinds.items() if not names)
     there = "".join(f"{names} may be {kind}, but " for kind, names in kinds.items() if names)
     return (
-        f"{there}nothing in it looks like {missing}: record the run with zerokl.integrations.recorder.Recorder, "
-        f"or its server with `zerokl record` ({_FORMAT})"
+        f"{there}nothing in it looks like {missing}: record the run with "
+        f"zerokl.integrations.recorder.Recorder, or its server with `zerokl record` ({_FORMAT})"
     )
 
 
@@ -50,7 +61,7 @@ def _is_answer(row: Mapping[str, Any]) -> bool:
 
 
 def _columns(value: Any, name: str = "", depth: int = 0) -> Iterator[tuple[str, list]]:
-    """The lists of a row that hold no further lists, with their names. Of a list of lists, the first one's."""
+    """The lists of a row that hold no further lists, with their names. Of a list of lists, the first."""
     value = value.tolist() if hasattr(value, "tolist") else value
     if depth > _DEPTH or not value:
         return

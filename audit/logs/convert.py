@@ -20,11 +20,12 @@ def convert(source: Path, out: Path | None, format: str) -> int:
     try:
         if out is not None and out.exists():
             raise ValueError(f"{out} exists; choose another file")
-        if script := _script(source, format):
+        if pickled := _pickled(source, format):
+            script, reason = pickled
             console.print(read_text(script), end="")
             raise ValueError(
-                f"no log was written, for zerokl does not load {source}; save the script that was printed, and run "
-                "it where the framework is installed, as its first lines say"
+                f"no log was written: {reason}; save the script that was printed, and run it where the "
+                "framework is installed, as its first lines say"
             )
         if out is None:
             raise ValueError("OUT is missing; name the file to write")
@@ -35,26 +36,28 @@ def convert(source: Path, out: Path | None, format: str) -> int:
     return 0
 
 
-def _script(source: Path, format: str) -> Path | None:
-    """The script for a file of pickled objects; None for what zerokl reads.
+def _pickled(source: Path, format: str) -> tuple[Path, str] | None:
+    """For a file that zerokl does not open: the script that does, and why. None for what zerokl reads.
 
-    Raises ValueError where nobody says who wrote it, and for a file that no script reads either.
+    Raises ValueError where nobody says who wrote a pickle.
     """
     if not source.is_file():
         return None
     known = find_format(source, format)
-    if known.name == "slime":
-        try:
-            next(known.rows(source), None)
-        except PickledError:
-            return _SCRIPTS / "slime_to_log.py"
-    if known.name != "skyrl":
+    if known.name not in ("slime", "skyrl"):
         return None
-    if format == "auto":
-        raise ValueError(f"{source} is a pickle; say who wrote it with --format skyrl, verl or slime")
-    if not (script := _SCRIPTS / f"{format}_to_log.py").exists():
-        raise ValueError(f"{source} is a pickle, and {format} writes none that zerokl knows of")
-    return script
+    try:
+        next(known.rows(source), None)
+        return None
+    except PickledError as error:
+        writer = "slime" if known.name == "slime" else format
+        if writer == "auto":
+            raise ValueError(
+                f"{source} is a pickle; say who wrote it with --format skyrl, verl or slime"
+            ) from None
+        if not (script := _SCRIPTS / f"{writer}_to_log.py").exists():
+            raise ValueError(f"{source} is a pickle, and {writer} writes none that zerokl knows of") from None
+        return script, error.reason
 
 
 def _write(source: Path, out: Path, format: str) -> int:

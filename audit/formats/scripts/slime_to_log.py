@@ -1,4 +1,4 @@
-"""A dump of slime or miles (--save-debug-rollout-data or -train-data) as plain values, where slime is installed.
+"""A dump of slime or miles (--save-debug-rollout-data or -train-data) as plain values, where it was written.
 
 python SCRIPT INPUT.pt OUT.jsonl; then zerokl audit OUT.jsonl --format slime
 """
@@ -35,8 +35,11 @@ def samples(dump):
     if "samples" in dump:
         return dump["samples"]
     if dump.get("cp_size", 1) != 1:
-        sys.exit("a rank of context parallelism has a slice of each response; dump with --context-parallel-size 1")
-    columns = {name: dump["rollout_data"][name] for name in NAMES if name in dump["rollout_data"]}
+        sys.exit(
+            "a rank of context parallelism has a slice of each response; dump with --context-parallel-size 1"
+        )
+    data = dump["rollout_data"]
+    columns = {name: data[name] for name in NAMES if data.get(name) is not None}
     return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
 
 
