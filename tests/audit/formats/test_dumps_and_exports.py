@@ -181,14 +181,14 @@ def run_script(script: str, *words: str, path: Path | None = None) -> None:
 def batch() -> dict[str, torch.Tensor]:
     """Two sequences, padded left and right, in SkyRL's names and in verl's."""
     padded = {
-        "sequences": [[12, 5, 39, 4, 8, 15], [0, 12, 5, 40, 7, 0]],
-        "attention_mask": [[1] * 6, [0, 1, 1, 1, 1, 0]],
-        "response_mask": [[1, 1, 1], [1, 1, 0]],
-        "loss_mask": [[1, 0, 1], [1, 1, 0]],
+        "sequences": [[12, 5, 39, 4, 8, 15], [0, 12, 5, 40, 0, 0]],
+        "attention_mask": [[1] * 6, [0, 1, 1, 1, 0, 0]],
+        "response_mask": [[1, 1, 1], [1, 0, 0]],
+        "loss_mask": [[1, 0, 1], [1, 0, 0]],
         "prompts": [[12, 5, 39], [0, 12, 5]],
-        "responses": [[4, 8, 15], [40, 7, 0]],
+        "responses": [[4, 8, 15], [40, 0, 0]],
     }
-    sampler, trainer = [[-0.75, 0.0, -0.5], [-1.0, -2.5, 0.0]], [[-0.5, 0.0, -0.25], [-1.0, -2.0, 0.0]]
+    sampler, trainer = [[-0.75, 0.0, -0.5], [-1.5, 0.0, 0.0]], [[-0.5, 0.0, -0.25], [-1.0, 0.0, 0.0]]
     padded |= {"rollout_logprobs": sampler, "rollout_log_probs": sampler}
     padded |= {"action_log_probs": trainer, "old_log_probs": trainer}
     return {name: torch.tensor(values) for name, values in padded.items()}
@@ -212,9 +212,8 @@ def test_the_scripts_of_skyrl_and_verl_write_a_log(tmp_path, capsys, format):
     run_script(capsys.readouterr().out, str(file), str(log), "0.7", path=tmp_path)
     first, second = read(log, format)
     assert (first.prompt_ids, first.completion_ids) == ((12, 5, 39), (4, 8, 15))
-    assert (second.prompt_ids, second.completion_ids) == ((12, 5), (40, 7))
-    assert second.trainer_logprobs.tolist() == [-1.0, -2.0]
-    assert second.logprobs.tolist() == [-1.0, -2.5]
+    assert (second.prompt_ids, second.completion_ids) == ((12, 5), (40,))
+    assert (second.trainer_logprobs.tolist(), second.logprobs.tolist()) == ([-1.0], [-1.5])
     assert first.sampling_params == SamplingParams(0.7)
 
 
@@ -322,11 +321,8 @@ ANSWER = {"id": "x", "choices": [{"index": 0, "token_ids": [4, 8], "logprobs": {
 )
 def test_answers_of_a_server_are_to_be_recorded(tmp_path, capsys, row):
     log = write_rows(tmp_path / "log.jsonl", row)
-    for words in (
-        ["audit", str(log), "--out", str(tmp_path / "o")],
-        ["convert", str(log), str(tmp_path / "l")],
-    ):
-        assert main(words) == 2
+    for words in (["audit", str(log), "--out"], ["convert", str(log)]):
+        assert main([*words, str(tmp_path / "out")]) == 2
         error = capsys.readouterr().err
         assert "answers of a server" in error
         assert "`zerokl record`" in error
@@ -335,12 +331,8 @@ def test_answers_of_a_server_are_to_be_recorded(tmp_path, capsys, row):
 @pytest.mark.parametrize(
     ("row", "ids", "logprobs"),
     [
-        (
-            {"in_tokens": [3, 1, 2], "out_tokens": [7, 5], "lp": [-0.5, -0.25], "w": [0.5, -0.5]},
-            "in_tokens, out_tokens",
-            "lp",
-        ),
-        ({"x": [9, 4, 4], "mask": [1, 1, 0], "position_ids": [0, 1, 2], "y": [-0.5, None, -2.5]}, "x", "y"),
+        ({"in_tokens": [3, 1], "out_tokens": [7], "lp": [-0.5], "w": [-0.5]}, "in_tokens, out_tokens", "lp"),
+        ({"x": [9, 4], "at": [0, 1], "kept": [1, 0], "y": [-0.5, None], "advantages": [-0.5, 0.5]}, "x", "y"),
         ({"a": {"b": [{"ids": [[5, 6]], "old_logp": [[-1.5, 0.0]]}]}}, "a.b[0].ids[0]", "a.b[0].old_logp[0]"),
         ({"prompt": "1+2=", "tokens": [5, 6]}, "tokens", ""),
         ({"prompt": "1+2=", "answer": "3", "usage": {"prompt_tokens": 4}}, "", ""),
