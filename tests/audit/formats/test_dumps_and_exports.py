@@ -332,7 +332,7 @@ def test_answers_of_a_server_are_to_be_recorded(tmp_path, capsys, row):
     ("row", "ids", "logprobs"),
     [
         ({"in_tokens": [3, 1], "out_tokens": [7], "lp": [-0.5], "w": [-0.5]}, "in_tokens, out_tokens", "lp"),
-        ({"x": [9, 4], "at": [0, 1], "kept": [1, 0], "y": [-0.5, None], "advantages": [-0.5, 0.5]}, "x", "y"),
+        ({"x": [9, 4], "at": [0, 1, 2], "kept": [1, 0], "y": [-0.5, None], "advantages": [-0.5]}, "x", "y"),
         ({"a": {"b": [{"ids": [[5, 6]], "old_logp": [[-1.5, 0.0]]}]}}, "a.b[0].ids[0]", "a.b[0].old_logp[0]"),
         ({"prompt": "1+2=", "tokens": [5, 6]}, "tokens", ""),
         ({"prompt": "1+2=", "answer": "3", "usage": {"prompt_tokens": 4}}, "", ""),
