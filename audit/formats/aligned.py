@@ -29,9 +29,9 @@ class Aligned:
         self.prompt_ids = ids[: self._start]
         self.completion_ids = ids[self._start : self._end]  # empty where no token was drawn
 
-    def part(self, name: str, values: Any, of: str = "numbers") -> list:
+    def part(self, name: str, values: Any, kind: str = "numbers") -> list:
         """The entries of a column, [T], that belong to the completion, [C]."""
-        if len(fields.listed(name, values, of)) != self._count:
+        if len(fields.listed(name, values, kind)) != self._count:
             raise ValueError(f"{name} has {len(values)} entries for {self._count} {self._ids_name}")
         return values[self._start : self._end]
 

@@ -181,7 +181,7 @@ def read_rollouts(path: Path, format: str = "auto") -> Iterator[tuple[str, Logge
         chosen = find_format(file, format)
         here: set[int] = set()
         again = 0
-        for where, rollout in _of_file(file, chosen):
+        for where, rollout in _file_rollouts(file, chosen):
             identity = _identity(rollout) if len(files) > 1 else None
             if identity in earlier:
                 again += 1
@@ -195,7 +195,7 @@ def read_rollouts(path: Path, format: str = "auto") -> Iterator[tuple[str, Logge
             print(one_line(told), file=sys.stderr, flush=True)
 
 
-def _of_file(file: Path, chosen: Format) -> Iterator[tuple[str, LoggedRollout]]:
+def _file_rollouts(file: Path, chosen: Format) -> Iterator[tuple[str, LoggedRollout]]:
     for place, row in chosen.rows(file):
         where = f"{file}, {place}"
         try:

@@ -12,18 +12,7 @@ _SERVER = (
 _DEPTH, _MOST, _SHOWN = 5, 3, 8
 # Parts of the names of columns of ids, and of log-probabilities; and of those that are neither.
 _IDS, _LOGPROBS = ("token", "ids"), ("logp", "log_p", "lp")
-_OTHERS = (
-    "mask",
-    "position",
-    "offset",
-    "length",
-    "version",
-    "ind",
-    "reward",
-    "score",
-    "adv",
-    "entropy",
-)
+_OTHERS = ("mask", "position", "offset", "length", "version", "ind", "reward", "score", "adv", "entropy")
 
 
 def refusal(row: Mapping[str, Any], known: Iterable[str]) -> str:

@@ -46,22 +46,22 @@ def sample(name: str) -> list[dict]:
     return [json.loads(line) for line in (SAMPLES / f"{name}.jsonl").read_text().splitlines()]
 
 
-def said(rollout) -> tuple:
+def facts(rollout) -> tuple:
     """All that a dump of training says of a sample."""
     columns = tuple(x.tobytes() for x in (rollout.logprobs, rollout.trainer_logprobs, rollout.mask))
     names = (rollout.step, rollout.sample, rollout.reward, rollout.advantage)
     return rollout.prompt_ids, rollout.completion_ids, columns, names
 
 
-def of_rank(rank: int = 0, **changes) -> dict:
+def rank_dump(rank: int = 0, **changes) -> dict:
     """A dump of one rank, as slime to 0.3.1 and miles write it."""
     return {"rollout_id": 5, "rank": rank, "rollout_data": COLUMNS | changes}
 
 
-def of_samples() -> dict:
+def samples_dump() -> dict:
     """The same dump as slime writes it after 0.3.1."""
-    of_all = ("sample_indices", "raw_reward")
-    rows = [{name: COLUMNS[name][i] for name in COLUMNS if name not in of_all} for i in range(2)]
+    shared = ("sample_indices", "raw_reward")
+    rows = [{name: COLUMNS[name][i] for name in COLUMNS if name not in shared} for i in range(2)]
     rows = [row | {"sample_index": COLUMNS["sample_indices"][i]} for i, row in enumerate(rows)]
     return {"format_version": 2, "rollout_id": 5, "rank": 0, "samples": rows, "raw_reward": [1.0, 0.0] * 2}
 
@@ -72,15 +72,15 @@ def saved(path: Path, content: object) -> Path:
 
 
 def test_both_forms_of_a_dump_of_training_say_the_same(tmp_path):
-    first, second = read(saved(tmp_path / "columns.pt", of_rank()))
+    first, second = read(saved(tmp_path / "columns.pt", rank_dump()))
     assert (first.prompt_ids, first.completion_ids) == ((12, 5, 39), (4, 8, 15))
     assert (first.step, first.sample) == (5, 11)
     assert first.mask.tolist() == [True, False, True]
     assert np.array_equal(first.trainer_logprobs, [-0.5, np.nan, -0.25], equal_nan=True)
     assert np.array_equal(first.logprobs, [-0.75, np.nan, -0.5], equal_nan=True)
     assert (first.advantage, first.reward, second.reward) == ((0.5, 0.5, 0.5), 0.5, -0.5)
-    again = read(saved(tmp_path / "samples.pt", of_samples()))
-    assert [said(r) for r in again] == [said(first), said(second)]
+    again = read(saved(tmp_path / "samples.pt", samples_dump()))
+    assert [facts(r) for r in again] == [facts(first), facts(second)]
 
 
 def test_the_step_is_the_dumps_though_a_sample_counts_itself(tmp_path):
@@ -91,17 +91,17 @@ def test_the_step_is_the_dumps_though_a_sample_counts_itself(tmp_path):
 
 def test_ranks_that_write_the_same_samples_count_once(tmp_path, capsys):
     for rank in range(2):
-        saved(tmp_path / f"5_{rank}.pt", of_rank(rank))
+        saved(tmp_path / f"5_{rank}.pt", rank_dump(rank))
     assert len(read(tmp_path)) == 2
     assert "5_1.pt: 2 completions are those of an earlier file" in capsys.readouterr().err
     other = [COLUMNS["log_probs"][0], torch.tensor([-1.0, -2.125])]
-    saved(tmp_path / "5_1.pt", of_rank(1, log_probs=other))
+    saved(tmp_path / "5_1.pt", rank_dump(1, log_probs=other))
     assert len(read(tmp_path)) == 3
 
 
 @pytest.mark.parametrize(
     "dump",
-    [of_rank() | {"cp_rank": 0, "cp_size": 2}, of_rank(log_probs=[x[:1] for x in COLUMNS["log_probs"]])],
+    [rank_dump() | {"cp_rank": 0, "cp_size": 2}, rank_dump(log_probs=[x[:1] for x in COLUMNS["log_probs"]])],
     ids=["miles says it", "slime does not"],
 )
 def test_slices_of_context_parallelism_are_named(tmp_path, capsys, dump):
@@ -150,7 +150,7 @@ def with_objects(dump: dict) -> dict:
 
 
 @pytest.mark.parametrize(
-    "dump", [of_rank(), of_samples(), dump_of_rollouts()], ids=["rank", "samples", "rollouts"]
+    "dump", [rank_dump(), samples_dump(), dump_of_rollouts()], ids=["rank", "samples", "rollouts"]
 )
 def test_the_printed_script_writes_what_the_reader_reads(tmp_path, capsys, dump):
     file = saved(tmp_path / "5.pt", with_objects(dump))
@@ -165,7 +165,7 @@ def test_the_printed_script_writes_what_the_reader_reads(tmp_path, capsys, dump)
     assert [r.completion_ids for r in read(log)] == [r.completion_ids for r in plain]
     assert [r.logprobs.tobytes() for r in read(log)] == [r.logprobs.tobytes() for r in plain]
     if "samples" not in dump or "log_probs" in dump["samples"][0]:
-        assert [said(r) for r in read(log, "slime")] == [said(r) for r in plain]
+        assert [facts(r) for r in read(log, "slime")] == [facts(r) for r in plain]
 
 
 def run_script(script: str, *words: str, path: Path | None = None) -> None:
