@@ -63,8 +63,7 @@ def parse(row: dict[str, Any], path: Path) -> Iterator[LoggedRollout]:
 def _column(columns: dict[str, list], name: str, start: int, count: int, drawn: Any) -> Any:
     if name not in columns:
         return None
-    values, trainer = columns[name][start : start + count], name == "prev_logprobs"
-    return fields.logprobs(name, values, count, drawn, trainer)
+    return fields.logprobs(name, columns[name][start : start + count], count, drawn)
 
 
 def _sequence(value: Any) -> Any:

@@ -88,9 +88,7 @@ def _either(row: dict[str, Any], name: str, other: str) -> Any:
 
 
 def _column(row: dict[str, Any], name: str, count: int, drawn: Any) -> Any:
-    return (
-        None if row.get(name) is None else fields.logprobs(name, row[name], count, drawn, name == "log_probs")
-    )
+    return None if row.get(name) is None else fields.logprobs(name, row[name], count, drawn)
 
 
 def _span(versions: Any) -> tuple[int, int] | None:
