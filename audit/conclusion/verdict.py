@@ -42,7 +42,7 @@ def _of_file(measured: Measurements) -> str:
     """That a part of a log was compared; empty where it was all of it."""
     if not measured.log or measured.log.drawn_tokens == measured.figures.tokens:
         return ""
-    return f" that were compared, of {measured.log.drawn_tokens:,} in the file,"
+    return f" (of {measured.log.drawn_tokens:,} drawn ones in the file)"
 
 
 def parting(measured: Measurements) -> str:

@@ -187,12 +187,12 @@ def _no_numbers(completions: Sequence[Completion], rewards: int) -> Iterator[Log
     lacking = [x for x in completions if x.reward is None] if rewards else []
     no_number = [x for x in completions if x.reward is not None and not np.isfinite(x.reward)]
     if lacking or no_number:
-        counts = [(len(lacking), "lack a reward"), (len(no_number), "have one that is NaN or infinite")]
-        listed = " and ".join(f"{n:,} {words}" for n, words in counts if n)
+        counts = ((len(lacking), "missing"), (len(no_number), "NaN or infinite"))
+        listed = " and ".join(f"{what} in {n:,}" for n, what in counts if n)
         yield LogFault(
             name="missing rewards" if not no_number else "rewards that are no numbers",
-            text=f"of {len(completions):,} completions {listed} ({_named([*no_number, *lacking])}). One "
-            "such reward makes the advantages of its whole group wrong.",
+            text=f"the reward is {listed} of {len(completions):,} completions "
+            f"({_named([*no_number, *lacking])}). One such reward makes the advantages of its group wrong.",
             remedy="Look at what scored these completions, and leave out a group that has no rewards.",
         )
     if wrong := [x for x in completions if not x.numbers]:
@@ -242,7 +242,7 @@ def _followed(signal: Signal, completions: Sequence[Completion]) -> tuple[Signal
     rules = [(name, e, _close(parts, e)) for name, e in _rules(parts)]
     # A baseline is fitted, so a part of the advantages follows it by chance.
     rules += [rule for rule in [_baseline(parts)] if rule[2].all()]
-    # Of those that most follow, the nearest; of equal ones the first: the most usual rule stands before others.
+    # Of those that most follow, the nearest; of equal ones the first: the usual rules stand before others.
     name, expected, follows = max(rules, key=lambda rule: (int(rule[2].sum()), -_distance(parts, *rule[1:])))
     share = float(follows.mean())
     if share < _FOLLOW:
@@ -286,7 +286,7 @@ def _parts(completions: Sequence[Completion]) -> _Parts:
         for i, x in enumerate(known)
         if x.numbers and any(x.advantages)
         for turn, a in enumerate(x.advantages)
-        if a is not None
+        if a
     ]
     of, turn, advantage = map(np.array, zip(*rows, strict=True)) if rows else (np.zeros(0, int),) * 3
     reward = np.array([x.reward for x in known], np.float64)
