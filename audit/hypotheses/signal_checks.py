@@ -150,11 +150,14 @@ def _grouped(completions: Sequence[Completion]) -> list[Completion]:
     """The completions with their groups.
 
     Labels say the groups, unless one completion of a group comes twice. Else neighbours of one prompt are a
-    group: a prompt may come again later. Where no two neighbours have one prompt, all of one prompt are.
+    group, because a prompt may come again later. In a log that has steps but no labels, where no neighbours
+    have one prompt, all of one prompt and step are.
     """
-    labels = Counter((x.group, x.sample) for x in completions if x.sample[0] is not None)
+    labels = Counter((x.group, x.sample) for x in completions)
     unlike = [a.group != b.group for a, b in pairwise(completions)]
-    if (labels.total() == len(completions) and max(labels.values(), default=0) == 1) or all(unlike):
+    labelled = all(x.sample[0] is not None for x in completions)
+    known = max(labels.values(), default=0) == 1 if labelled else all(unlike)
+    if known and (labelled or all(x.step is not None for x in completions)):
         return list(completions)
     return [
         replace(x, group=(x.group, run))

@@ -292,7 +292,7 @@ def test_a_converted_log_says_the_same(file, tmp_path):
 BAD = [
     ({"logprobs": [-1.0]}, "has 1 logprobs for 4 completion_ids"),
     ({"trainer_logprobs": [-1.0] * 3}, "has 3 trainer_logprobs for 4 completion_ids"),
-    ({"trainer_logprobs": [-1.0, 2.0, -1.0, -1.0]}, "trainer_logprobs[1] (2.0) is no log-probability"),
+    ({"trainer_logprobs": [-1.0, "2.0", -1.0, -1.0]}, "trainer_logprobs[1] ('2.0') must be a number"),
     ({"mask": [1, 1]}, "mask has 2 entries for 4 completion_ids"),
     ({"mask": [1, 2, 1, 1]}, "mask must hold 0 and 1"),
     ({"mask": "1111"}, "mask must be a list of 0 and 1"),
