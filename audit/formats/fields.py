@@ -28,8 +28,8 @@ def number(name: str, value: Any, default: float | None = None) -> float:
 
 
 def optional_number(name: str, value: Any) -> float | None:
-    """A number, or None where there is none."""
-    return None if value is None else number(name, value)
+    """A number, or None where there is none. "NaN", "Infinity" and "-Infinity" are numbers as well."""
+    return None if value is None else number(name, json_number(value))
 
 
 def integer(name: str, value: Any, default: int | None = None) -> int:
@@ -178,7 +178,7 @@ def advantage(name: str, value: Any, count: int) -> float | tuple[float, ...] | 
         return optional_number(name, value)
     if len(value) != count:
         raise ValueError(f"{name} has {len(value)} entries for {count} completion_ids")
-    return tuple(number(f"{name}[{i}]", x, math.nan) for i, x in enumerate(value))
+    return tuple(number(f"{name}[{i}]", x, math.nan) for i, x in enumerate(json_number(value)))
 
 
 def sampling_mask(name: str, value: Any, completion: TokenIds) -> tuple[TokenIds | None, ...] | None:

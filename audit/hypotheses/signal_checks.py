@@ -76,8 +76,8 @@ class Signal:
         if self.judged < _FEWEST:
             return f"Too few advantages are not 0 ({self.judged:,}) to tell how they follow the rewards."
         return (
-            f"The {self.judged:,} advantages follow no rule that is tried: the rewards were shaped, or they "
-            "come from a critic."
+            f"The {self.judged:,} advantages that are not 0 follow no rule that is tried, as those of a "
+            "critic or of shaped rewards."
         )
 
 
@@ -156,7 +156,7 @@ def _grouped(completions: Sequence[Completion]) -> list[Completion]:
     labels = Counter((x.group, x.sample) for x in completions)
     unlike = [a.group != b.group for a, b in pairwise(completions)]
     labelled = all(x.sample[0] is not None for x in completions)
-    known = max(labels.values(), default=0) == 1 if labelled else all(unlike)
+    known = max(labels.values(), default=1) == 1 if labelled else all(unlike)
     if known and (labelled or all(x.step is not None for x in completions)):
         return list(completions)
     return [
@@ -242,7 +242,8 @@ def _followed(signal: Signal, completions: Sequence[Completion]) -> tuple[Signal
     signal = replace(signal, judged=len(parts.of))
     if len(parts.of) < _FEWEST:
         return signal, None
-    rules = [(name, e, _close(parts, e)) for name, e in _rules(parts)]
+    with np.errstate(over="ignore", invalid="ignore"):  # a reward of 1e308
+        rules = [(name, e, _close(parts, e)) for name, e in _rules(parts)]
     # A baseline is fitted, so a part of the advantages follows it by chance.
     rules += [rule for rule in [_baseline(parts)] if rule[2].all()]
     # Of those that most follow, the nearest; of equal ones the first: the usual rules stand before others.
@@ -267,14 +268,20 @@ def _followed(signal: Signal, completions: Sequence[Completion]) -> tuple[Signal
 
 
 def _witnesses(parts: _Parts, expected: np.ndarray, follows: np.ndarray) -> np.ndarray:
-    """Which advantages break the rule as no sound one does, [N] bool: see the top of this file."""
+    """Which advantages break the rule as no sound one does, [N] bool: see the top of this file.
+
+    A turn that follows no rule in any line may have one of its own, unless its signs are all opposite.
+    """
     group, reward = parts.group[parts.of].tolist(), np.round(parts.reward[parts.of], 6).tolist()
-    like = list(zip(group, reward, parts.turn.tolist(), strict=True))
+    like = list(zip(group, parts.turn.tolist(), reward, strict=True))
     following = {x for x, follow in zip(like, follows.tolist(), strict=True) if follow}
-    groups = {x[0] for x in following}
+    turns = {x[:2] for x in following}
     opposite = parts.advantage * expected[parts.of] < 0.0
+    all_opposite = {turn for turn in set(parts.turn.tolist()) if opposite[parts.turn == turn].all()}
     pairs = zip(like, opposite.tolist(), strict=True)
-    return ~follows & np.array([x in following or (other and x[0] in groups) for x, other in pairs])
+    return ~follows & np.array(
+        [x in following or (other and (x[:2] in turns or x[1] in all_opposite)) for x, other in pairs]
+    )
 
 
 def _parts(completions: Sequence[Completion]) -> _Parts:
