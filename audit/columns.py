@@ -43,9 +43,8 @@ class _Columns:
         self.signal = SignalLog()
         # Of the whole file: completions and tokens that were drawn, those without a trainer's column, and
         # those with two log-probabilities. `unsaid` do not say how they were drawn.
-        self.logged = self.tokens = self.without_trainer = self.with_both = self.tokens_with_both = (
-            self.unsaid
-        ) = 0
+        self.logged = self.tokens = self.without_trainer = 0
+        self.with_both = self.tokens_with_both = self.unsaid = 0
         self.sampler: list[np.ndarray] = []
         self.trainer: list[np.ndarray] = []
         self.positions: list[np.ndarray] = []

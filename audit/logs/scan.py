@@ -75,9 +75,7 @@ def scan_log(
 
 
 class _Scan:
-    """One reading of a whole log. `values` counts what is no log-probability, and takes it out. See
-    scan_log.
-    """
+    """One reading of a whole log, see scan_log. `values` takes out what is no log-probability."""
 
     def __init__(
         self,
