@@ -18,6 +18,8 @@ from .formats.record import LoggedRollout
 from .formats.registry import find_format, log_files, read_rollouts
 from .hypotheses.column_causes import try_columns
 from .hypotheses.log_checks import check_log
+from .hypotheses.signal_checks import SignalLog
+from .hypotheses.value_checks import LogValues
 from .log_section import LogSection, Rounding, TrainerColumn, VersionFigures, is_doubled
 from .page.token_texts import SequenceTexts, TokenTexts
 from .report import Measurements, Report
@@ -36,7 +38,13 @@ _MOST_VERSIONS = 1000
 class _Columns:
     """Both columns of the tokens that have both, rollout by rollout."""
 
-    def __init__(self) -> None:
+    def __init__(self, values: LogValues) -> None:
+        self.values = values
+        self.signal = SignalLog()
+        # Of the whole file: completions and tokens that were drawn, those without a trainer's column, and
+        # those with two log-probabilities. `unsaid` do not say how they were drawn.
+        self.logged = self.tokens = self.without_trainer = 0
+        self.with_both = self.tokens_with_both = self.unsaid = 0
         self.sampler: list[np.ndarray] = []
         self.trainer: list[np.ndarray] = []
         self.positions: list[np.ndarray] = []
@@ -94,32 +102,57 @@ def audit_columns(
     Every line is read and checked. Raises ValueError that names the malformed line, and ValueError where a
     log has no trainer column.
     """
-    columns, logged, unsaid = _Columns(), 0, 0
     try:
-        remedy = find_format(log_files(path)[0], format).remedy
-        for place, rollout in read_rollouts(path, format):
-            if rollout.logprobs is None:
-                _check_scored(place, rollout, remedy)
-            if rollout.trainer_logprobs is None:
-                continue
-            if rollout.sampling_params is None:
-                unsaid += 1
-                rollout = replace(rollout, sampling_params=assumed_params)
-            rollout = _of_version(rollout, version)
-            if not (both := _both(rollout)).any():
-                continue
-            logged += 1
-            if columns.count < _MOST_TOKENS and not 0 < most <= len(columns.sampler):
-                columns.add(place, rollout, both)
+        columns = _read(path, format, most, version, assumed_params, LogValues())
+        if stand_ins := columns.values.stand_ins():
+            columns = _read(path, format, most, version, assumed_params, LogValues(stand_ins))
     except ValueError as error:
         raise ValueError(f"audit: {error}") from None
     if not columns.count:
+        if faults := columns.values.faults():
+            raise ValueError(f"audit: {path} leaves no token to compare: {faults[0].name}, {faults[0].text}")
         of_version = "" if version is None else f" of weight version {version}"
         raise ValueError(
             f"audit: {path} holds no trainer logprobs{of_version} beside the sampler's; "
             "name the model that drew it with --model"
         )
-    return concluded(_measured(path, columns, logged, assumed_params, unsaid), tolerances)
+    return concluded(_measured(path, columns, assumed_params), tolerances)
+
+
+def _read(
+    path: Path,
+    format: str,
+    most: int,
+    version: int | None,
+    assumed_params: SamplingParams | None,
+    values: LogValues,
+) -> _Columns:
+    """The columns of a log without what is no log-probability, which `values` counts. See audit_columns."""
+    columns = _Columns(values)
+    remedy = find_format(log_files(path)[0], format).remedy
+    for place, rollout in read_rollouts(path, format):
+        if rollout.logprobs is None:
+            _check_scored(place, rollout, remedy)
+        columns.signal.add(place, rollout)
+        drawn = rollout.of_version(version)
+        if not drawn.any():
+            continue
+        unsaid = rollout.sampling_params is None
+        if version is not None:
+            rollout = replace(rollout, mask=drawn)
+        rollout = values.taken(place, rollout.drawn_with(assumed_params), drawn)
+        columns.logged += 1
+        columns.tokens += int(drawn.sum())
+        if rollout.trainer_logprobs is None:
+            columns.without_trainer += 1
+            continue
+        columns.unsaid += unsaid
+        both = drawn & ~(np.isnan(rollout.logprobs) | np.isnan(rollout.trainer_logprobs))
+        columns.with_both += bool(both.any())
+        columns.tokens_with_both += int(both.sum())
+        if both.any() and columns.count < _MOST_TOKENS and not 0 < most <= len(columns.sampler):
+            columns.add(place, rollout, both)
+    return columns
 
 
 def _unsaid_words(rollouts: int, assumed: SamplingParams | None) -> str:
@@ -139,33 +172,19 @@ def _check_scored(place: str, rollout: LoggedRollout, remedy: str) -> None:
         raise ValueError(f"{place}: {error}") from None
 
 
-def _both(rollout: LoggedRollout) -> np.ndarray:
-    """Which tokens were drawn and have both logprobs, [C] bool."""
-    return ~(np.isnan(rollout.logprobs) | np.isnan(rollout.trainer_logprobs)) & rollout.drawn()
-
-
-def _of_version(rollout: LoggedRollout, version: int | None) -> LoggedRollout:
-    """The rollout with the tokens of one version marked as drawn, and no others."""
-    if version is None:
-        return rollout
-    if rollout.token_versions is not None:
-        mask = rollout.drawn() & (rollout.token_versions == version)
-    else:
-        mask = rollout.drawn() & (rollout.weight_span == (version, version))
-    return replace(rollout, mask=mask)
-
-
-def _measured(
-    path: Path, columns: _Columns, logged: int, assumed_params: SamplingParams | None, unsaid: int
-) -> Measurements:
+def _measured(path: Path, columns: _Columns, assumed_params: SamplingParams | None) -> Measurements:
     trainer, sampler = columns.trainer, columns.sampler
     worst = [_with_place(w, columns) for w in worst_tokens(trainer, sampler)]
-    figures, log_faults = measure(trainer, sampler), check_log(columns.first, None)
+    figures, signal = measure(trainer, sampler), columns.signal.judged()
+    log_faults = [*columns.values.faults(), *signal.faults, *check_log(columns.first, None)]
     by_version = _by_version(columns)
     of_sampler, of_trainer = try_columns(columns.first)
     distribution = check(columns.drawn(), is_doubled(log_faults))
     log = LogSection(
-        logged=logged,
+        logged=columns.logged,
+        drawn_tokens=columns.tokens,
+        no_logprobs=columns.values.counts(),
+        signal=signal,
         distribution=distribution,
         hypotheses=of_sampler,
         trainer_column=TrainerColumn(**vars(of_trainer), distribution=distribution),
@@ -174,14 +193,14 @@ def _measured(
         by_version=by_version,
         distribution_unsaid=sum(p is None for p in columns.params),
     )
-    notes = _notes(figures, logged, by_version)
+    notes = _notes(figures, columns, by_version)
     return Measurements(
         model=str(path),
         sampler=f"the sampler's column of {path}",
         trainer="the trainer's column",
         dtypes=LOGGED,
         log=log,
-        log_notes=[*notes, _unsaid_words(unsaid, assumed_params)] if unsaid else notes,
+        log_notes=[*notes, _unsaid_words(columns.unsaid, assumed_params)] if columns.unsaid else notes,
         assumed=assumed(LOGGED, [p for p in columns.params if p], "none", Source(log=str(path))),
         figures=figures,
         worst=worst,
@@ -191,11 +210,11 @@ def _measured(
     )
 
 
-def _notes(figures: Figures, logged: int, by_version: Sequence[VersionFigures]) -> list[str]:
+def _notes(figures: Figures, columns: _Columns, by_version: Sequence[VersionFigures]) -> list[str]:
     """What a reader of the report should know of the log."""
-    notes = []
-    if figures.sequences < logged:
-        notes.append(f"{figures.sequences} of the {logged} completions were compared (-n).")
+    notes = [_left_out(columns)] if columns.tokens_with_both < columns.tokens else []
+    if figures.sequences < columns.with_both:
+        notes.append(f"{figures.sequences} of the {columns.with_both} completions were compared (-n).")
     if by_version:
         best, *_, worst = sorted(by_version, key=lambda row: row.k3)
         unknown = any(row.weight_version == -1 for row in by_version)
@@ -211,6 +230,16 @@ def _notes(figures: Figures, logged: int, by_version: Sequence[VersionFigures]) 
             "some trainers take the sampler's logprobs for their own (verl's bypass mode)."
         )
     return notes
+
+
+def _left_out(columns: _Columns) -> str:
+    """What of the file is not compared, because a log-probability is missing."""
+    without = f"; {columns.without_trainer:,} hold no trainer's column" if columns.without_trainer else ""
+    return (
+        f"Two log-probabilities stand beside {columns.tokens_with_both:,} of {columns.tokens:,} drawn "
+        f"tokens in the file, in {columns.with_both:,} of {columns.logged:,} completions{without}. The "
+        "other tokens are left out."
+    )
 
 
 def rounding(

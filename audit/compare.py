@@ -22,8 +22,9 @@ from .figures.measure import Figures, WorstToken, measure, worst_tokens
 from .figures.repeats import Drawn, group_of
 from .hypotheses.log_causes import log_causes
 from .hypotheses.scorer import Scorer
+from .hypotheses.value_checks import ColumnValues, may_cut
 from .log_section import LogSection, is_doubled
-from .logs.scan import Log, with_sampler_logprobs
+from .logs.scan import Log, with_both
 from .operations.experts import experts_of_log
 from .operations.locate import locate
 from .operations.operations import Checkpoint
@@ -60,23 +61,51 @@ def compare_log(
     """Compare a log with a model, and try on it what may explain a difference. stage: see audit."""
     trainer = scorer.trainer
     stage(f"scoring {len(rollouts)} completions with {trainer.name}")
-    scored = score(trainer, rollouts)
-    columns = with_sampler_logprobs(scored, [r.logprobs for r, _ in rollouts])
+    values = ColumnValues(f"{trainer.name}'s")
+    scored = _taken(values, rollouts, score(trainer, rollouts), log)
+    rollouts, scored, log = _with_both(rollouts, scored, log, values)
+    columns = with_both(scored, [r.logprobs for r, _ in rollouts])
     trainer_logprobs, sampling_logprobs, positions = columns
     stage("scoring some of them alone and token by token")
     comparison = _compared(rollouts, tokenizer, scored, trainer_logprobs, sampling_logprobs, positions)
     causes = log_causes(rollouts, scored, log.lines, scorer, log.longest_prompt, stage)
+    scores_fault = [fault] if (fault := values.fault()) else []
     section = LogSection(
         logged=log.logged,
+        drawn_tokens=log.drawn_tokens,
+        no_logprobs=[*log.values.counts(), *values.counts()],
+        signal=log.signal,
         distribution=check_distribution(_as_drawn(rollouts, scored, log), is_doubled(causes.log_faults)),
         hypotheses=causes.hypotheses,
-        log_faults=causes.log_faults,
+        log_faults=[*log.values.faults(), *scores_fault, *log.signal.faults, *causes.log_faults],
         rounding=rounding(trainer_logprobs, sampling_logprobs, log.tolerances, log.decimals),
         trainer_column=causes.trainer_column,
         experts=experts_of_log(log.lines, [r.pair for r, _ in rollouts], scorer.model()),
     )
     ways = {trainer.name: own_invariance(trainer, rollouts, drawn=False)}
     return replace(comparison, own_invariance=ways, log=section)
+
+
+def _taken(
+    values: ColumnValues, rollouts: Rollouts, scored: Sequence[np.ndarray], log: Log
+) -> list[np.ndarray]:
+    """The scores of each completion, with NaN for what is no log-probability; `values` counts it."""
+    return [
+        values.taken(place, scores, ~np.isnan(rollout.logprobs), params, may_cut(params))
+        for (rollout, params), scores, place in zip(rollouts, scored, log.places, strict=True)
+    ]
+
+
+def _with_both(
+    rollouts: Rollouts, scored: list[np.ndarray], log: Log, values: ColumnValues
+) -> tuple[Rollouts, list[np.ndarray], Log]:
+    """The completions that have a token with both log-probabilities. Raises ValueError where none has."""
+    pairs = zip(rollouts, scored, strict=True)
+    kept = [i for i, ((r, _), t) in enumerate(pairs) if not (np.isnan(r.logprobs) | np.isnan(t)).all()]
+    if not kept:
+        raise ValueError(f"audit: no token is left to compare: {values.fault().name}, {values.fault().text}")
+    lists = {name: [getattr(log, name)[i] for i in kept] for name in ("tolerances", "lines", "places")}
+    return [rollouts[i] for i in kept], [scored[i] for i in kept], replace(log, **lists)
 
 
 def compare_engines(
@@ -151,7 +180,7 @@ def _as_drawn(rollouts: Rollouts, scored: Sequence[np.ndarray], log: Log) -> lis
     """The tokens of a log that have the sampler's logprobs, beside what the trainer gives them."""
     drawn = []
     for (rollout, params), scores, line in zip(rollouts, scored, log.lines, strict=True):
-        places = np.flatnonzero(~np.isnan(rollout.logprobs))
+        places = np.flatnonzero(~(np.isnan(rollout.logprobs) | np.isnan(scores)))
         ids = np.array(rollout.completion_ids)
         drawn.append(Drawn(group_of(line), ids, places, rollout.logprobs[places], scores[places], params))
     return drawn

@@ -8,6 +8,8 @@ from .figures.drawn_from import Distribution
 from .hypotheses.fit import Tried
 from .hypotheses.log_checks import DOUBLED
 from .hypotheses.log_fault import LogFault
+from .hypotheses.signal_checks import Signal
+from .hypotheses.value_checks import NoLogprobs
 
 if TYPE_CHECKING:
     from .sections import ExpertsDifference
@@ -44,7 +46,11 @@ class VersionFigures:
 class LogSection:
     """What a log says, and what may have gone wrong with it."""
 
-    logged: int  # completions in the log, of the weight version that was asked for
+    # completions and drawn tokens in the file, of the weight version that was asked for
+    logged: int
+    drawn_tokens: int
+    no_logprobs: list[NoLogprobs]
+    signal: Signal
     distribution: Distribution
     hypotheses: Tried
     log_faults: list[LogFault] = field(metadata={"json": "log_findings"})

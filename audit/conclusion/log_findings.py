@@ -7,14 +7,14 @@ from ..report import Measurements
 
 
 def log_notes(measured: Measurements) -> list[str]:
-    """Faults that a log's ids show by themselves, and what its own trainer column is."""
+    """Faults that a log shows by itself, what its own trainer column is, and whether it carries a signal."""
     if measured.log is None:
         return []
     tried = measured.log.trainer_column
     texts = [f"In the log, {fault.name}: {fault.text} {fault.remedy}" for fault in measured.log.log_faults]
     if tried and not measured.columns_alone:
         texts.append(f"{_trainer_column(tried, True)} {_trainer_remedy(tried)}".strip())
-    return texts
+    return [*texts, measured.log.signal.words()]
 
 
 def _trainer_remedy(tried: TrainerColumn) -> str:

@@ -21,7 +21,8 @@ report, from the faults that the report names, and from the tolerances that were
 
 A tolerance excuses a difference and what causes it. It does not excuse a fault that is there whatever the
 size of the difference: a sampler whose bits depend on its batch, tokens that were not drawn from the
-sampler's column, a log with doubled lines, a trainer column with an error of its own.
+sampler's column, a column with what is no log-probability, advantages that do not follow the rewards, a log
+with doubled lines, a trainer column with an error of its own.
 """
 
 from collections.abc import Sequence

@@ -23,11 +23,11 @@ def headline(measured: Measurements) -> str:
     sampler, trainer, figures = measured.sampler, measured.trainer, measured.figures
     if figures.equal:
         return (
-            f"All {figures.tokens:,} tokens have the same log-probability, bit for bit, "
+            f"All {figures.tokens:,} tokens{_of_file(measured)} have the same log-probability, bit for bit, "
             f"in {sampler} and in {trainer}."
         )
-    share = percent(figures.frac_equal)
-    text = f"{sampler} and {trainer} agree to the bit on {share} of {figures.tokens:,} tokens"
+    tokens = f"{percent(figures.frac_equal)} of {figures.tokens:,} tokens{_of_file(measured)}"
+    text = f"{sampler} and {trainer} agree to the bit on {tokens}"
     if not figures.known:
         return f"{text}; no token has a finite ratio."
     scope = f" Over the {figures.known:,} with a finite ratio," if figures.known < figures.tokens else ""
@@ -36,6 +36,13 @@ def headline(measured: Measurements) -> str:
         f"{figures.max_abs:.3g}, and KL(sampler || trainer) is about {figures.k3.value:.2g} nats a "
         "token."
     )
+
+
+def _of_file(measured: Measurements) -> str:
+    """That a part of a log was compared; empty where it was all of it."""
+    if not measured.log or measured.log.drawn_tokens == measured.figures.tokens:
+        return ""
+    return f" (of {measured.log.drawn_tokens:,} drawn ones in the file)"
 
 
 def parting(measured: Measurements) -> str:

@@ -35,11 +35,11 @@ class Aligned:
             raise ValueError(f"{name} has {len(values)} entries for {self._count} {self._ids_name}")
         return values[self._start : self._end]
 
-    def logprobs(self, name: str, values: Any, trainer: bool = False) -> np.ndarray | None:
+    def logprobs(self, name: str, values: Any) -> np.ndarray | None:
         """The logprobs of a column, [C] fp32; None where the log has no such column."""
         if values is None:
             return None
-        return fields.logprobs(name, self.part(name, values), len(self.completion_ids), self.mask, trainer)
+        return fields.logprobs(name, self.part(name, values), len(self.completion_ids), self.mask)
 
     def advantage(self, name: str, values: Any) -> float | tuple[float, ...] | None:
         """The advantages of a column, [C], or the one of the whole sequence."""

@@ -8,10 +8,8 @@ import numpy as np
 
 from ...files.reading import json_number
 from ...kernels.sampling_params import SamplingParams, bias_by_id, refuse_penalties
-from .record import TokenIds
+from .record import LOGGED_NAN, TokenIds
 
-# A log-probability is at most 0. In 16 bits, logit - logsumexp can round to a little more.
-_HIGHEST = 2.0**-6
 _NUMBERS = {int, float}
 # Beyond it a JSON number is no exact whole number in every reader.
 _LARGEST = 2**53
@@ -30,8 +28,8 @@ def number(name: str, value: Any, default: float | None = None) -> float:
 
 
 def optional_number(name: str, value: Any) -> float | None:
-    """A number, or None where there is none."""
-    return None if value is None else number(name, value)
+    """A number, or None where there is none. "NaN", "Infinity" and "-Infinity" are numbers as well."""
+    return None if value is None else number(name, json_number(value))
 
 
 def integer(name: str, value: Any, default: int | None = None) -> int:
@@ -98,13 +96,12 @@ def mask(name: str, value: Any, count: int) -> np.ndarray | None:
     return np.array(value, bool)
 
 
-def logprobs(
-    name: str, value: Any, count: int, drawn: np.ndarray | None = None, trainer: bool = False
-) -> np.ndarray:
-    """Log-probabilities, [count] fp32; NaN for null, and for a token that was not drawn.
+def logprobs(name: str, value: Any, count: int, drawn: np.ndarray | None = None) -> np.ndarray:
+    """The numbers of a column of log-probabilities, [count] fp32, whether they can be such or not.
 
+    NaN stands for null, and for a token that was not drawn; LOGGED_NAN for the log's NaN. The names "NaN",
+    "Infinity" and "-Infinity" are numbers too. A finite number stays finite.
     drawn: [count] bool; what stands beside the other tokens does not matter. None: all were drawn.
-    trainer: the column is a trainer's, which may be "-Infinity": its top-k or top-p may cut what was drawn.
     """
     value = json_number(listed(name, value, "numbers"))
     types = set(map(type, value))
@@ -113,20 +110,17 @@ def logprobs(
         raise ValueError(f"{name}[{index}] ({_short(value[index])}) must be a number")
     if len(value) != count:
         raise ValueError(f"has {len(value)} {name} for {count} completion_ids")
-    if type(None) in types:
-        value = [np.nan if x is None else x for x in value]
+    absent = np.array([x is None for x in value], bool) if type(None) in types else np.zeros(count, bool)
+    if absent.any():
+        value = [0.0 if x is None else x for x in value]
     try:
-        with np.errstate(over="ignore"):
-            exact = np.array(value, np.float64)
-            result = exact.astype(np.float32)
+        exact = np.array(value, np.float64)
     except OverflowError:
         raise ValueError(f"{name} holds a number beyond those of a computer") from None
-    if drawn is not None:
-        result[~drawn] = np.nan
-    impossible = np.isinf(result) & ~(np.isneginf(exact) if trainer else np.zeros(count, bool))
-    wrong = np.flatnonzero(impossible | (result > _HIGHEST))
-    if len(wrong):
-        raise ValueError(f"{name}[{wrong[0]}] ({value[wrong[0]]}) is no log-probability")
+    largest = np.finfo(np.float32).max
+    result = np.where(np.isinf(exact), exact, np.clip(exact, -largest, largest)).astype(np.float32)
+    result[np.isnan(exact)] = LOGGED_NAN
+    result[absent if drawn is None else absent | ~drawn] = np.nan
     return result
 
 
@@ -184,7 +178,7 @@ def advantage(name: str, value: Any, count: int) -> float | tuple[float, ...] | 
         return optional_number(name, value)
     if len(value) != count:
         raise ValueError(f"{name} has {len(value)} entries for {count} completion_ids")
-    return tuple(number(f"{name}[{i}]", x, math.nan) for i, x in enumerate(value))
+    return tuple(number(f"{name}[{i}]", x, math.nan) for i, x in enumerate(json_number(value)))
 
 
 def sampling_mask(name: str, value: Any, completion: TokenIds) -> tuple[TokenIds | None, ...] | None:

@@ -34,7 +34,7 @@ def parse(row: dict[str, Any], path: Path) -> Iterator[LoggedRollout]:
         prompt_ids=aligned.prompt_ids,
         completion_ids=aligned.completion_ids,
         logprobs=aligned.logprobs("generation_logprobs", _sequence(row.get("generation_logprobs"))),
-        trainer_logprobs=aligned.logprobs("prev_logprobs", _sequence(row.get("prev_logprobs")), trainer=True),
+        trainer_logprobs=aligned.logprobs("prev_logprobs", _sequence(row.get("prev_logprobs"))),
         mask=aligned.mask,
         reward=fields.optional_number("rewards", _scalar(row.get("rewards"))),
         advantage=aligned.advantage("advantages", _scalar(_sequence(row.get("advantages")))),

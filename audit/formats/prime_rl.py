@@ -86,7 +86,7 @@ def _sequence(
         tokens = fields.token_ids(f"{place}.token_ids", node["token_ids"]) if node.get("token_ids") else ()
         drawn = fields.mask(f"{place}.mask", node.get("mask") or [0] * len(tokens), len(tokens))
         for name, column in columns.items():
-            column.append(_spread(f"{place}.{name}", node.get(name), drawn, name == "trainer_logprobs"))
+            column.append(_spread(f"{place}.{name}", node.get(name), drawn))
         ids += tokens
         masks.append(drawn)
         new.append(drawn & (index not in seen))
@@ -116,11 +116,11 @@ def _sequence(
     )
 
 
-def _spread(name: str, values: Any, mask: np.ndarray, trainer: bool = False) -> np.ndarray:
+def _spread(name: str, values: Any, mask: np.ndarray) -> np.ndarray:
     """The logprobs of the drawn tokens at their places, [tokens] fp32; NaN elsewhere."""
     result = np.full(len(mask), np.nan, np.float32)
     if values:
-        result[mask] = fields.logprobs(name, values, int(mask.sum()), trainer=trainer)
+        result[mask] = fields.logprobs(name, values, int(mask.sum()))
     return result
 
 

@@ -36,7 +36,7 @@ def parse(row: dict[str, Any], path: Path) -> Iterator[LoggedRollout]:
         prompt_ids=aligned.prompt_ids,
         completion_ids=aligned.completion_ids,
         logprobs=aligned.logprobs("inference_logprobs", row["inference_logprobs"]),
-        trainer_logprobs=aligned.logprobs("trainer_logprobs", row.get("trainer_logprobs"), trainer=True),
+        trainer_logprobs=aligned.logprobs("trainer_logprobs", row.get("trainer_logprobs")),
         mask=aligned.mask,
         advantage=aligned.advantage("advantages", row.get("advantages")),
         step=fields.optional_integer("step", row.get("step")),

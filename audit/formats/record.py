@@ -10,6 +10,14 @@ import numpy as np
 from ...kernels.sampling_params import SamplingParams
 
 TokenIds = tuple[int, ...]
+# A NaN that the log itself holds. The NaN of numpy stands where a log has no number. As with R's NA, the
+# bits tell the two apart; whoever counts them asks before any arithmetic.
+LOGGED_NAN = np.array([0x7FC0_0001], np.uint32).view(np.float32)[0]
+
+
+def is_logged_nan(x: np.ndarray) -> np.ndarray:
+    """Which of some fp32 values are a NaN that the log itself holds, bool."""
+    return x.view(np.uint32) == LOGGED_NAN.view(np.uint32)
 
 
 @dataclass(frozen=True)
@@ -21,7 +29,8 @@ class LoggedRollout:
 
     prompt_ids: TokenIds | None = None
     completion_ids: TokenIds | None = None
-    # [C] fp32, of the sampler and of the trainer; NaN where there is none.
+    # [C] fp32, of the sampler and of the trainer; NaN where there is none. A reader hands over what the log
+    # holds: hypotheses/value_checks.py takes out what is no log-probability.
     logprobs: np.ndarray | None = None
     trainer_logprobs: np.ndarray | None = None
     # [C] bool: which tokens the model drew. The others came from tools, templates or the user.
@@ -48,6 +57,14 @@ class LoggedRollout:
     def drawn(self) -> np.ndarray:
         """Which tokens were drawn, [C] bool."""
         return np.ones(len(self.completion_ids), bool) if self.mask is None else self.mask
+
+    def of_version(self, version: int | None) -> np.ndarray:
+        """Which tokens these weights drew, [C] bool; None is any weights."""
+        if version is None:
+            return self.drawn()
+        if self.token_versions is not None:
+            return self.drawn() & (self.token_versions == version)
+        return self.drawn() & (self.weight_span == (version, version))
 
     def with_trainer(self, logprobs: np.ndarray) -> "LoggedRollout":
         """This completion with another trainer column, [C] fp32, whose numbers were not cut."""

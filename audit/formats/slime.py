@@ -143,7 +143,7 @@ def _column(row: dict[str, Any], name: str, count: int, drawn: Any) -> Any:
         return None
     if isinstance(values, list) and len(values) < count:
         raise ValueError(f"has {len(values)} {name} for a response of {count} tokens: {_SLICES}")
-    return fields.logprobs(name, values, count, drawn, name == "log_probs")
+    return fields.logprobs(name, values, count, drawn)
 
 
 def _span(versions: Any) -> tuple[int, int] | None:

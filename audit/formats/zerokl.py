@@ -10,9 +10,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from ...files.reading import json_ready
 from . import fields
-from .record import LoggedRollout
+from .record import LoggedRollout, is_logged_nan
 
 # What a turn may say for itself. The rest of a line is said of the completion as a whole.
 _OF_A_TURN = (
@@ -78,7 +80,7 @@ def _completion(row: dict[str, Any], turn: int | None) -> LoggedRollout:
         logprobs=fields.logprobs("logprobs", row["logprobs"], count, drawn),
         trainer_logprobs=None
         if trainer is None
-        else fields.logprobs("trainer_logprobs", trainer, count, drawn, trainer=True),
+        else fields.logprobs("trainer_logprobs", trainer, count, drawn),
         mask=drawn,
         sampling_params=fields.sampling_params(row) if known else None,
         weight_span=span,
@@ -140,5 +142,8 @@ def as_row(rollout: LoggedRollout) -> dict[str, Any]:
 
 
 def _numbers(values: Any) -> list[float | str | None] | None:
-    """fp32 values for JSON; a NaN is null, and -infinity its name."""
-    return None if values is None else [None if x != x else json_ready(x) for x in values.tolist()]
+    """fp32 values for JSON: null where there is none; an infinity and the log's own NaN by their names."""
+    if values is None:
+        return None
+    absent = np.isnan(values) & ~is_logged_nan(values)
+    return [None if none else json_ready(x) for x, none in zip(values.tolist(), absent.tolist(), strict=True)]

@@ -55,8 +55,8 @@ def token_texts(
         kept = rollout.completion_ids[:_TOKENS]
         tokens += len(kept)
         rows = zip(kept, rollout.logprobs.tolist(), trainer[i].tolist(), strict=False)
-        # A log may have tokens that are not compared; their logprob is NaN.
-        rows = ((token, s, t) if s == s else (token, None, None) for token, s, t in rows)
+        # A log may have tokens that are not compared; a logprob of theirs is NaN.
+        rows = ((token, s, t) if s == s and t == t else (token, None, None) for token, s, t in rows)
         sequences.append(
             SequenceTexts(
                 i,

@@ -12,6 +12,7 @@ import zerokl
 from zerokl.audit.columns import audit_columns
 from zerokl.audit.formats import zerokl as own
 from zerokl.audit.formats.fields import logprobs
+from zerokl.audit.formats.record import is_logged_nan
 from zerokl.cli import main
 from zerokl.engine.commands.report.payload import Source
 from zerokl.engine.config_file import load_config
@@ -138,15 +139,19 @@ def test_an_audit_of_rounded_columns_counts_an_infinite_difference(tmp_path):
     assert report.figures.outside.tokens == 1
 
 
-def test_only_a_trainer_may_give_a_drawn_token_no_probability():
-    assert logprobs("trainer_logprobs", ["-Infinity", None], 2, trainer=True)[0] == -math.inf
-    for value, trainer in (("-Infinity", False), ("Infinity", True), (-1e300, True), ("x", True)):
-        with pytest.raises(ValueError, match=r"logprobs\[0\]"):
-            logprobs("logprobs", [value], 1, trainer=trainer)
+def test_a_reader_hands_over_every_number_and_nothing_else():
+    column = logprobs("logprobs", ["-Infinity", None, "NaN", -1e300, math.inf, 2.0], 6)
+    assert column[[0, 4, 5]].tolist() == [-math.inf, math.inf, 2.0]
+    assert np.isnan(column).tolist() == [False, True, True, False, False, False]
+    assert is_logged_nan(column).tolist() == [False, False, True, False, False, False]
+    assert np.isfinite(column[3])
+    for value in ("x", True, [1.0], 10**400):
+        with pytest.raises(ValueError, match="logprobs"):
+            logprobs("logprobs", [value], 1)
 
 
 def test_a_recorder_writes_what_its_readers_read(tmp_path):
-    with Recorder(tmp_path / "log.jsonl", temperature=1.0) as recorder:
+    with Recorder(tmp_path / "log.jsonl", temperature=1.0, top_p=0.9) as recorder:
         recorder.record([1], [2, 3], [-0.5, -1.0], trainer_logprobs=[-math.inf, -1.0])
     assert audit_columns(tmp_path / "log.jsonl").figures.outside.tokens == 1
 

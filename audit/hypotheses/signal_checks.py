@@ -1,0 +1,410 @@
+"""Whether rewards and advantages of a log are a signal: numbers, by one rule, that differ within a group.
+
+A group holds the completions of one prompt of a step. A rule says what the advantages of its completions
+are. The rule that most advantages follow is taken for the run's. An advantage that breaks it is a fault only
+where another one of its group follows the rule, and has the same reward, or where the sign is the opposite
+one. So advantages of rewards that the log does not hold (shaped, by length, or with a critic) are none.
+"""
+
+from collections import Counter, defaultdict
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import accumulate, pairwise
+
+import numpy as np
+
+from ..formats.record import LoggedRollout
+from .log_fault import LogFault
+
+# How far an advantage may be from its rule, as a share of the largest of its group: half of a bf16's last
+# bit is 2^-9.
+_CLOSE = 2.0**-8
+# What trainers add to a standard deviation.
+_EPSILONS = (0.0, 1e-8, 1e-6, 1e-5, 1e-4, 1e-3)
+# Advantages that a rule is told by, and the share of them that follows it at least.
+_FEWEST, _FOLLOW = 4, 0.5
+# Witnesses that make a fault; one alone does where almost all other advantages follow the rule.
+_WITNESSES, _ALMOST_ALL = 2, 0.9
+# Completions that must have one length to be called cut.
+_CUT = 8
+# Lines that a fault names.
+_NAMED = 4
+
+
+@dataclass(frozen=True)
+class Completion:
+    """What a log says of one completion beside its log-probabilities."""
+
+    place: str  # file and line
+    group: Hashable
+    step: int | None
+    sample: Hashable
+    turn: int | None
+    reward: float | None
+    # Of each drawn part, the parts of tools left out: the advantage of its tokens. None where the log has
+    # none, NaN where it is no number or where the tokens of the part differ.
+    advantages: tuple[float | None, ...]
+    numbers: bool  # whether every advantage of a drawn token is a number
+    tokens: int
+    last: int  # the last id
+
+
+@dataclass(frozen=True)
+class Signal:
+    """What rewards and advantages of a log say. Groups of one completion are not counted."""
+
+    completions: int
+    rewards: int
+    advantages: int
+    groups: int
+    groups_without: int  # whose rewards are all equal
+    rule: str | None = None  # that the advantages follow
+    judged: int = 0  # advantages other than 0, a turn each
+    follow: int = 0  # of these
+    faults: list[LogFault] = field(default_factory=list)
+
+    def words(self) -> str:
+        """What was looked at, in words."""
+        lacking = [n for n, x in (("rewards", self.rewards), ("advantages", self.advantages)) if not x]
+        if lacking:
+            listed = " and no ".join(lacking)
+            return f"The log holds no {listed}: whether its completions carry a signal is not looked at."
+        if self.groups and self.groups_without == self.groups and not self.judged:
+            return "No group has a signal: all rewards of each are equal."
+        if self.rule:
+            return f"Advantages: {self.rule}, in {self.follow:,} of {self.judged:,} that are not 0."
+        if self.judged < _FEWEST:
+            return f"Too few advantages are not 0 ({self.judged:,}) to tell how they follow the rewards."
+        return (
+            f"The {self.judged:,} advantages that are not 0 follow no rule that is tried, as those of a "
+            "critic or of shaped rewards."
+        )
+
+
+class SignalLog:
+    """Takes the lines of a log, in their order."""
+
+    def __init__(self) -> None:
+        self._completions: list[Completion] = []
+
+    def add(self, place: str, line: LoggedRollout) -> None:
+        """Take a completion, or a turn of one."""
+        now = _completion(place, line)
+        before = self._completions[-1] if self._completions else None
+        if before and now.turn and before.turn == now.turn - 1 and before.sample == now.sample:
+            parts = before.advantages + now.advantages
+            tokens, numbers = before.tokens + now.tokens, before.numbers and now.numbers
+            self._completions[-1] = replace(
+                now, group=before.group, advantages=parts, numbers=numbers, tokens=tokens
+            )
+            return
+        self._completions.append(now)
+
+    def judged(self) -> Signal:
+        """What the whole log says."""
+        completions = _grouped(self._completions)
+        groups = [g for g in _by_group(completions) if len(g) > 1]
+        without = sum(len({x.reward for x in g}) == 1 and g[0].reward is not None for g in groups)
+        rewards = sum(x.reward is not None for x in completions)
+        advantages = [x for x in completions if any(a is not None for a in x.advantages)]
+        signal = Signal(len(completions), rewards, len(advantages), len(groups), without)
+        faults = [*_no_numbers(completions, rewards), _last_turn_alone(advantages)]
+        if rewards and advantages:
+            signal, fault = _followed(signal, completions)
+            faults.append(fault)
+        faults.append(_cut_without_signal(signal, completions))
+        return replace(signal, faults=[fault for fault in faults if fault])
+
+
+def _completion(place: str, line: LoggedRollout) -> Completion:
+    drawn, advantage = line.drawn(), line.advantage
+    if isinstance(advantage, tuple):
+        values, places = np.array(advantage, np.float64)[drawn], np.flatnonzero(drawn)
+        parts = tuple(_same(x) for x in np.split(values, np.flatnonzero(np.diff(places) > 1) + 1) if len(x))
+        numbers = bool(np.isfinite(values).all())
+    else:
+        parts, numbers = (advantage,), advantage is None or bool(np.isfinite(advantage))
+    prompt = line.prompt if line.prompt is not None else hash(line.prompt_ids)
+    return Completion(
+        place,
+        (line.step, prompt),
+        line.step,
+        (line.prompt, line.sample),
+        line.turn,
+        line.reward,
+        parts,
+        numbers,
+        int(drawn.sum()),
+        line.completion_ids[-1],
+    )
+
+
+def _same(values: np.ndarray) -> float:
+    """The one value of a drawn part; NaN where there are several, or where one is no number."""
+    if not np.isfinite(values).all() or np.ptp(values) > _CLOSE * np.abs(values).max():
+        return float("nan")
+    return float(values[0])
+
+
+def _grouped(completions: Sequence[Completion]) -> list[Completion]:
+    """The completions with their groups.
+
+    Labels say the groups, unless one completion of a group comes twice. Else neighbours of one prompt are a
+    group, because a prompt may come again later. In a log that has steps but no labels, where no neighbours
+    have one prompt, all of one prompt and step are.
+    """
+    labels = Counter((x.group, x.sample) for x in completions)
+    unlike = [a.group != b.group for a, b in pairwise(completions)]
+    labelled = all(x.sample[0] is not None for x in completions)
+    known = max(labels.values(), default=1) == 1 if labelled else all(unlike)
+    if known and (labelled or all(x.step is not None for x in completions)):
+        return list(completions)
+    return [
+        replace(x, group=(x.group, run))
+        for x, run in zip(completions, accumulate(unlike, initial=0), strict=True)
+    ]
+
+
+def _by_group(completions: Sequence[Completion]) -> list[list[Completion]]:
+    groups: dict[Hashable, list[Completion]] = defaultdict(list)
+    for x in completions:
+        groups[x.group].append(x)
+    return list(groups.values())
+
+
+def _named(completions: Sequence[Completion]) -> str:
+    """The places of some completions, in words."""
+    places = list(dict.fromkeys(x.place for x in completions))
+    first, *others = places[:_NAMED]
+    file = first.rpartition(", ")[0]
+    listed = [first, *(x.removeprefix(f"{file}, ") for x in others)]
+    more = f" and {len(places) - _NAMED:,} more" if len(places) > _NAMED else ""
+    return ", ".join(listed) + more
+
+
+# --- numbers ---
+
+
+def _no_numbers(completions: Sequence[Completion], rewards: int) -> Iterator[LogFault]:
+    """Rewards and advantages that are no numbers, and rewards that some lines lack."""
+    lacking = [x for x in completions if x.reward is None] if rewards else []
+    no_number = [x for x in completions if x.reward is not None and not np.isfinite(x.reward)]
+    if lacking or no_number:
+        counts = ((len(lacking), "missing"), (len(no_number), "NaN or infinite"))
+        listed = " and ".join(f"{what} in {n:,}" for n, what in counts if n)
+        yield LogFault(
+            name="missing rewards" if not no_number else "rewards that are no numbers",
+            text=f"the reward is {listed} of {len(completions):,} completions "
+            f"({_named([*no_number, *lacking])}). One such reward makes the advantages of its group wrong.",
+            remedy="Look at what scored these completions, and leave out a group that has no rewards.",
+        )
+    if wrong := [x for x in completions if not x.numbers]:
+        yield LogFault(
+            name="advantages that are no numbers",
+            text=f"{len(wrong):,} of {len(completions):,} completions have an advantage that is NaN, "
+            f"infinite or null beside a drawn token ({_named(wrong)}).",
+            remedy="Look at the rewards of their groups: one is NaN, or all are equal, and 0 divides.",
+        )
+
+
+# --- rules ---
+
+
+def _last_turn_alone(completions: Sequence[Completion]) -> LogFault | None:
+    """Conversations whose advantage stands beside their last turn, and is 0 in all others."""
+    several = [x for x in completions if len(x.advantages) > 1 and any(x.advantages)]
+    if len(several) < _WITNESSES or any(any(x.advantages[:-1]) for x in several):
+        return None
+    return LogFault(
+        name="advantages in the last turn alone",
+        text=f"in all {len(several):,} completions of several turns that have an advantage, it is 0 in all "
+        f"turns but the last ({_named(several)}): the others are not trained.",
+        remedy="Spread a completion's advantage over every token that it drew.",
+    )
+
+
+@dataclass(frozen=True)
+class _Parts:
+    """Parts of completions with an advantage other than 0, [N]. The values of completions are [M]."""
+
+    completions: list[Completion]
+    of: np.ndarray  # [N] the completion
+    turn: np.ndarray  # [N] from 0
+    advantage: np.ndarray  # [N]
+    reward: np.ndarray  # [M]
+    group: np.ndarray  # [M] numbers of the groups
+    step: np.ndarray  # [M] numbers of the steps
+
+
+def _followed(signal: Signal, completions: Sequence[Completion]) -> tuple[Signal, LogFault | None]:
+    """The rule that most advantages follow, and the fault where others break it."""
+    parts = _parts(completions)
+    signal = replace(signal, judged=len(parts.of))
+    if len(parts.of) < _FEWEST:
+        return signal, None
+    with np.errstate(over="ignore", invalid="ignore"):  # a reward of 1e308
+        rules = [(name, e, _close(parts, e)) for name, e in _rules(parts)]
+    # A baseline is fitted, so a part of the advantages follows it by chance.
+    rules += [rule for rule in [_baseline(parts)] if rule[2].all()]
+    # Of those that most follow, the nearest; of equal ones the first: the usual rules stand before others.
+    name, expected, follows = max(rules, key=lambda rule: (int(rule[2].sum()), -_distance(parts, *rule[1:])))
+    share = float(follows.mean())
+    if share < _FOLLOW:
+        return signal, None
+    signal = replace(signal, rule=name, follow=int(follows.sum()))
+    breaking = parts.of[_witnesses(parts, expected, follows)]
+    broken = [parts.completions[i] for i in sorted(set(breaking.tolist()))]
+    if len(broken) < (1 if share >= _ALMOST_ALL else _WITNESSES):
+        return signal, None
+    return signal, LogFault(
+        name="advantages that do not follow the rewards",
+        text=f"{signal.follow:,} of the {signal.judged:,} that are not 0 are the {name}. Those of "
+        f"{len(broken):,} completions are not ({_named(broken)}), though others of their groups are that "
+        "have the same reward, or though they have the opposite sign: they were computed beside other "
+        "completions, or belong to them.",
+        remedy="Compute advantages over whole groups, before these are cut into micro-batches or turns, and "
+        "keep each beside its completion.",
+    )
+
+
+def _witnesses(parts: _Parts, expected: np.ndarray, follows: np.ndarray) -> np.ndarray:
+    """Which advantages break the rule as no sound one does, [N] bool: see the top of this file.
+
+    A turn that follows no rule in any line may have one of its own, unless its signs are all opposite.
+    """
+    group, reward = parts.group[parts.of].tolist(), np.round(parts.reward[parts.of], 6).tolist()
+    like = list(zip(group, parts.turn.tolist(), reward, strict=True))
+    following = {x for x, follow in zip(like, follows.tolist(), strict=True) if follow}
+    turns = {x[:2] for x in following}
+    opposite = parts.advantage * expected[parts.of] < 0.0
+    all_opposite = {turn for turn in set(parts.turn.tolist()) if opposite[parts.turn == turn].all()}
+    pairs = zip(like, opposite.tolist(), strict=True)
+    return ~follows & np.array(
+        [x in following or (other and (x[:2] in turns or x[1] in all_opposite)) for x, other in pairs]
+    )
+
+
+def _parts(completions: Sequence[Completion]) -> _Parts:
+    """The parts that can be judged: of groups of the usual size, where the log has a reward."""
+    known = [x for x in completions if x.reward is not None and np.isfinite(x.reward)]
+    sizes = Counter(x.group for x in known)
+    # A group of another size is cut off, or two groups of one prompt: it has not the mean of its rule.
+    count = Counter(sizes[x.group] for x in known)
+    known = [x for x in known if sizes[x.group] == max(count, key=count.__getitem__)]
+    rows = [
+        (i, turn, a)
+        for i, x in enumerate(known)
+        if x.numbers and any(x.advantages)
+        for turn, a in enumerate(x.advantages)
+        if a
+    ]
+    of, turn, advantage = map(np.array, zip(*rows, strict=True)) if rows else (np.zeros(0, int),) * 3
+    reward = np.array([x.reward for x in known], np.float64)
+    group, step = (_numbered([getattr(x, name) for x in known]) for name in ("group", "step"))
+    return _Parts(known, of, turn, advantage, reward, group, step)
+
+
+def _numbered(keys: Sequence[Hashable]) -> np.ndarray:
+    """A number for each key, the same for equal ones, from 0 on."""
+    numbers: dict[Hashable, int] = {}
+    return np.array([numbers.setdefault(key, len(numbers)) for key in keys], int)
+
+
+def _rules(parts: _Parts) -> Iterator[tuple[str, np.ndarray]]:
+    """What each rule says to the completions: its name, and their advantages, [M]."""
+    r, group, step = parts.reward, parts.group, parts.step
+    of_group, of_step = r - _mean(r, group), r - _mean(r, step)
+    size = np.bincount(group)[group]
+    yield "reward less the group's mean", of_group
+    for ddof, what in ((1, "n - 1"), (0, "n")):
+        for epsilon in _EPSILONS:
+            deviation = _deviation(of_group, group, ddof) + epsilon
+            yield (
+                f"reward less the group's mean, over its standard deviation ({what}, epsilon {epsilon:g})",
+                _over(of_group, deviation),
+            )
+    yield "reward less the mean of the group's others (leave-one-out)", of_group * _over(size, size - 1)
+    for ddof in (1, 0):
+        for epsilon in (_EPSILONS[0], _EPSILONS[-2]):
+            yield (
+                "reward less the batch's mean, over its standard deviation",
+                _over(of_step, _deviation(of_step, step, ddof) + epsilon),
+            )
+            yield (
+                "reward less the group's mean, over the batch's standard deviation",
+                _over(of_group, _deviation(of_step, step, ddof) + epsilon),
+            )
+            yield (
+                "reward less the group's mean, over the standard deviation of these in the batch",
+                _over(of_group, _deviation(of_group, step, ddof) + epsilon),
+            )
+    yield "reward less the batch's mean", of_step
+    yield "reward", r
+
+
+def _mean(x: np.ndarray, key: np.ndarray) -> np.ndarray:
+    """For each of x [M] the mean of those with its key."""
+    return (np.bincount(key, x) / np.bincount(key))[key]
+
+
+def _deviation(centred: np.ndarray, key: np.ndarray, ddof: int) -> np.ndarray:
+    """For each of x [M], less its mean, the standard deviation of those with its key; 0 for one alone."""
+    degrees = np.maximum(np.bincount(key) - ddof, 1)
+    centred = centred - _mean(centred, key)
+    return np.sqrt(np.bincount(key, centred * centred) / degrees)[key]
+
+
+def _over(x: np.ndarray, y: np.ndarray) -> np.ndarray:
+    """x / y, and 0 where y is 0."""
+    return np.divide(x, y, out=np.zeros(len(x)), where=y != 0)
+
+
+def _baseline(parts: _Parts) -> tuple[str, np.ndarray, np.ndarray]:
+    """The rule of one baseline for each step, the middle of reward - advantage: see _followed."""
+    gap, steps = parts.reward[parts.of] - parts.advantage, parts.step[parts.of]
+    middle = {step: float(np.median(gap[steps == step])) for step in set(steps.tolist())}
+    expected = parts.reward - np.array([middle.get(step, np.nan) for step in parts.step.tolist()])
+    return "reward less one baseline for the step", expected, _close(parts, expected)
+
+
+def _close(parts: _Parts, expected: np.ndarray) -> np.ndarray:
+    """Which advantages are what a rule expects, [N] bool."""
+    largest = np.zeros(int(parts.group.max()) + 1)
+    np.maximum.at(largest, parts.group, np.nan_to_num(np.abs(expected)))
+    allowed = _CLOSE * largest[parts.group[parts.of]]
+    return np.abs(parts.advantage - expected[parts.of]) <= allowed
+
+
+def _distance(parts: _Parts, expected: np.ndarray, follows: np.ndarray) -> float:
+    """How far the advantages that follow a rule are from it: 7 digits of the largest, which fp32 keeps."""
+    gaps = np.abs(parts.advantage - expected[parts.of])[follows]
+    return round(float(gaps.max(initial=0.0) / np.abs(parts.advantage[follows]).max(initial=1e-30)), 7)
+
+
+# --- cut ---
+
+
+def _cut_without_signal(signal: Signal, completions: Sequence[Completion]) -> LogFault | None:
+    """Completions that were all cut at one length, where no group has a signal.
+
+    Completions that end by themselves end at many lengths, or with one token. Groups that are all solved at
+    one length have no signal either, and nothing is wrong with them.
+    """
+    lengths, last = {x.tokens for x in completions}, Counter(x.last for x in completions)
+    if len(completions) < _CUT or len(lengths) > 1 or 2 * last.most_common(1)[0][1] > len(completions):
+        return None
+    if any(x.reward is not None and x.reward > 0.0 for x in completions):
+        return None
+    if signal.advantages:
+        what, silent = "every advantage is 0", not any(any(x.advantages) for x in completions)
+    else:
+        what = "all rewards of each group are equal"
+        silent = bool(signal.groups) and signal.groups_without == signal.groups
+    if not silent:
+        return None
+    return LogFault(
+        name="all completions cut, and no signal",
+        text=f"all {len(completions):,} completions have {lengths.pop():,} tokens and end with different "
+        f"ones, so a limit cut them before they ended; {what}. Nothing can be learned from them.",
+        remedy="Raise the limit of tokens, or choose prompts that the model answers within it.",
+    )
