@@ -3,6 +3,7 @@
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +84,8 @@ FORMATS = {
 _MAGIC = {b"PAR1": "trl", b"PK": "slime", b"\x80": "skyrl"}
 # Formats whose log can also be in our own fields, written by a recorder or by `zerokl convert`.
 _RECORDED = ("slime", "skyrl", "verl", "trl")
+# Completions of a log that are looked at before a model is loaded.
+_FIRST_ROWS = 16
 LOG_SUFFIXES = (".jsonl", ".parquet", ".pt")
 
 
@@ -164,3 +167,19 @@ def read_rollouts(path: Path, format: str = "auto") -> Iterator[tuple[str, Logge
                 raise ValueError(f"{where}: {missing.args[0]} is missing") from None
             except ValueError as error:
                 raise ValueError(f"{where}: {error}") from None
+
+
+def check_first_rows(path: Path, format: str = "auto") -> None:
+    """Check that a log can be read and audited, as far as its first rows tell, before a model is loaded.
+
+    Raises ValueError (see read_rollouts), also for rows without token ids or logprobs.
+    """
+    try:
+        remedy = find_format(log_files(path)[0], format).remedy
+        for place, rollout in islice(read_rollouts(path, format), _FIRST_ROWS):
+            try:
+                rollout.check_scored(remedy)
+            except ValueError as error:
+                raise ValueError(f"{place}: {error}") from None
+    except ValueError as error:
+        raise ValueError(f"audit: {error}") from None
