@@ -131,7 +131,7 @@ DAMAGE = {
     "architecture list": "is not supported; supported are",
     "infinite": "is no JSON number",
     "theta": "rope_theta (-5.0) must lie in 1 to",
-    "layers": "layers (1000000000) is larger than zerokl takes",
+    "layers": "num_hidden_layers (1000000000) must be at most",
     "context": "max_positions (1000000000000) is larger than zerokl takes",
     "width": "more than this machine has memory for",
     "stop ids": "eos_token_id ([[1]]) must be a token id, or a list of them",
@@ -229,6 +229,7 @@ def test_a_bad_command_is_one_line(refused, words, message):
         ({"task__reward": "mine:huge", "loss__preset": "grpo"}, "reward"),
         ({"native__cache_bytes": 10}, "cache_bytes (10) cannot hold one sample"),
         ({"optimizer__lr": "1e37", "steps": 3}, "not finite"),
+        ({"prompts": 10**9}, "GB of memory, and this machine has"),
     ],
     ids=str,
 )

@@ -113,6 +113,8 @@ def test_the_layers_of_the_experts_are_those_of_the_config(change, layers):
         ({"num_experts": 0}, r"num_experts \(0\) must be a positive whole number"),
         ({"num_experts": None}, "lacks the field num_experts"),
         ({"moe_intermediate_size": None}, "lacks the field moe_intermediate_size"),
+        ({"num_hidden_layers": 10**9}, r"num_hidden_layers \(1000000000\) must be at most 4096"),
+        ({"num_hidden_layers": 4096, "num_experts": 512}, r"num_experts \(512\) in 4096 layers are more"),
         ({"mlp_only_layers": 3}, r"mlp_only_layers \(3\) must be a list"),
         ({"norm_topk_prob": "yes"}, r"norm_topk_prob \('yes'\) must be true or false"),
         ({"architectures": ["Qwen2MoeForCausalLM"]}, "architecture 'Qwen2MoeForCausalLM' is not supported"),
