@@ -14,6 +14,7 @@ from ..engine.display.progress import silent
 from ..engine.tasks.tokenizer import Tokenizer
 from ..model.checkpoint import DTYPES, check_weights, resolve_model
 from ..model.config import ModelConfig
+from ..model.weight_files import unread_files
 from ..model.weights import Layout
 from .changes_since import changes_since, fingerprint, read_audit, settings_of
 from .compare import Comparison, Rollouts, compare_engines, compare_log
@@ -187,10 +188,21 @@ def _measured(
             engine_settings=engine_settings,
             settings_fingerprint=fingerprint(settings),
         ),
-        log_notes=log_notes,
+        log_notes=[*log_notes, *_unread(setup.folders)],
         assumed=assumptions,
         **vars(comparison),
     )
+
+
+def _unread(folders: Sequence[Path]) -> list[str]:
+    """A note about each folder with files of weights that nobody read, which may be of another step."""
+    unread = {folder: ", ".join(unread_files(folder)) for folder in folders}
+    return [
+        f"{folder} also holds {names}, which was not read; where it is stale, an engine that prefers it has "
+        "other weights"
+        for folder, names in unread.items()
+        if names
+    ]
 
 
 def _model(folder: Path, trainer_folder: Path) -> ModelConfig:

@@ -16,8 +16,8 @@ lanes. A lane has the numbers that 16 bytes of logits hold, and more where 32 la
 depends on E and on the dtype of the logits. vLLM has other orders where E is no power of two; here such an E
 is padded to one with terms of 0. The chosen p are added by falling p.
 Of equal p the expert with the lower index comes first.
-Not finite: with a logit that is NaN or +inf all p and all w of the token are NaN, and its experts are the first
-ones. So its logprobs are NaN as well, and nothing hides it. vLLM's kernel takes such p as 0.
+Not finite: with a logit that is NaN or +inf all p and all w of the token are NaN, and its experts are the
+first ones. So its logprobs are NaN as well, and nothing hides it. vLLM's kernel takes such p as 0.
 """
 
 from functools import reduce

@@ -7,22 +7,22 @@ when it is whole: it is written to a temporary folder beside it, synced, and ren
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from ..files.bitwise import equal
-from ..files.inputs import check_folder, check_input, read_bytes
+from ..files.inputs import check_folder, read_bytes
 from ..files.reading import read_json, shown
 from ..files.writing import os_error_line, sync, write_manifest
 from .config import ModelConfig
 from .decoder import COMPUTE, Decoder, Numerics
 from .tensor_checks import but_for_the_prefix, check_finite
+from .weight_files import opened, weight_files
 from .weights import Layout
 
 # Files that a checkpoint takes over from the model it came from, beside the weights.
@@ -121,8 +121,8 @@ def read_weights(folder: Path, layout: Layout) -> torch.Tensor:
             "more than this machine has memory for"
         ) from None
     wanted = layout.checkpoint_views(flat)
-    for file, listed in _files(folder).items():
-        with _opened(folder / file, listed) as (stored, names):
+    for file, listed in weight_files(folder).items():
+        with opened(folder / file, listed) as (stored, names):
             for name in names:
                 tensor = stored.get_tensor(name)
                 target = _take(name, tuple(tensor.shape), tensor.dtype, wanted, layout, folder / file)
@@ -141,8 +141,8 @@ def read_rows(folder: Path, layout: Layout, rows: Mapping[str, slice]) -> dict[s
     """
     check_weights(folder, layout)
     parts = {}
-    for file, listed in _files(folder).items():
-        with _opened(folder / file, listed) as (stored, names):
+    for file, listed in weight_files(folder).items():
+        with opened(folder / file, listed) as (stored, names):
             for name in names:
                 if name in rows:
                     parts[name] = stored.get_slice(name)[rows[name]].float()
@@ -169,15 +169,6 @@ def _rows_of_experts(
     return found
 
 
-def tensor_files(folder: Path) -> dict[str, list[str]]:
-    """The names of the tensors in each safetensors file of a folder, by file name. Raises ValueError."""
-    names_of = {}
-    for file, listed in _files(folder).items():
-        with _opened(folder / file, listed) as (_, names):
-            names_of[file] = list(names)
-    return names_of
-
-
 def check_weights(folder: Path, layout: Layout) -> None:
     """Check that a folder has every weight of `layout` and no others, from the headers of its files.
 
@@ -186,8 +177,8 @@ def check_weights(folder: Path, layout: Layout) -> None:
     Another library may fill in a missing weight at random. Raises ValueError (see read_weights).
     """
     wanted = layout.checkpoint_views(torch.empty(layout.numel, device="meta"))
-    for file, listed in _files(folder).items():
-        with _opened(folder / file, listed) as (stored, names):
+    for file, listed in weight_files(folder).items():
+        with opened(folder / file, listed) as (stored, names):
             for name in names:
                 part = stored.get_slice(name)
                 dtype = _STORED_DTYPES.get(part.get_dtype(), part.get_dtype())
@@ -201,8 +192,8 @@ def check_values(folder: Path) -> None:
 
     Raises ValueError (see read_weights).
     """
-    for file, listed in _files(folder).items():
-        with _opened(folder / file, listed) as (stored, names):
+    for file, listed in weight_files(folder).items():
+        with opened(folder / file, listed) as (stored, names):
             for name in names:
                 check_finite(f"model: {folder / file}", name, stored.get_tensor(name))
 
@@ -213,40 +204,12 @@ def stored_dtype(folder: Path) -> torch.dtype:
     Raises ValueError for a file that cannot be read, and for another dtype than those of DTYPES.
     """
     found = set()
-    for file, listed in _files(folder).items():
-        with _opened(folder / file, listed) as (stored, names):
+    for file, listed in weight_files(folder).items():
+        with opened(folder / file, listed) as (stored, names):
             found |= {stored.get_slice(name).get_dtype() for name in names}
     if unknown := found - _STORED_DTYPES.keys():
         raise ValueError(f"model: {folder}: dtype {min(unknown)} is not supported; use unquantised weights")
     return _STORED_DTYPES[found.pop()] if len(found) == 1 else torch.float32
-
-
-@contextmanager
-def open_tensors(path: str | Path) -> Iterator[Any]:
-    """A safetensors file, opened for reading into torch. Raises OSError and SafetensorError."""
-    check_input(path)
-    with safe_open(path, framework="pt") as stored:
-        yield stored
-
-
-@contextmanager
-def _opened(path: Path, names: list[str] | None) -> Iterator[tuple[Any, Iterable[str]]]:
-    """A safetensors file, opened, and the names of the tensors to read from it (names: see _files).
-
-    Raises ValueError, also for what goes wrong inside this context because the file is corrupt.
-    """
-    try:
-        with open_tensors(path) as stored:
-            if names is not None and (left := set(stored.keys()) - set(names)):
-                raise ValueError(
-                    f"model: {path} holds {min(left)[:200]}, which the folder's index does not name there; "
-                    "other libraries read all of a shard"
-                )
-            yield stored, stored.keys() if names is None else names
-    except FileNotFoundError:
-        raise ValueError(f"model: {path} is missing, though the folder's index names it") from None
-    except (SafetensorError, OSError) as error:
-        raise ValueError(f"model: {path} is corrupt or incomplete ({error})") from None
 
 
 def _refuse_lacking(wanted: Mapping[str, torch.Tensor], folder: Path) -> None:
@@ -262,8 +225,8 @@ def _refuse_other_head(folder: Path, layout: Layout) -> None:
     if not layout.config.tied:
         return
     pair = {}
-    for file, listed in _files(folder).items():
-        with _opened(folder / file, listed) as (stored, names):
+    for file, listed in weight_files(folder).items():
+        with opened(folder / file, listed) as (stored, names):
             pair |= {name: stored.get_tensor(name) for name in names if name in (_EMBEDDING, _HEAD)}
     head, embedding = pair.get(_HEAD, pair[_EMBEDDING]), pair[_EMBEDDING]
     wider = torch.promote_types(head.dtype, embedding.dtype)
@@ -272,39 +235,6 @@ def _refuse_other_head(folder: Path, layout: Layout) -> None:
             f"model: {folder}: {_HEAD} differs from {_EMBEDDING}, though config.json ties them; set "
             "tie_word_embeddings to false there to have both, or leave the head out of the weights"
         )
-
-
-def _files(folder: Path) -> dict[str, list[str] | None]:
-    """The names of the tensors to read from each file, by file name; None is all of them."""
-    index = folder / "model.safetensors.index.json"
-    if index.exists():
-        if (folder / "model.safetensors").exists():
-            raise ValueError(
-                f"model: {folder} holds model.safetensors and {index.name}, and libraries differ in which "
-                "they read; remove the stale one"
-            )
-        try:
-            file_of = dict(read_json(index)["weight_map"].items())
-            if not all(isinstance(file, str) for file in file_of.values()):
-                raise TypeError("a file's name is not a string")
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ValueError(
-                f"model: {index} is not a valid index of safetensors shards ({shown(str(error))})"
-            ) from None
-        if outside := [file for file in file_of.values() if not _is_plain_name(file)]:
-            raise ValueError(
-                f"model: {index} names the file {shown(outside[0])}; a shard must lie beside its index"
-            )
-        return {
-            file: [name for name, its_file in file_of.items() if its_file == file]
-            for file in dict.fromkeys(file_of.values())
-        }
-    if not (folder / "model.safetensors").exists():
-        raise ValueError(
-            f"model: {folder} holds no model.safetensors "
-            "(pickled weights are not read: loading them can run code)"
-        )
-    return {"model.safetensors": None}
 
 
 def _take(
@@ -350,11 +280,6 @@ def _target(name: str, wanted: dict[str, torch.Tensor], layout: Layout) -> torch
     first, *_ = [wanted.pop(part) for part in parts]
     strides = (shape[1] * shape[2], shape[2], 1)
     return first.as_strided(shape, strides, first.storage_offset())
-
-
-def _is_plain_name(file: str) -> bool:
-    """Whether a name is of a file in the same folder."""
-    return file not in ("", ".", "..") and not set(file) & {"/", "\\", "\0"}
 
 
 def load_decoder(

@@ -15,10 +15,11 @@ from safetensors.torch import save_file
 
 from ..files.reading import read_json, shown
 from .adapters import AdapterLayout
-from .checkpoint import DTYPES, open_tensors, write_folder
+from .checkpoint import DTYPES, write_folder
 from .config import ModelConfig
 from .lora import TARGETS, Lora
 from .tensor_checks import but_for_the_prefix, check_finite
+from .weight_files import open_tensors
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 # Keys of adapter_config.json that change nothing of what a loaded adapter computes.

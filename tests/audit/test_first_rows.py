@@ -1,6 +1,7 @@
 """What is wrong with the files of an audit is told before a model is loaded."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -45,6 +46,15 @@ def test_a_log_is_looked_at_before_its_model(lines, message, tmp_path, capsys):
     assert "no model is no folder" in audit(
         capsys, written(tmp_path / "sound.jsonl", LINE), "--model", tmp_path / "no model"
     ), "control"
+
+
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "model-1-of-2.safetensors", "optimizer.bin"])
+def test_weights_that_nobody_reads_are_named(name, model, tmp_path, capsys):
+    folder = shutil.copytree(model, tmp_path / "model")
+    (folder / name).write_bytes(b"of an earlier step")
+    assert main(["audit", str(folder), "--n", "1", "--max_tokens", "2", "--out", str(tmp_path / "out")]) == 0
+    said = f"also holds {name}, which was not read" in " ".join(capsys.readouterr().out.split())
+    assert said == (name != "optimizer.bin")
 
 
 @pytest.mark.parametrize(
