@@ -86,7 +86,8 @@ def _set_up(cfg: AuditConfig, stage: Callable[[str], None]) -> _Setup:
     tokenizer = Tokenizer(folders[0], model.vocab_size)
     for folder in dict.fromkeys(folders):
         check_weights(folder, Layout(ModelConfig.from_file(folder)))
-    device, log = device_of(cfg), _read(cfg, model, folders[1], stage) if cfg.of_log else None
+    device = device_of(cfg)
+    log = _read(cfg, model, folders[1], stage) if cfg.of_log else None
     stage(f"loading {cfg.trainer if cfg.of_log else f'{cfg.sampler} and {cfg.trainer}'}")
     with library_errors(cfg, "start"):
         sampler, trainer = make_engines(cfg, folders, device)

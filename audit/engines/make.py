@@ -79,7 +79,7 @@ def _engine(
 ) -> Engine:
     if name in ("native", "zerokl"):
         return ZeroklEngine(folder, dtype, head, device, name, tiles)
-    # Ours looks at the numbers as it reads them. vLLM's router makes an expert with weight 0 of a NaN.
+    # Ours looks at the numbers as it reads them. A library may hide one: vLLM's router takes a NaN as p = 0.
     check_values(folder)
     if name == "vllm":
         return VllmEngine(folder, dtype, ModelConfig.from_file(folder).max_positions, head)
