@@ -7,7 +7,7 @@ RUN    ?= runs/demo
 
 # TORCH: what pip is given for torch, e.g. TORCH='torch==2.13.0 --index-url ...' for another build.
 .PHONY: help demo demo-turns test test-rest test-full test-slow test-proofs vllm test-vllm test-vllm-0.33 test-triton test-latest test-notebooks test-trl test-trl-vllm test-trl-releases test-peft test-verl test-titan test-browser \
-  test-trackers test-worlds test-ray test-nodes real real-gradient test-real pairs lint docs package wheels pictures bench bench-vllm bench-proxy clean
+  test-trackers test-worlds test-ray test-nodes real real-gradient test-real pairs lint docs docs-tables package wheels pictures bench bench-vllm bench-proxy clean
 .DEFAULT_GOAL := help
 
 help:
@@ -38,6 +38,7 @@ help:
 	@echo "make test-real      the same model in short: converted, audited, trained two steps"
 	@echo "make pairs          the table of engine pairs in docs/audit/pairs.md, again: one audit a row; MODEL=FOLDER for another model"
 	@echo "make docs           the documentation, in build/docs; a broken link fails"
+	@echo "make docs-tables    the parts of the pages that are made from code and results, again"
 	@echo "make wheels         both wheels, zerokl and zerokl-audit, in dist; make package installs and uses them, too"
 	@echo "make lint           ruff, and clang-format for the C++"
 	@echo "make pictures       the pictures of README and documentation, from $(RUN) (needs Chromium)"
@@ -240,6 +241,7 @@ $(MODEL)/config.json: | .venv-vllm/.real
 
 pairs: .venv-vllm/.real $(MODEL)/config.json
 	.venv-vllm/bin/python benchmarks/pairs.py $(MODEL) benchmarks/results/cpu/pairs
+	.venv-vllm/bin/python -m zerokl.docs._generate
 
 # A quarter of an hour for each on two cores; SAMPLERS=e4m3,e5m2 takes these only.
 SAMPLERS ?= e4m3,e5m2,hf-bf16,vllm-bf16
@@ -263,6 +265,9 @@ docs: $(VENV)/.docs
 	$(BIN)/sphinx-build -W --keep-going -n -q -b html docs build/docs
 	@echo "build/docs/index.html"
 
+docs-tables: $(STAMP)
+	$(BIN)/python -m zerokl.docs._generate
+
 $(VENV)/.docs: $(STAMP)
 	$(BIN)/pip install -q -e ".[docs]"
 	touch $@
@@ -278,10 +283,9 @@ package: wheels
 
 # Both wheels, zerokl and zerokl-audit, from one source (wheels/audit/shipped.py says what the second one has).
 wheels: $(STAMP)
-	rm -rf dist build/lib build/bdist*
+	rm -rf dist
 	$(BIN)/python -m build --no-isolation --outdir dist .
 	$(BIN)/python -m build --no-isolation --wheel --outdir dist wheels/audit
-	rm -rf build/lib build/bdist* wheels/audit/build
 
 bench: $(STAMP) .venv-trl/.installed
 	$(BIN)/python benchmarks/bench_step.py --trl-python .venv-trl/bin/python

@@ -15,7 +15,7 @@ The log-probabilities that the trainer computes are bit for bit those that the s
 from importlib import import_module
 from typing import Any
 
-from .files.installed import has_trainer
+from .files.installed import INSTALL_ZEROKL, has_trainer
 
 _NAMES = {
     "CausalLM": "model.causal_lm",
@@ -43,7 +43,5 @@ def __getattr__(name: str) -> Any:
     if name not in _NAMES:
         raise AttributeError(f"module 'zerokl' has no attribute {name!r}")
     if not has_trainer() and name != "mismatch_metrics":
-        raise ImportError(
-            f"zerokl.{name}: zerokl-audit, installed here, does not have it; pip install zerokl"
-        )
+        raise ImportError(f"zerokl.{name}: zerokl-audit, installed here, does not have it; {INSTALL_ZEROKL}")
     return getattr(import_module(f".{_NAMES[name]}", __name__), name)

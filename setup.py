@@ -1,5 +1,7 @@
 """Maps the repository root to the package `zerokl`. pyproject.toml has everything else about the project."""
 
+import tempfile
+
 from setuptools import setup
 from setuptools.command.build_py import build_py
 
@@ -13,7 +15,11 @@ class _WithoutSetup(build_py):
         return [module for module in modules if module[:2] != ("zerokl", "setup")]
 
 
+# Built elsewhere and from nothing, so that a file that is gone does not come along from the last time.
+BUILD = tempfile.TemporaryDirectory()
+
 setup(
+    options={"build": {"build_base": BUILD.name}},
     package_dir={"zerokl": "."},
     packages=[
         "zerokl",

@@ -38,7 +38,19 @@ TRAINERS = {
 Dtype = Literal["float32", "bfloat16", "float16"]
 Device = Literal["auto", "cpu", "cuda"]
 LogFormat = Literal[
-    "auto", "zerokl", "nemo-rl", "tinker", "titanrl", "prime-rl", "skyrl", "slime", "trl", "verl"
+    "auto",
+    "zerokl",
+    "atropos",
+    "nemo-gym",
+    "nemo-rl",
+    "prime-rl",
+    "prime-rl-tokens",
+    "skyrl",
+    "slime",
+    "tinker",
+    "titanrl",
+    "trl",
+    "verl",
 ]
 Band = Literal["strict", "1%", "5%", "prime-rl", "slime", "skyrl", "verl", "nemo-rl"]
 DTYPES = ("float32", "bfloat16", "float16")

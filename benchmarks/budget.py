@@ -145,7 +145,7 @@ def _shard(prompt: int) -> Shard:
 def training_pass(decoder: Decoder) -> Callable[[], object]:
     """Forward and backward of SHARDS shards in flight, whose prompts are read once."""
     sums = ShardSum(decoder, SHARDS, SHARDS)
-    work = ShardWork(SamplingParams(), LossConfig().resolve(), SHARDS * SAMPLES)
+    work = ShardWork(SamplingParams(), LossConfig(), SHARDS * SAMPLES)
     shards = [_shard(i) for i in range(SHARDS)]
 
     def run() -> None:

@@ -69,7 +69,7 @@ class Step:
             closing(make_state(config, model, task, reward)) as state,
         ):
             batch = collect(state)
-        self.config, self.loss, self.decoder = config, config.loss.resolve(), state.policy
+        self.config, self.loss, self.decoder = config, config.loss, state.policy
         weights = sequence_weights(
             [len(r.completion_ids) for r in batch.rollouts],
             self.loss.loss_agg_mode,

@@ -33,6 +33,15 @@ def _check_open_files() -> None:
         raise ValueError(f"open files ({limit}) must be at least {_OPEN_FILES}; raise the limit (ulimit -n)")
 
 
+def _asked_for_help(words: list[str]) -> tuple[cyclopts.App, list[str]]:
+    """The application and the words for it: `train --help NAME` asks for all settings, or one section."""
+    if words[:2] != ["train", "--help"] or len(words) != 3 or not has_trainer():
+        return app, words
+    from .settings import help_of
+
+    return help_of(app, words[2]), ["--help"]
+
+
 def main(argv: list[str] | None = None) -> int:
     """The exit code of a command line. With ZEROKL_TRACEBACK=1 an error shows its traceback."""
     return _outcome(argv)[0]
@@ -45,7 +54,8 @@ def _outcome(argv: list[str] | None) -> tuple[int, Exception | None]:
         try:
             _check_open_files()
             check_together()
-            return app(words, exit_on_error=False, print_error=False) or ExitCode.DONE, None
+            chosen, words = _asked_for_help(words)
+            return chosen(words, exit_on_error=False, print_error=False) or ExitCode.DONE, None
         except cyclopts.CycloptsError as error:
             raise ValueError(error_message(error)) from error
     except Exception as error:

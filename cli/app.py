@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Annotated, Any, Literal, TypeVar
 
-from cyclopts import App, Parameter
+from cyclopts import App, Group, Parameter
 
 from ..engine.display.output import PipedConsole
 from .command_line import version_line
@@ -25,6 +25,26 @@ app = App(
 )
 
 
+app["--help"].group = app["--version"].group = Group("Help", sort_key=2)
+# The commands as help lists them: in the order in which most people come to use them.
+_TRAIN = "train watch report eval sample verify replay diff attest ablate init merge weights variants"
+_GROUPS = {
+    Group("Train and reproduce", sort_key=0): _TRAIN.split(),
+    Group("Audit any sampler and trainer", sort_key=1): ["audit", "record", "convert", "capsule"],
+}
+
+
+def listed(name: str) -> dict[str, Any]:
+    """Where help lists a command: its group, and its place there."""
+    group, names = next((group, names) for group, names in _GROUPS.items() if name in names)
+    return {"group": group, "sort_key": names.index(name)}
+
+
 def command(example: str, name: str | None = None, of: App = app) -> Callable[[F], F]:
     """Make a function a subcommand whose help opens with an example. name: by default the function's."""
-    return of.command(name=name, help_prologue=f"Example: {example}")
+
+    def registered(function: F) -> F:
+        place = listed(name or function.__name__) if of is app else {}
+        return of.command(function, name=name, help_prologue=f"Example: {example}", **place)
+
+    return registered

@@ -204,7 +204,8 @@ def diff(a: str, b: str, /, *, resumed_at: int | None = None) -> int:
 def convert(file: str, out: str = "", /, *, format: LogFormat = "auto") -> int:
     """Write a log of another framework as a log of zerokl.
 
-    zerokl loads no pickle. Of one it prints the script that does this in the framework's own environment.
+    zerokl loads no pickle. Of one it prints the script that does this in the framework's own environment, and
+    ends with 2: 0 says that the log was written.
 
     Args:
         file: Log to read, a file or a folder of files.

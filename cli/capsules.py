@@ -8,7 +8,7 @@ from cyclopts import App
 from ..audit.config import AuditConfig, Band, LogFormat
 from ..files.inputs import append_text
 from ..files.writing import check_writable, write_whole
-from .app import Count, Device, Dtype, app, command
+from .app import Count, Device, Dtype, app, command, listed
 from .exit_codes import ExitCode
 from .outputs import check_outputs
 
@@ -19,6 +19,7 @@ capsule_app = App(
     name="capsule",
     help="Keep an engine's tokens and log-probabilities, and ask it again later.",
     help_prologue="Example: zerokl capsule check c.zkc",
+    **listed("capsule"),
 )
 app.command(capsule_app)
 # The sampler of an AuditConfig whose tokens are a capsule's.

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from cyclopts import App
 
 from ..files.writing import check_writable
-from .app import Device, Dtype, app, command
+from .app import Device, Dtype, app, command, listed
 from .command_line import given_settings
 from .exit_codes import ExitCode
 from .settings import NO_SETTINGS, Settings
@@ -18,10 +18,12 @@ if TYPE_CHECKING:
     from ..engine.commands.verify_run import Finding
 
 attest_app = App(
-    name="attest", help_prologue="Example: zerokl attest runs/demo --key ~/.ssh/id_ed25519 --out B"
+    name="attest",
+    help_prologue="Example: zerokl attest runs/demo --key ~/.ssh/id_ed25519 --out B",
+    **listed("attest"),
 )
 app.command(attest_app)
-verify_app = App(name="verify", help_prologue="Example: zerokl verify runs/demo/base")
+verify_app = App(name="verify", help_prologue="Example: zerokl verify runs/demo/base", **listed("verify"))
 app.command(verify_app)
 
 

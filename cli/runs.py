@@ -3,9 +3,10 @@
 import sys
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
-from ..engine.config_file import load_config
-from ..files.reading import one_line
+from ..engine.config_file import left_behind, load_config
+from ..files.reading import one_line, shown
 from .app import command
 from .command_line import failure_line, given_settings, toml_values
 from .exit_codes import ExitCode
@@ -13,6 +14,8 @@ from .settings import NO_INIT_SETTINGS, NO_SETTINGS, OfInit, Preset, Settings, T
 
 # Lines about differences that `zerokl ablate` prints; its page has all of them.
 _MOST_EFFECTS = 12
+# Settings that a name on the command line replaces, and a line shows.
+_MOST_LEFT = 8
 
 
 @command("zerokl init models/add --task add")
@@ -62,6 +65,9 @@ def train(
 
     The exit code is 1 when a bit of the trainer differs from the sampler's. The run stops before the update.
 
+    These are the settings that most runs need. `zerokl train --help loss` shows all of one section, and
+    `zerokl train --help all` all of them.
+
     Args:
         config: TOML file.
         preset: A configuration that comes with zerokl, instead of a file.
@@ -92,8 +98,10 @@ def train(
         if resume:
             summary = resume_run(resume, overrides, profile)
         else:
+            loaded = load_config(config, preset, overrides)
+            _print_left_behind(left_behind(config, preset, overrides), config or preset)
             start = begin_or_resume if auto_resume else start_run
-            summary = start(load_config(config, preset, overrides), folder, profile)
+            summary = start(loaded, folder, profile)
     except MismatchError as error:
         print(f"zerokl: {one_line(str(error))}", file=sys.stderr)
         _write_report(folder)
@@ -109,6 +117,16 @@ def train(
     _write_report(folder)
     _print_lines(next_commands(folder))
     return 0
+
+
+def _print_left_behind(settings: dict[str, Any], source: str | None) -> None:
+    """Say which settings of a file or preset gave way to a name on the command line."""
+    from ..engine.display.terminal import console
+
+    if settings:
+        values = [f"{key} = {shown(value)}" for key, value in settings.items()]
+        more = f" and {len(values) - _MOST_LEFT} more" if len(values) > _MOST_LEFT else ""
+        console.say(f"left behind of {source}: {', '.join(values[:_MOST_LEFT])}{more}")
 
 
 def _print_lines(lines: Iterable[str]) -> None:

@@ -6,12 +6,10 @@ import types
 import typing
 
 import cyclopts
-from _markdown import prose, table
-from sphinx.util import logging
 from zerokl.cli import app as cli
 from zerokl.engine.config import Config
 
-_LOG = logging.getLogger(__name__)
+from ._markdown import prose, table
 
 
 def commands() -> str:
@@ -38,7 +36,7 @@ def _command(title: str, function) -> list[str]:
         )
         if extra is not None and "*" in (extra.name or ()):
             model = typing.get_args(hint)[0]
-            settings = model is Config
+            settings = issubclass(model, Config)  # cli/settings.py makes subclasses of it
             rows += [] if settings else map(_setting, *zip(*model.model_fields.items(), strict=True))
             continue
         required = parameter.default is inspect.Parameter.empty
@@ -52,14 +50,11 @@ def _command(title: str, function) -> list[str]:
             shown += "".join(f", {alias}" for alias in (extra.alias if extra else None) or ())
         default = "required" if required else _argument_default(parameter.default)
         if parameter.name not in said:
-            _LOG.warning(
-                "cli: %s: the docstring says nothing of %s", title, parameter.name, location="commands"
-            )
-        rows.append([f"`{shown}`", _argument_type(hint), default, prose(said.get(parameter.name, ""))])
+            raise ValueError(f"cli: {title}: the docstring says nothing of {parameter.name}")
+        rows.append([f"`{shown}`", _argument_type(hint), default, prose(said[parameter.name])])
     usage += ["[options]"] if any(row[0].startswith("`--") for row in rows) else []
     usage += ["[--KEY VALUE ...]"] if settings else []
-    anchor = title.replace(" ", "-")
-    parts = [f"({anchor})=", f"## {title}", "", "```text", " ".join(usage), "```", ""]
+    parts = [f"## {title}", "", "```text", " ".join(usage), "```", ""]
     for paragraph in text.strip().split("\n\n"):
         parts += [prose(paragraph), ""]
     parts += [table(["argument", "type", "default", "meaning"], rows), ""]

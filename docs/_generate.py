@@ -1,23 +1,24 @@
-"""Parts of pages that are made from the code when the site is built.
+"""Parts of pages that are made from the code, from committed results and from other files.
 
-A page asks for one by a line `<!-- generated: NAME -->`. No file is written: the text takes the place of that
-line while Sphinx reads the page. An unknown NAME ends the build.
+A page has each between two marks, so that whoever reads the file sees it:
+
+<!-- generated: NAME -->         what PARTS has under that name
+<!-- generated: file PATH -->    a file of the repository: a page as it is, any other one as a block of code
+<!-- end -->
+
+`make docs-tables` writes all of them anew (python -m zerokl.docs._generate), and tests/docs/test_markdown.py
+fails where one is not what would be written.
 """
 
 import ast
-import inspect
 import json
+import os
 import re
 import types
 import typing
-from importlib import import_module
+from pathlib import Path
 
 import annotated_types
-import zerokl
-from _commands import commands
-from _definitions import ROOT
-from _markdown import prose, table
-from _results import RESULTS
 from pydantic import BaseModel
 from zerokl.audit import config as audit_config
 from zerokl.engine.config import Config
@@ -28,24 +29,56 @@ from zerokl.engine.runs.ledger_head import FREE
 from zerokl.engine.sampler_names import EXTERNAL, SAMPLERS
 from zerokl.verify.ledger import FORMAT
 
-_MARK = re.compile(r"^<!-- generated: ([a-z-]+) -->$", re.M)
+from ._api import imported_names, public_names
+from ._commands import commands
+from ._definitions import ROOT
+from ._markdown import PART, prose, table
+from ._results import RESULTS
+
+_LANGUAGES = {".py": "python", ".toml": "toml", ".diff": "diff", ".yaml": "yaml", ".sbatch": "bash"}
 
 
-def setup(app):
-    """Fill in the marks of every page, and make docstrings fit for autodoc."""
-    app.connect("source-read", _fill)
-    app.connect("autodoc-process-docstring", _docstring)
+def main() -> None:
+    """Write the parts of every page anew. It names the pages that change."""
+    for page in pages():
+        text = filled(page)
+        if text != page.read_text():
+            page.write_text(text)
+            print(page.relative_to(ROOT))
 
 
-def _fill(app, page: str, source: list[str]) -> None:
-    source[0] = _MARK.sub(lambda mark: PARTS[mark[1]](), source[0])
+def pages() -> list[Path]:
+    """README, and every page of docs/."""
+    return [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+
+
+def filled(page: Path) -> str:
+    """The text of a page with its parts as they have to be. KeyError for a name that is none."""
+
+    def part(mark: re.Match) -> str:
+        name = mark[2]
+        text = shown(ROOT / name, page) if mark[1].startswith("<!-- generated: file ") else PARTS[name]()
+        return f"{mark[1]}\n{text.strip()}\n\n<!-- end -->"
+
+    return PART.sub(part, page.read_text())
+
+
+def shown(file: Path, page: Path) -> str:
+    """A file as a part of a page: a block of code, or, for a page, its text with links from there."""
+    if file.suffix != ".md":
+        return f"```{_LANGUAGES[file.suffix]}\n{file.read_text().rstrip()}\n```"
+
+    def link(target: re.Match) -> str:
+        return f"]({os.path.relpath(file.parent / target[1], page.parent)}"
+
+    return re.sub(r"\]\((?!https?:|#)([^)#\s]+)", link, file.read_text())
 
 
 # The configuration
 
 
 def configuration() -> str:
-    """Every key, section by section, as `confval` descriptions that other pages can refer to."""
+    """Every key, section by section, each with a heading that other pages link to."""
     parts = ["## A run", ""]
     sections = []
     for name, field in Config.model_fields.items():
@@ -54,7 +87,7 @@ def configuration() -> str:
         else:
             sections.append((name, _section(field)))
     for name, model in sections:
-        parts += [f"(section-{name})=", f"## [{name}]", "", prose(model.__doc__ or ""), ""]
+        parts += [f"## [{name}]", "", prose(model.__doc__ or ""), ""]
         for key, field in model.model_fields.items():
             parts += _key(f"{name}.{key}", field, open_choice=model is LossConfig and field.default is None)
     return "\n".join(parts)
@@ -72,7 +105,7 @@ def _key(key: str, field, open_choice: bool = False) -> list[str]:
     default = field.get_default(call_default_factory=True)
     shown = "the preset's" if open_choice else "not there" if default is None else f"`{_toml(default)}`"
     facts = f"{_type(field)}; default: {shown}"
-    return [f"`````{{confval}} {key}", prose(field.description or ""), "", "{.facts}", facts, "`````", ""]
+    return [f"### `{key}`", "", prose(field.description or ""), "", facts, ""]
 
 
 def _toml(value: object) -> str:
@@ -186,8 +219,7 @@ def _message(node: ast.AST) -> str:
 
 
 def _condition(node: ast.AST) -> str:
-    text = re.sub(r"\bs\.(config\.)?", "", ast.unparse(node))
-    return text.replace("loss.resolve().", "loss.").replace("|", "\\|")
+    return re.sub(r"\bs\.(config\.)?", "", ast.unparse(node)).replace("|", "\\|")
 
 
 def free_keys() -> str:
@@ -225,7 +257,7 @@ def places() -> str:
         path += "" if (ROOT / path).is_dir() else ".py"
         file = ROOT / path if path.endswith(".py") else ROOT / path / "__init__.py"
         said = " ".join(ast.get_docstring(ast.parse(file.read_text())).split())
-        rows.append([f"{{src}}`{path}`", prose(re.split(r"(?<=\.) ", said)[0])])
+        rows.append([f"[`{path}`](../{path})", prose(re.split(r"(?<=\.) ", said)[0])])
     return table(["place", "what lives there"], rows)
 
 
@@ -266,77 +298,8 @@ def vllm_set() -> str:
     """The arguments that a setting of zerokl stands for."""
     return table(
         ["argument of vLLM", "set instead"],
-        [[f"`{a}`", f"{{confval}}`{b}`"] for a, b in SET_BY_ZEROKL.items()],
+        [[f"`{a}`", f"[`{b}`](configuration.md#{b.replace('.', '')})"] for a, b in SET_BY_ZEROKL.items()],
     )
-
-
-# The Python API
-
-
-def public_names() -> str:
-    """Every public name of the package, in the order of its table, from its docstring."""
-    return "\n".join(_documented("zerokl", name) for name in zerokl._NAMES)
-
-
-def imported_names() -> str:
-    """Every other name that a page or an example imports from zerokl, by module, from its docstring."""
-    pages = [file for kind in ("md", "py") for file in (ROOT / "docs").rglob(f"[!_]*.{kind}")]
-    names: dict[str, set[str]] = {}
-    for module, imported in re.findall(
-        r"^from (zerokl\.[\w.]+) import (\w+(?:, \w+)*)$", "\n".join(p.read_text() for p in pages), re.M
-    ):
-        names.setdefault(module, set()).update(imported.split(", "))
-    parts = []
-    for module in sorted(names):
-        try:
-            said = " ".join((import_module(module).__doc__ or "").split())
-        except ModuleNotFoundError as error:
-            if error.name.startswith("zerokl"):
-                raise
-            continue  # over a library that is not installed here: its own page describes it
-        parts += [f"### `{module}`", "", prose(re.split(r"(?<=\.) ", said)[0]), ""]
-        parts += [_documented(module, name) for name in sorted(names[module])]
-    return "\n".join(parts)
-
-
-def _documented(module: str, name: str) -> str:
-    thing = getattr(import_module(module), name)
-    if not inspect.isclass(thing):
-        kind, options = "autofunction", []
-    elif issubclass(thing, BaseModel):  # its fields are the keys that configuration.md has
-        kind, options = "autoclass", []
-        name += "()"
-    else:
-        kind, options = "autoclass", ["   :members:"]
-    return "\n".join(["```{eval-rst}", f".. {kind}:: {module}.{name}", *options, "```", ""])
-
-
-def _docstring(app, what: str, name: str, thing: object, options, lines: list[str]) -> None:
-    """For autodoc: a docstring as reStructuredText. Paragraphs that explain parameters become lists."""
-    try:
-        parameters = "|".join(inspect.signature(thing).parameters) or "-"
-    except (TypeError, ValueError):
-        parameters = "-"
-    start = rf"(?:^|(?<=[.;] ))((?:{parameters})(?:, (?:{parameters}))*)((?: \[[^\]]*\])?): "
-    said = []
-    for paragraph in "\n".join(lines).split("\n\n"):
-        text = " ".join(paragraph.split())
-        if re.match(start, text):
-            _, *items = re.split(start, text)
-            for names, shape, meaning in zip(items[::3], items[1::3], items[2::3], strict=True):
-                said.append(f"* ``{names}``{_rst(shape)}: {_rst(meaning.strip())}")
-            said.append("")
-        elif paragraph.startswith("    ") or "\n    " in paragraph:  # an example, or items of a list
-            said += [*paragraph.split("\n"), ""]
-        else:
-            said += [_rst(text), ""]
-    lines[:] = said
-
-
-def _rst(text: str) -> str:
-    """Prose as reStructuredText: `code` stays, nothing else is markup by chance."""
-    parts = re.split(r"(`[^`]*`)", text)
-    return "".join(part if i % 2 else re.sub(r"([*_|\\])", r"\\\1", part) for i, part in enumerate(parts))
 
 
 PARTS = RESULTS | {
@@ -356,3 +319,6 @@ PARTS = RESULTS | {
     "imported-names": imported_names,
     "commands": commands,
 }
+
+if __name__ == "__main__":
+    main()

@@ -2,7 +2,10 @@
 
 import re
 
-from _definitions import ROOT
+from ._definitions import ROOT
+
+# A part of a page that _generate.py writes: its first mark, and the name or the path in it.
+PART = re.compile(r"^(<!-- generated: (?:file )?(\S+) -->\n).*?^<!-- end -->$", re.M | re.S)
 
 
 def table(head: list[str], rows: list[list[str]]) -> str:

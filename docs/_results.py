@@ -3,10 +3,11 @@
 import json
 from functools import partial
 
-from _definitions import ROOT
-from _markdown import table
 from zerokl.benchmarks.real.gradient import corrections
 from zerokl.engine.commands.ablations.hypotheses import expectation
+
+from ._definitions import ROOT
+from ._markdown import table
 
 _RESULTS = ROOT / "benchmarks" / "results"
 
@@ -94,6 +95,36 @@ def _named(settings: dict) -> str:
     return "`" + ", ".join(settings.values()) + "`"
 
 
+# README's rows: in words, and the run's name in gap.toml and in real/gap.toml.
+_COSTS = {
+    "weights in fp8, e4m3": "e4m3",
+    "weights in fp8, e5m2": "e5m2",
+    "e5m2, with truncated importance sampling (TIS)": "e5m2_tis",
+    "e5m2 on both sides, which is exact": "e5m2_on_both_sides",
+    "none: exact": "exact",
+}
+
+
+def costs() -> str:
+    """README's table: the reward of the curve and of the saved policy after each sampler, on two models."""
+    small, real = (
+        {", ".join(c["settings"].values()): c for c in _experiment(name)["combinations"]}
+        for name in ("gap", "real_gap")
+    )
+    rows = []
+    for words, run in _COSTS.items():
+        columns = [
+            (small, "reward_last10"),
+            (small, "training_last"),
+            (real, "reward_last10"),
+            (real, "held_out_last"),
+        ]
+        figures = [f"{cells[run][figure]['mean']:.3f}" if run in cells else "" for cells, figure in columns]
+        rows.append([words, *figures])
+    head = ["what the sampler does", "small model: curve", "saved", "SmolLM2-135M: curve", "saved"]
+    return table(head, rows)
+
+
 def real_gradient() -> str:
     """What samplers do to the gradient of SmolLM2, by correction: benchmarks/real/gradient.py on a GPU."""
     result = json.loads((_RESULTS / "h100" / "real_gradient.json").read_text())
@@ -105,7 +136,7 @@ _ON_A_CPU = ("gap", "gap_again", "late", "step_size", "kinds", "length", "length
 # Experiment -> folder of its result.
 _EXPERIMENTS = dict.fromkeys(_ON_A_CPU, "cpu") | {"real_gap": "h100", "real_gap_again": "h100"}
 _TABLES = {"": _combinations, "-hypotheses": _hypotheses}
-RESULTS = {"engine-pairs": engine_pairs, "real-gradient": real_gradient} | {
+RESULTS = {"costs": costs, "engine-pairs": engine_pairs, "real-gradient": real_gradient} | {
     name.replace("_", "-") + part: partial(table_of, name)
     for name in _EXPERIMENTS
     for part, table_of in _TABLES.items()

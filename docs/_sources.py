@@ -1,32 +1,33 @@
-"""Links to the source, which fail the build when the code moves, and the pages of source that they lead to.
+"""Links of pages to the source, which fail the build when the code moves, and the pages that they lead to.
 
-{src}`engine/train/step.py`                  the file or folder must exist
-{src}`engine/train/step.py::train_step`      and it must define that name (or TEST::test_name)
+[`engine/train/step.py`](../engine/train/step.py)                a file or folder of the repository
+[`engine/train/step.py::train_step`](../engine/train/step.py)    and it must define that name
 
-A link leads to _source/PATH.html, a page of this site with the file and its line numbers; that of a folder
-lists its files. Only what a page names has a page. So the site needs no other server.
+A git host shows the file. In the site the link leads to _source/PATH.html, a page with the file and its line
+numbers, and to the line that defines the name; that of a folder lists its files. Only what a page names has a
+page. So the site needs no other server. Links to pages of the site stay, and a notebook is downloaded.
 
 And the check of metrics.md: every metric whose name stands in the engine's code has its row there.
 """
 
 import ast
-import inspect
 import posixpath
 import re
-import sys
 from collections.abc import Iterator
 from html import escape
 from pathlib import Path
 
-from _definitions import ROOT, line_of
 from docutils import nodes
 from pygments import highlight
 from pygments.formatters import HtmlFormatter
 from pygments.lexers import get_lexer_for_filename
 from pygments.lexers.special import TextLexer
 from pygments.util import ClassNotFound
-from sphinx.addnodes import pending_xref
+from sphinx.addnodes import download_reference, pending_xref
+from sphinx.transforms import SphinxTransform
 from sphinx.util import logging
+
+from ._definitions import ROOT, line_of
 
 _LOG = logging.getLogger(__name__)
 # The folder of the pages of source in the site.
@@ -40,81 +41,69 @@ _PLAIN = ("step", "tokens", "loss", "entropy", "grad_norm", "lr")
 
 
 def setup(app):
-    """Make the role known; read every page in each build, as the code may have changed; check the metrics."""
-
-    def source_role(name, rawtext, text, lineno, inliner, options=None, content=None):
-        """A path from the root, as a link. A warning, and so an error, where it does not exist."""
-        docname = inliner.document.settings.env.docname
-        node = nodes.literal(rawtext, "", classes=["src"])
-        for part in re.split(r"(?<=[/:_])(?=[^:])", text):  # a browser may break the line after each
-            node += [nodes.Text(part), nodes.raw("", "<wbr>", format="html")]
-        try:
-            target = source_target(text)
-        except ValueError as error:
-            _LOG.warning("src: %s", error, location=(docname, lineno))
-            return [node], []
-        page, _, line = target.partition("#")
-        uri = app.builder.get_relative_uri(docname, page) + (f"#{line}" if line else "")
-        return [nodes.reference("", "", node, internal=True, refuri=uri)], []
-
-    app.add_role("src", source_role)
+    """Read every page in each build, as the code may have changed; link to the source; check the metrics."""
+    app.add_transform(SourceLinks)
     app.connect("env-get-outdated", lambda app, env, added, changed, removed: sorted(env.found_docs))
     app.connect("env-check-consistency", check_metrics)
-    app.connect("missing-reference", link_type)
     app.connect("html-collect-pages", source_pages)
+
+
+class SourceLinks(SphinxTransform):
+    """Lets links to files and folders of the repository lead to their pages in the site."""
+
+    default_priority = 1  # before Sphinx copies what it takes for a download
+
+    def apply(self, **options) -> None:
+        """A warning, and so an error, for a name that the file does not define."""
+        for link in [*self.document.findall(pending_xref), *self.document.findall(download_reference)]:
+            path = self._path(link)
+            if path is None or path.suffix == ".ipynb" or self.env.path2doc(path) in self.env.found_docs:
+                continue
+            member = link.astext().partition("::")[2]
+            try:
+                page, _, line = source_target(path.relative_to(ROOT).as_posix(), member).partition("#")
+            except ValueError as error:
+                _LOG.warning("%s", error, location=link)
+                continue
+            uri = self.app.builder.get_relative_uri(self.env.docname, page) + (f"#{line}" if line else "")
+            link.replace_self(nodes.reference("", "", *_breakable(link), internal=True, refuri=uri))
+
+    def _path(self, link: nodes.Element) -> Path | None:
+        """The file or folder of the repository that MyST read a link to, or None."""
+        target = link["reftarget"].partition("#")[0]
+        if link.get("reftype") != "myst" or not target:
+            return None
+        folder = Path(self.env.srcdir)
+        if link.get("refdomain") == "doc":  # a page's name, whole where it stands outside the site
+            target += ".md"
+        else:
+            folder /= posixpath.dirname(self.env.docname)
+        path = Path(posixpath.normpath(folder / target))
+        return path if path.exists() and path.is_relative_to(ROOT) else None
+
+
+def _breakable(link: nodes.Element) -> list[nodes.Node]:
+    """What a link shows. A path may be broken after each `/`, `:` and `_`."""
+    code = next(iter(link.findall(nodes.literal)), None)
+    if code is None:
+        return link.children
+    shown = nodes.literal("", "", classes=["src"])
+    for part in re.split(r"(?<=[/:_])(?=[^:])", code.astext()):
+        shown += [nodes.Text(part), nodes.raw("", "<wbr>", format="html")]
+    return [shown]
 
 
 # The pages of source
 
 
-def source_target(text: str) -> str:
-    """The page and line of `PATH` or `PATH::NAME`. Raises ValueError where there is none."""
-    path, _, member = text.partition("::")
-    path = path.rstrip("/")
-    if not (ROOT / path).exists():
-        raise ValueError(f"{path} does not exist")
+def source_target(path: str, member: str = "") -> str:
+    """The page of a file or folder, and the line of what it defines. Raises ValueError where it does not."""
     if (ROOT / path).is_dir() and not member:
         return f"{_PAGES}/{path}/index"
     line = line_of(path, member) if member else None
     if member and line is None:
         raise ValueError(f"{path} does not define {member}")
     return f"{_PAGES}/{path}" + (f"#L-{line}" if line else "")
-
-
-def linkcode_resolve(domain: str, info: dict[str, str]) -> str | None:
-    """For sphinx.ext.linkcode: the address of an object's source, from a page at the site's root."""
-    page, _, line = (_target_of(info["module"], info["fullname"]) or "").partition("#")
-    return f"{page}.html#{line}" if page else None
-
-
-def link_type(app, env, node, child):
-    """For Sphinx: a class in a signature that no page documents is a link to its source."""
-    target = _type_target(node)
-    if target is None:
-        return None
-    page, _, line = target.partition("#")
-    uri = app.builder.get_relative_uri(node["refdoc"], page)
-    return nodes.reference("", "", child, internal=True, refuri=f"{uri}#{line}")
-
-
-def _type_target(node: pending_xref) -> str | None:
-    """The page and line of the class of this package that a signature names."""
-    module, _, name = node.get("reftarget", "").rpartition(".")
-    return _target_of(module, name) if module.startswith("zerokl.") else None
-
-
-def _target_of(module: str, name: str) -> str | None:
-    """The page and line of a class, function or method of this package; None where it is none."""
-    thing = sys.modules.get(module)
-    for part in name.split("."):
-        thing = getattr(thing, part, None)
-    thing = inspect.unwrap(thing.fget if isinstance(thing, property) else thing) if thing else None
-    if not (inspect.isclass(thing) or inspect.isfunction(thing)):
-        return None
-    path = Path(inspect.getsourcefile(thing)).resolve()
-    if not path.is_relative_to(ROOT):
-        return None
-    return source_target(f"{path.relative_to(ROOT).as_posix()}::{thing.__qualname__}")
 
 
 def source_pages(app) -> Iterator[tuple[str, dict, str]]:
@@ -125,8 +114,6 @@ def source_pages(app) -> Iterator[tuple[str, dict, str]]:
         for link in doctree.findall(nodes.reference):
             uri = posixpath.join(posixpath.dirname(docname), link.get("refuri", "").partition("#")[0])
             linked.add(posixpath.normpath(uri).removesuffix(".html"))
-        for link in doctree.findall(pending_xref):
-            linked.add((_type_target(link) or "").partition("#")[0])
     paths = {
         page.removeprefix(f"{_PAGES}/").removesuffix("/index") for page in linked if page.startswith(_PAGES)
     }

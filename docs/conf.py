@@ -1,40 +1,29 @@
 """The documentation site: sphinx-build -W --keep-going -n -b html docs build/docs."""
 
-import sys
+import re
 from importlib import metadata
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-import _generate
-import _sources
 import zerokl
 
-if Path(zerokl.__file__).resolve().parent != _sources.ROOT:
-    raise ImportError(f"docs: zerokl is imported from {zerokl.__file__}; pip install -e {_sources.ROOT}")
+ROOT = Path(__file__).resolve().parents[1]
+if Path(zerokl.__file__).resolve().parent != ROOT:
+    raise ImportError(f"docs: zerokl is imported from {zerokl.__file__}; pip install -e {ROOT}")
+
+from zerokl.docs import _sources  # noqa: E402 - a wheel has no docs
 
 project = "zerokl"
 author = "the zerokl authors"
 copyright = "the zerokl authors, Apache-2.0"
 release = version = metadata.version("zerokl")
 
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.linkcode"]
+extensions = ["myst_parser"]
 source_suffix = {".md": "markdown"}
 exclude_patterns = ["_static", "Thumbs.db"]
 nitpicky = True
 smartquotes = False
-# Types in signatures that stand on no page of this site.
-nitpick_ignore_regex = [("py:.*", r"(?!zerokl\.).*")]
 
-# Docstrings have Markdown's `code`.
-default_role = "literal"
-autodoc_member_order = "bysource"
-autodoc_preserve_defaults = True
-python_maximum_signature_line_length = 90
-add_module_names = False
-linkcode_resolve = _sources.linkcode_resolve
-
-myst_enable_extensions = ["attrs_block", "attrs_inline", "colon_fence", "deflist"]
+# Pages are Markdown as a git host reads it, with its anchors: no extension of MyST's.
 myst_heading_anchors = 3
 
 html_theme = "furo"
@@ -46,7 +35,21 @@ html_copy_source = False
 pygments_style = "friendly"
 
 
+# The order of pages in the sidebar, which only the site has: <!-- toctree: CAPTION, a page a line, then -->.
+_TOCTREE = re.compile(r"^<!-- toctree:(?: (.*))?\n((?:.+\n)+)-->$", re.M)
+
+
+def read_toctrees(app, page, source):
+    """For Sphinx: a page's toctrees as the directives that they stand for."""
+
+    def directive(toctree: re.Match) -> str:
+        caption = f":caption: {toctree[1]}\n" if toctree[1] else ""
+        return f"```{{toctree}}\n:hidden:\n{caption}\n{toctree[2]}```"
+
+    source[0] = _TOCTREE.sub(directive, source[0])
+
+
 def setup(app):
     """Sphinx calls it."""
     _sources.setup(app)
-    _generate.setup(app)
+    app.connect("source-read", read_toctrees)

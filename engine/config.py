@@ -44,7 +44,8 @@ class TaskConfig(Section):
 
     name: str = "add"
     """add, sort, sums, countdown, jsonl, pairs; with an environment calculator, guesses, wordle, nim, python;
-    or your own task as module:object.
+    or your own task as module:object. Given as a flag or in a grid, another name takes the place of all that
+    the file or --preset chose in this section.
     """
     options: dict[str, Any] = Field(default_factory=dict)
     """Arguments of the task, e.g. { max_value = 99, train = 512, held_out = 256 } for add."""
@@ -289,7 +290,7 @@ class Config(Section):
 
     model: str = "init:tiny"
     """Model folder, hub name (owner/name), or init:PRESET, which makes a base model for the task as
-    `zerokl init` does.
+    `zerokl init` does. Given as a flag, another one takes the place of the file's init.sizes too.
     """
     dtype: Annotated[Literal["float32", "bfloat16", "float16"], ShortNames] = "float32"
     """Compute dtype of sampler and trainer; fp32, bf16 and fp16 will do. Master weights and optimizer state

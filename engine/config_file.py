@@ -28,6 +28,8 @@ _NARROW = (
 )
 # Characters of an unknown key that a message shows.
 _KEY = 100
+# A name that an override gives, and how the keys begin that a file chose for the name before it.
+_CHOSEN_FOR = {"loss.preset": "loss.", "task.name": "task.", "model": "init.sizes"}
 
 
 def load_config(
@@ -35,16 +37,15 @@ def load_config(
 ) -> Config:
     """The configuration of a TOML file or a preset, with overrides by dotted key: {"optimizer.lr": 3e-4}.
 
-    The options of a task are those of the task that they stand beside: an override with the name of another
-    task leaves them behind.
+    An override of loss.preset, task.name or model takes the place of what the file chose for the old name
+    (see left_behind).
 
     Raises ValueError, with a message of one line, for a file that cannot be read, an unknown key (the message
     names the nearest known key), a bad value, or settings that do not go together.
     """
-    if file is not None and preset is not None:
-        raise ValueError("config: give a file or --preset, not both")
     values = _read(file, preset)
-    _leave_options(values, (overrides or {}).get("task.name"))
+    for key in _left_behind(values, overrides or {}):
+        _drop(values, key)
     for key, value in (overrides or {}).items():
         check_key(key)
         _put(values, key, value)
@@ -56,6 +57,20 @@ def load_config(
         raise ValueError(validation_message(error)) from None
     check_settings(config)
     return config
+
+
+def left_behind(
+    file: str | None = None, preset: str | None = None, overrides: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """The settings of a file or a preset that do not count beside overrides, by dotted key.
+
+    An override of loss.preset takes the place of all that the file chose in [loss]: it says which loss is
+    meant. An override of task.name with another task takes the place of [task], and one of model with another
+    model the place of init.sizes. No other section has a name that its settings were chosen for.
+
+    Raises ValueError for a file that cannot be read.
+    """
+    return _left_behind(_read(file, preset), overrides or {})
 
 
 def file_keys(file: str) -> set[str]:
@@ -92,6 +107,8 @@ def preset_names() -> list[str]:
 
 def _read(file: str | None, preset: str | None) -> dict[str, Any]:
     """The values in a file or a preset; nothing without either. Raises ValueError."""
+    if file is not None and preset is not None:
+        raise ValueError("config: give a file or --preset, not both")
     if preset is not None:
         if preset not in preset_names():
             raise ValueError(f"config: preset {preset} is not known; choose {', '.join(preset_names())}")
@@ -111,11 +128,24 @@ def _read(file: str | None, preset: str | None) -> dict[str, Any]:
     return values
 
 
-def _leave_options(values: dict[str, Any], task: Any) -> None:
-    """Take away the options of the task that `values` names, where `task` takes the place of another one."""
-    section = values.get("task")
-    if isinstance(section, dict) and task is not None and section.get("name", task) != task:
-        section.pop("options", None)
+def _left_behind(values: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings in `values` that were chosen for a name which an override replaces, by dotted key."""
+    settings = {k: v for k, v in _items(values) if k in FREE_SECTIONS or not isinstance(v, Mapping)}
+    left: dict[str, Any] = {}
+    for name, prefix in _CHOSEN_FOR.items():
+        # Every choice of [loss] refines its row, so the row's name alone, the same one too, means the row.
+        another = name == "loss.preset" or settings.get(name, overrides.get(name)) != overrides.get(name)
+        if name in overrides and another:
+            left |= {k: v for k, v in settings.items() if k.startswith(prefix) and k != name}
+    return left
+
+
+def _drop(values: dict[str, Any], key: str) -> None:
+    """Take a dotted key out of nested tables."""
+    *path, last = key.split(".")
+    for part in path:
+        values = values[part]
+    del values[last]
 
 
 def _put(values: dict[str, Any], key: str, value: Any) -> None:
@@ -137,12 +167,17 @@ def known_keys(model: type[BaseModel] = Config, prefix: str = "") -> Iterator[st
             yield from known_keys(info.annotation, f"{prefix}{name}.")
 
 
-def _flatten(values: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+def _flatten(values: Mapping[str, Any]) -> Iterator[str]:
     """Every dotted key in nested tables, sections included."""
+    return (key for key, _ in _items(values))
+
+
+def _items(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Every dotted key in nested tables, sections included, with its value."""
     for name, value in values.items():
-        yield prefix + name
+        yield prefix + name, value
         if isinstance(value, Mapping) and prefix + name not in FREE_SECTIONS:
-            yield from _flatten(value, f"{prefix}{name}.")
+            yield from _items(value, f"{prefix}{name}.")
 
 
 def check_key(key: str, options: Sequence[str] = ()) -> None:
@@ -163,6 +198,5 @@ def check_key(key: str, options: Sequence[str] = ()) -> None:
 
 
 def to_toml(config: Config) -> str:
-    """The whole configuration as TOML, with the choices of the loss resolved. What is None is left out."""
-    values = config.model_dump(exclude_none=True) | {"loss": config.loss.resolve().model_dump()}
-    return tomli_w.dumps(values)
+    """The whole configuration as TOML. What is None is left out."""
+    return tomli_w.dumps(config.model_dump(exclude_none=True))

@@ -1,24 +1,31 @@
 """Which settings of a loss go together, and with which others: rows of compatibility.py's table."""
 
 from ..kernels.sampling_params import SamplingParams
-from .loss.presets import DEFAULTS
+from .loss.presets import DEFAULTS, PRESETS
 from .rule import Rule, Setting
 
 
 def _pass_at_k_of_shaped_rewards(s: Setting) -> bool:
-    return s.config.loss.resolve().advantage == "pass_at_k" and bool(
-        s.config.loss.resolve().length_reward
-        or s.config.loss.resolve().overlong_share
+    return s.config.loss.advantage == "pass_at_k" and bool(
+        s.config.loss.length_reward
+        or s.config.loss.overlong_share
         or (s.config.loss.kl_coef and s.config.loss.kl_in == "reward")
     )
 
 
+def _advantage_of_another_row(s: Setting) -> bool:
+    """Whether a row has another advantage than its own, and choices that only its own advantage has."""
+    preset, loss = s.config.loss.preset, s.config.loss
+    own_choices = bool(_critics_only(s)) if preset == "ppo" else loss.loss_agg_mode == "pairs"
+    return preset in ("ppo", "dpo") and loss.advantage != PRESETS[preset]["advantage"] and own_choices
+
+
 def _dpo(s: Setting) -> bool:
-    return s.config.loss.resolve().advantage == "dpo"
+    return s.config.loss.advantage == "dpo"
 
 
 def _verifree(s: Setting) -> bool:
-    return s.config.loss.resolve().advantage == "verifree"
+    return s.config.loss.advantage == "verifree"
 
 
 def _given_and_other_weights(s: Setting) -> bool:
@@ -38,7 +45,7 @@ def _dpo_of_other_probabilities(s: Setting) -> bool:
 
 
 def _given_and_more(s: Setting) -> bool:
-    loss = s.config.loss.resolve()
+    loss = s.config.loss
     added = loss.kl_coef or loss.square or loss.length_reward or loss.overlong_share or loss.semantic_entropy
     return s.given and bool(added or loss.surrogate or loss.max_resamples > 1)
 
@@ -49,19 +56,19 @@ def _brpo(s: Setting) -> bool:
 
 def _brpos_only(s: Setting) -> list[str]:
     """The settings of budgets and answers that are not the default."""
-    loss = s.config.loss.resolve()
+    loss = s.config.loss
     names = [f"loss.{n}" for n in ("budgets", "budget_weights", "answers") if getattr(loss, n) != DEFAULTS[n]]
     return names + ["sampling.answer_max_tokens"] * bool(s.config.sampling.answer_max_tokens)
 
 
 def _budgets_out_of_order(s: Setting) -> bool:
-    budgets = s.config.loss.resolve().budgets
+    budgets = s.config.loss.budgets
     in_order = list(budgets) == sorted(set(budgets)) and bool(budgets)
     return _brpo(s) and not (in_order and budgets[-1] == s.config.sampling.max_tokens)
 
 
 def _other_weights_than_budgets(s: Setting) -> bool:
-    loss = s.config.loss.resolve()
+    loss = s.config.loss
     return (
         _brpo(s)
         and loss.budget_weights != ()
@@ -70,7 +77,7 @@ def _other_weights_than_budgets(s: Setting) -> bool:
 
 
 def _brpo_of_shaped_rewards(s: Setting) -> bool:
-    loss = s.config.loss.resolve()
+    loss = s.config.loss
     shaped = loss.length_reward or loss.overlong_share or (loss.kl_coef and loss.kl_in == "reward")
     return _brpo(s) and bool(shaped or loss.semantic_entropy or loss.max_resamples > 1)
 
@@ -81,7 +88,7 @@ def _gae(s: Setting) -> bool:
 
 def _critics_only(s: Setting) -> list[str]:
     """The settings of a critic that are not the default."""
-    loss = s.config.loss.resolve()
+    loss = s.config.loss
     names = ("gamma", "gae_lambda", "whiten", "value_coef", "value_clip")
     return [name for name in names if getattr(loss, name) != DEFAULTS[name]]
 
@@ -89,9 +96,17 @@ def _critics_only(s: Setting) -> list[str]:
 # The rows of losses with given tokens come first, so that their own reasons are the ones that are given.
 LOSS_RULES: tuple[Rule, ...] = (
     Rule(
+        _advantage_of_another_row,
+        lambda s: (
+            f'loss.advantage ("{s.config.loss.advantage}") with loss.preset ("{s.config.loss.preset}"): the '
+            f"row's other choices are made for its advantage, {PRESETS[s.config.loss.preset]['advantage']}; "
+            "leave loss.advantage out, or choose another loss.preset"
+        ),
+    ),
+    Rule(
         lambda s: _dpo(s) != (s.config.task.name == "pairs"),
         lambda s: (
-            f'loss.advantage ("{s.config.loss.resolve().advantage}") with task.name '
+            f'loss.advantage ("{s.config.loss.advantage}") with task.name '
             f'("{s.config.task.name}"): DPO trains on given pairs, and only DPO does; set both '
             'loss.preset = "dpo" and task.name = "pairs", or neither'
         ),
@@ -104,14 +119,14 @@ LOSS_RULES: tuple[Rule, ...] = (
         ),
     ),
     Rule(
-        lambda s: _dpo(s) != (s.config.loss.resolve().loss_agg_mode == "pairs"),
+        lambda s: _dpo(s) != (s.config.loss.loss_agg_mode == "pairs"),
         lambda s: (
-            f'loss.loss_agg_mode ("{s.config.loss.resolve().loss_agg_mode}"): DPO is the mean over pairs, '
+            f'loss.loss_agg_mode ("{s.config.loss.loss_agg_mode}"): DPO is the mean over pairs, '
             'and no other loss has pairs; set it to "pairs" with DPO, and to another mode without'
         ),
     ),
     Rule(
-        lambda s: not _dpo(s) and s.config.loss.resolve().beta != DEFAULTS["beta"],
+        lambda s: not _dpo(s) and s.config.loss.beta != DEFAULTS["beta"],
         lambda s: (
             f"loss.beta ({s.config.loss.beta}) is DPO's, and this loss has none; leave it out. The weight of "
             "a KL term is loss.kl_coef"
@@ -120,7 +135,7 @@ LOSS_RULES: tuple[Rule, ...] = (
     Rule(
         lambda s: (_verifree(s) or _brpo(s)) != bool(s.config.task.answer_prefix),
         lambda s: (
-            f'loss.advantage ("{s.config.loss.resolve().advantage}") with task.answer_prefix '
+            f'loss.advantage ("{s.config.loss.advantage}") with task.answer_prefix '
             f'("{s.config.task.answer_prefix}"): verifree scores the answer that follows this text, brpo '
             "draws one, and no other advantage has answers; set both, or neither"
         ),
@@ -128,7 +143,7 @@ LOSS_RULES: tuple[Rule, ...] = (
     Rule(
         _budgets_out_of_order,
         lambda s: (
-            f"loss.budgets ({list(s.config.loss.resolve().budgets)}) must ascend and end with "
+            f"loss.budgets ({list(s.config.loss.budgets)}) must ascend and end with "
             f"sampling.max_tokens ({s.config.sampling.max_tokens}): a token after the last budget would earn "
             "nothing; change one of them"
         ),
@@ -141,7 +156,7 @@ LOSS_RULES: tuple[Rule, ...] = (
         ),
     ),
     Rule(
-        lambda s: _brpo(s) and s.config.loss.resolve().answers == 1,
+        lambda s: _brpo(s) and s.config.loss.answers == 1,
         lambda s: (
             "loss.answers (1) must be at least 2: the advantage of an answer compares those after one cut"
         ),
@@ -213,17 +228,14 @@ LOSS_RULES: tuple[Rule, ...] = (
         ),
     ),
     Rule(
-        lambda s: (
-            _gae(s)
-            and bool(s.config.loss.resolve().max_resamples > 1 or s.config.loss.resolve().semantic_entropy)
-        ),
+        lambda s: _gae(s) and bool(s.config.loss.max_resamples > 1 or s.config.loss.semantic_entropy),
         lambda s: (
             "loss.max_resamples and semantic_entropy: they compare the rewards of a group, and the advantage "
             '"gae" does not; leave them out'
         ),
     ),
     Rule(
-        lambda s: s.config.num_generations == 1 and s.config.loss.resolve().advantage not in ("batch", "gae"),
+        lambda s: s.config.num_generations == 1 and s.config.loss.advantage not in ("batch", "gae"),
         lambda s: (
             "num_generations (1) must be at least 2: the advantage compares completions of one prompt "
             '(or set loss.advantage = "batch", or "gae")'
@@ -234,12 +246,9 @@ LOSS_RULES: tuple[Rule, ...] = (
         lambda s: "prompts x num_generations must be at least 2",
     ),
     Rule(
+        lambda s: s.config.loss.advantage == "pass_at_k" and s.config.loss.k >= s.config.num_generations,
         lambda s: (
-            s.config.loss.resolve().advantage == "pass_at_k"
-            and s.config.loss.resolve().k >= s.config.num_generations
-        ),
-        lambda s: (
-            f"loss.k ({s.config.loss.resolve().k}) must be less than num_generations "
+            f"loss.k ({s.config.loss.k}) must be less than num_generations "
             f"({s.config.num_generations}): the advantage pass_at_k compares subsets of k completions"
         ),
     ),
@@ -251,10 +260,10 @@ LOSS_RULES: tuple[Rule, ...] = (
         ),
     ),
     Rule(
-        lambda s: s.config.loss.resolve().correction_low > s.config.loss.resolve().correction_high,
+        lambda s: s.config.loss.correction_low > s.config.loss.correction_high,
         lambda s: (
-            f"loss.correction_low ({s.config.loss.resolve().correction_low}) must not exceed "
-            f"loss.correction_high ({s.config.loss.resolve().correction_high})"
+            f"loss.correction_low ({s.config.loss.correction_low}) must not exceed "
+            f"loss.correction_high ({s.config.loss.correction_high})"
         ),
     ),
     Rule(

@@ -49,7 +49,7 @@ class Setting(NamedTuple):
     @property
     def given(self) -> bool:
         """Whether the loss trains on tokens that nobody drew."""
-        return self.config.loss.resolve().advantage in ("dpo", "verifree")
+        return self.config.loss.advantage in ("dpo", "verifree")
 
     @property
     def separate(self) -> bool:

@@ -9,6 +9,8 @@ from importlib.util import find_spec
 
 # What a model computes with. `zerokl` depends on both, `zerokl-audit` does not.
 _COMPUTES = ("torch", "transformers")
+# No package index has either distribution.
+INSTALL_ZEROKL = "install zerokl, from its wheel or in its checkout: python -m pip install ."
 
 
 def has_trainer() -> bool:
@@ -22,7 +24,7 @@ def needs_trainer(what: str) -> None:
     An import that follows a call of this in the same block is one that `zerokl-audit` need not have.
     """
     if not has_trainer():
-        raise ValueError(f"{what}: zerokl-audit, installed here, does not have it; pip install zerokl")
+        raise ValueError(f"{what}: zerokl-audit, installed here, does not have it; {INSTALL_ZEROKL}")
 
 
 def needs_torch(what: str) -> None:
@@ -31,7 +33,7 @@ def needs_torch(what: str) -> None:
     if missing:
         raise ValueError(
             f"{what}: a model computes here, and {' and '.join(missing)} "
-            f"{'are' if len(missing) > 1 else 'is'} not installed; pip install 'zerokl-audit[model]'"
+            f"{'are' if len(missing) > 1 else 'is'} not installed; pip install {' '.join(missing)}"
         )
 
 
@@ -47,7 +49,7 @@ def check_together() -> None:
         of = f"are of versions {whole} and {audit}" if whole != audit else "lie in two folders"
         raise ValueError(
             f"zerokl and zerokl-audit share their files, and here they {of}; "
-            "pip uninstall zerokl-audit, then pip install --force-reinstall --no-deps zerokl"
+            "pip uninstall zerokl-audit, then, in the checkout, pip install --force-reinstall --no-deps ."
         )
 
 

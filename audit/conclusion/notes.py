@@ -7,6 +7,7 @@ from ..figures.measure import Estimate
 from ..page.numbers import percent
 from ..report import Measurements
 from ..sections import FullVocab
+from ..sentence import begun
 from ..settings import kept_set
 from .faults import not_drawn_from
 from .log_findings import log_notes
@@ -183,7 +184,7 @@ def _negative(measured: Measurements) -> str:
     if k1.value < 0.0:
         what = f"k1 is {k1.value:.2g} ± {k1.standard_error:.2g}: a KL cannot be negative"
     else:
-        what = f"{ratio_words(measured.figures.mean_ratio)}: it cannot be above 1".capitalize()
+        what = begun(f"{ratio_words(measured.figures.mean_ratio)}: it cannot be above 1")
     return f"{what}, so these log-probabilities are not of the distribution the tokens were drawn from."
 
 
@@ -194,7 +195,7 @@ def _below_one(measured: Measurements) -> str:
     if named or not mass_missing(ratio, measured.figures.tokens):
         return ""
     return (
-        f"{ratio_words(ratio).capitalize()}, below 1: {1.0 - ratio.value:.2%} of the trainer's mass is on "
+        f"{begun(ratio_words(ratio))}, below 1: {1.0 - ratio.value:.2%} of the trainer's mass is on "
         "tokens that the sampler does not draw, outside of its top-p or top-k set, or on tokens too rare for "
         "so few."
     )

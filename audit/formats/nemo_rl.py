@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from . import fields
+from .aligned import Aligned
 from .record import LoggedRollout
 
 
@@ -25,46 +26,21 @@ def parse(row: dict[str, Any], path: Path) -> Iterator[LoggedRollout]:
     length = fields.integer("input_lengths", _scalar(row["input_lengths"]))
     if not 0 < length <= len(ids):
         raise ValueError(f"input_lengths ({length}) must lie in 1 .. {len(ids)}, the number of token_ids")
-    if "token_loss_mask" not in row:
-        raise KeyError("token_loss_mask")
-    columns = {
-        name: fields.listed(name, _sequence(row[name]), "numbers")
-        for name in ("token_loss_mask", "generation_logprobs", "prev_logprobs")
-        if name in row
-    }
-    for name, column in columns.items():
-        if len(column) != len(ids):
-            raise ValueError(f"{name} has {len(column)} entries for {len(ids)} token_ids")
-    mask = fields.mask("token_loss_mask", columns["token_loss_mask"], len(ids))
-    mask = mask[:length]
-    if not mask.any():
+    aligned = Aligned("token_ids", ids, "token_loss_mask", _sequence(row["token_loss_mask"]), length)
+    if not aligned.completion_ids:
         return
-    start = int(mask.argmax())
-    if start == 0:
-        raise ValueError("token_loss_mask: the first token was drawn, so there is no prompt")
-    drawn, count = mask[start:], length - start
     step = re.search(r"step_?(\d+)", path.name)
-    advantages = _sequence(row.get("advantages"))
-    if isinstance(advantages, list):
-        advantages = advantages[start:length] if len(advantages) == len(ids) else _scalar(advantages)
     yield LoggedRollout(
-        prompt_ids=ids[:start],
-        completion_ids=ids[start:length],
-        logprobs=_column(columns, "generation_logprobs", start, count, drawn),
-        trainer_logprobs=_column(columns, "prev_logprobs", start, count, drawn),
-        mask=drawn,
+        prompt_ids=aligned.prompt_ids,
+        completion_ids=aligned.completion_ids,
+        logprobs=aligned.logprobs("generation_logprobs", _sequence(row.get("generation_logprobs"))),
+        trainer_logprobs=aligned.logprobs("prev_logprobs", _sequence(row.get("prev_logprobs")), trainer=True),
+        mask=aligned.mask,
         reward=fields.optional_number("rewards", _scalar(row.get("rewards"))),
-        advantage=fields.advantage("advantages", advantages, count),
+        advantage=aligned.advantage("advantages", _scalar(_sequence(row.get("advantages")))),
         step=int(step[1]) if step else None,
         sample=fields.label("idx", row.get("idx")),
     )
-
-
-def _column(columns: dict[str, list], name: str, start: int, count: int, drawn: Any) -> Any:
-    if name not in columns:
-        return None
-    values, trainer = columns[name][start : start + count], name == "prev_logprobs"
-    return fields.logprobs(name, values, count, drawn, trainer)
 
 
 def _sequence(value: Any) -> Any:

@@ -1,6 +1,7 @@
 """The table of log formats, and how a file is read by its row of the table."""
 
 import re
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -8,7 +9,21 @@ from pathlib import Path
 from typing import Any
 
 from ...files.inputs import open_input
-from . import nemo_rl, prime_rl, slime, text_only, tinker, titanrl, zerokl
+from ...files.reading import one_line
+from . import (
+    atropos,
+    nemo_gym,
+    nemo_rl,
+    pickles,
+    prime_rl,
+    prime_rl_tokens,
+    slime,
+    text_only,
+    tinker,
+    titanrl,
+    unknown,
+    zerokl,
+)
 from .lines import json_rows
 from .record import LoggedRollout
 
@@ -35,17 +50,6 @@ class Format:
 _RECORD_TRL = "record the run with zerokl.integrations.trl.record"
 _RECORD_VERL = "record the run with zerokl.integrations.verl"
 
-
-def _pickle(path: Path) -> Iterator[tuple[str, Row]]:
-    """zerokl loads no pickle: loading one runs the code in it."""
-    raise ValueError(
-        f"{path} is a pickle, and zerokl loads none; "
-        f"`zerokl convert {path} --format skyrl` (or verl, slime) prints what to run in that "
-        "framework's environment"
-    )
-    yield
-
-
 # The order decides which format is tried first.
 FORMATS = {
     row.name: row
@@ -60,9 +64,23 @@ FORMATS = {
             titanrl.parse,
             remedy="set log_logprobs in the recorder's Config",
         ),
+        Format("nemo-gym", "rollouts.jsonl", nemo_gym.recognises, nemo_gym.parse),
         Format("prime-rl", "rollouts/step_N/.../traces.jsonl", prime_rl.recognises, prime_rl.parse),
+        Format(
+            "prime-rl-tokens",
+            "token_exports/step_N/rank_N.jsonl",
+            prime_rl_tokens.recognises,
+            prime_rl_tokens.parse,
+        ),
+        Format(
+            "atropos",
+            "the file of data_path_to_save_groups",
+            atropos.recognises,
+            atropos.parse,
+            remedy="let the environment keep inference_logprobs, as a ManagedServer gives them",
+        ),
         Format("slime", "--save-debug-rollout-data, .pt", slime.recognises, slime.parse, slime.rows),
-        Format("skyrl", "global_step_N_training_input.pkl", lambda row: False, zerokl.parse, _pickle),
+        Format("skyrl", "global_step_N_training_input.pkl", lambda row: False, zerokl.parse, pickles.rows),
         Format(
             "verl",
             "rollout_data_dir/STEP.jsonl",
@@ -75,13 +93,13 @@ FORMATS = {
             "completions/completions_STEP.parquet",
             text_only.recognises_trl,
             text_only.parse_trl,
-            text_only.trl_rows,
             remedy=_RECORD_TRL,
         ),
     )
 }
 # How a binary file begins, and the format that has such files.
-_MAGIC = {b"PAR1": "trl", b"PK": "slime", b"\x80": "skyrl"}
+_MAGIC = {b"PK": "slime", b"\x80": "skyrl"}
+_PARQUET = b"PAR1"
 # Formats whose log can also be in our own fields, written by a recorder or by `zerokl convert`.
 _RECORDED = ("slime", "skyrl", "verl", "trl")
 # Completions of a log that are looked at before a model is loaded.
@@ -122,25 +140,27 @@ def find_format(path: Path, name: str = "auto") -> Format:
     if name != "auto" and name not in FORMATS:
         raise ValueError(f"format {name} is not known; choose auto, {', '.join(FORMATS)}")
     magic = _magic(path)
+    if magic.startswith(_PARQUET):
+        return _by_first_row(path, name, text_only.parquet_rows)
     for beginning, binary in _MAGIC.items():
         if magic.startswith(beginning):
             return FORMATS[binary]
-    if name in _RECORDED or name == "auto":
-        return _json_format(path, name)
-    return FORMATS[name]
+    return _by_first_row(path, name, json_rows)
 
 
-def _json_format(path: Path, name: str) -> Format:
-    """The format of a file of JSON lines, by its first row; `name` or our own, unless name is auto."""
-    place, row = next(json_rows(path), ("", None))
+def _by_first_row(path: Path, name: str, rows: Callable[[Path], Iterator[tuple[str, Row]]]) -> Format:
+    """The format that the first row of a file is of. Where it is of none, the one called `name` says why."""
+    place, row = next(rows(path), ("", None))
     if row is None:
         raise ValueError(f"{path} holds no row")
-    known = next((f for f in FORMATS.values() if f.recognises(row)), None)
-    if known is None or (name != "auto" and known.name not in (name, "zerokl")):
-        keys = ", ".join(list(row)[:8]) or "no field"
-        wanted = ", ".join(FORMATS) if name == "auto" else name
-        raise ValueError(f"{path}, {place}: a row with {keys} is not of a known format ({wanted})")
-    return replace(known, rows=json_rows)
+    asked = FORMATS.get(name)
+    known = asked if asked and asked.recognises(row) else None
+    known = known or next((f for f in FORMATS.values() if f.recognises(row)), asked)
+    if known is None:
+        raise ValueError(f"{path}, {place}: {unknown.refusal(row, FORMATS)}")
+    if name not in ("auto", known.name) and not (known.name == "zerokl" and name in _RECORDED):
+        raise ValueError(f"{path}, {place}: the row is of the format {known.name}; leave out --format {name}")
+    return replace(known, rows=rows)
 
 
 def _magic(path: Path) -> bytes:
@@ -154,19 +174,50 @@ def _magic(path: Path) -> bytes:
 def read_rollouts(path: Path, format: str = "auto") -> Iterator[tuple[str, LoggedRollout]]:
     """The completions of a log, file or folder, with the place of each ("FILE, line 3").
 
-    Raises ValueError that names file and line for a line that cannot be read.
+    A completion that an earlier file of the folder has counts once: ranks write the same samples, and a
+    framework may write all of them and those it trained on. Raises ValueError that names file and line for a
+    line that cannot be read.
     """
-    for file in log_files(path):
+    files = log_files(path)
+    earlier: set[int] = set()
+    for file in files:
         chosen = find_format(file, format)
-        for place, row in chosen.rows(file):
-            where = f"{file}, {place}"
-            try:
-                for rollout in chosen.parse(row, file):
-                    yield where, rollout
-            except KeyError as missing:
-                raise ValueError(f"{where}: {missing.args[0]} is missing") from None
-            except ValueError as error:
-                raise ValueError(f"{where}: {error}") from None
+        here: set[int] = set()
+        again = 0
+        for where, rollout in _file_rollouts(file, chosen):
+            identity = _identity(rollout) if len(files) > 1 else None
+            if identity in earlier:
+                again += 1
+                continue
+            if identity is not None:
+                here.add(identity)
+            yield where, rollout
+        earlier |= here
+        if again:
+            told = f"{file}: {again} completions are those of an earlier file, and count once"
+            print(one_line(told), file=sys.stderr, flush=True)
+
+
+def _file_rollouts(file: Path, chosen: Format) -> Iterator[tuple[str, LoggedRollout]]:
+    for place, row in chosen.rows(file):
+        where = f"{file}, {place}"
+        try:
+            for rollout in chosen.parse(row, file):
+                yield where, rollout
+        except KeyError as missing:
+            raise ValueError(f"{where}: {missing.args[0]} is missing") from None
+        except ValueError as error:
+            raise ValueError(f"{where}: {error}") from None
+
+
+def _identity(rollout: LoggedRollout) -> int | None:
+    """The same number for a completion that is written twice; None where the log does not name its sample."""
+    if rollout.step is None or rollout.sample is None or rollout.completion_ids is None:
+        return None
+    names = (rollout.step, rollout.prompt, rollout.sample, rollout.turn, rollout.weight_span)
+    columns = (rollout.logprobs, rollout.trainer_logprobs)
+    bits = tuple(None if x is None else x.tobytes() for x in columns)
+    return hash((*names, rollout.prompt_ids, rollout.completion_ids, bits))
 
 
 def check_first_rows(path: Path, format: str = "auto") -> None:

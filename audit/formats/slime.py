@@ -1,48 +1,95 @@
 """slime and miles: --save-debug-rollout-data and --save-debug-train-data, a .pt of plain values and tensors.
 
-The file is opened with weights_only, which runs no code. Where a dump holds other objects, this fails, and
-`zerokl convert` prints what to run in slime's own environment.
+| dump | written by | samples are |
+| --- | --- | --- |
+| of rollouts | slime, miles | `samples`, a dictionary each |
+| of training | slime after 0.3.1 | the same |
+| of training, of one rank | slime to 0.3.1, miles | `rollout_data`, a dictionary of columns |
+
+A rank of context parallelism has a slice of each response alone; its dump is refused. The file is opened with
+weights_only, which runs no code. Where a dump holds other objects, this fails, and `zerokl convert` prints
+what to run in slime's own environment.
 """
 
 import pickle
+import re
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from ...files.inputs import check_input
-from . import fields
+from . import fields, unknown
+from .pickles import PickledError
 from .record import LoggedRollout
+
+_SLICES = (
+    "a rank of context parallelism holds a slice of each response; dump with --context-parallel-size 1, or "
+    "with a slime after 0.3.1, which joins the slices"
+)
+
+_OTHERS = "of the folders of --dump-details, train_data and rollout_data have samples"
 
 
 def rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     """The samples of a dump, with their places.
 
-    Raises ValueError for a file that does not open safely, and where torch is not installed: no other format
-    needs it.
+    Raises PickledError for a file that does not open safely, and where torch is not installed: no other
+    format needs it. Raises ValueError for what is no dump.
     """
-    try:
-        import torch
-    except ImportError:
-        raise ValueError(f"{path} is a file of torch's; pip install torch to read it") from None
-    try:
-        check_input(path)
-        content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except OSError as error:
-        raise ValueError(f"{path} cannot be read ({error.strerror})") from None
-    except (pickle.UnpicklingError, RuntimeError, ValueError, EOFError, KeyError) as error:
-        reason = str(error).strip().split("\n")[0]
-        raise ValueError(
-            f"{path} holds more than tensors and plain values ({reason}); "
-            f"`zerokl convert {path} --format slime` prints what to run in slime's environment"
-        ) from None
-    if not isinstance(content, dict) or not isinstance(content.get("samples"), list):
-        raise ValueError(f"{path} is no dump of slime: it has no list of samples")
-    for index, sample in enumerate(content["samples"]):
+    content = _opened(path)
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} is no dump of slime: it holds a {type(content).__name__}; {_OTHERS}")
+    if (ranks := _plain(content.get("cp_size"))) not in (None, 1):
+        raise ValueError(f"{path}: cp_size is {ranks}: {_SLICES}")
+    columns = content.get("rollout_data")
+    if isinstance(columns, dict) and "tokens" in columns:
+        samples = _transposed(columns)
+    elif isinstance(content.get("samples"), list):
+        samples = content["samples"]
+    else:
+        raise ValueError(f"{path} is no dump of slime; {_OTHERS}; {unknown.remedy(content)}")
+    for index, sample in enumerate(samples):
         place = f"sample {index}"
         if not isinstance(sample, dict):
             raise ValueError(f"{path}, {place}: is no dictionary")
-        yield place, {"rollout_id": content.get("rollout_id")} | {k: _plain(v) for k, v in sample.items()}
+        if "tokens" not in sample:
+            raise ValueError(f"{path}, {place}: has no tokens; {_OTHERS}")
+        # A sample of slime may have a rollout_id of its own, which counts samples.
+        yield place, {k: _plain(v) for k, v in sample.items()} | {"rollout_id": content.get("rollout_id")}
+
+
+def _opened(path: Path) -> Any:
+    """The content of a file of torch's, opened without running code in it."""
+    script = f"`zerokl convert {path} --format slime` prints what to run in slime's environment"
+    try:
+        import torch
+    except ImportError:
+        raise PickledError(f"{path} is a file of torch's; pip install torch to read it", script) from None
+    try:
+        check_input(path)
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except pickle.UnpicklingError as error:
+        other = re.search(r"GLOBAL (\S+)", str(error))
+        named = f" ({other[1]})" if other else ""
+        raise PickledError(f"{path} holds more than tensors and plain values{named}", script) from None
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read ({error.strerror})") from None
+    except (RuntimeError, ValueError, EOFError, KeyError) as error:
+        reason = re.split(r"\. |\n", str(error).strip())[0]
+        raise ValueError(f"{path} is no whole file of torch's ({reason})") from None
+
+
+def _transposed(columns: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """The samples of a rank. What has not one entry for each is of the whole batch, and is left out."""
+    count = _length(columns.get("tokens"))
+    per_sample = {name: column for name, column in columns.items() if count and _length(column) == count}
+    for index in range(count or 0):
+        yield {name: column[index] for name, column in per_sample.items()}
+
+
+def _length(column: Any) -> int | None:
+    return len(column) if isinstance(column, list | tuple) or getattr(column, "ndim", 0) else None
 
 
 def _plain(value: Any) -> Any:
@@ -61,13 +108,14 @@ def parse(row: dict[str, Any], path: Path) -> Iterator[LoggedRollout]:
     A dump of rollouts and one of training have other names for some fields.
     """
     ids = fields.token_ids("tokens", row["tokens"])
-    count = fields.integer("response_length", _either(row, "response_length", "response_lengths"))
+    count = fields.integer("response_length", _first(row, "response_length", "response_lengths"))
     if not 0 <= count < len(ids):
         raise ValueError(f"response_length ({count}) must lie in 0 .. {len(ids) - 1}, below the tokens")
     if count == 0:
         return
-    drawn = fields.mask("loss_mask", _either(row, "loss_mask", "loss_masks"), count)
+    drawn = fields.mask("loss_mask", _first(row, "loss_mask", "loss_masks"), count)
     completion = ids[-count:]
+    reward = _first(row, "reward", "local_raw_reward", "rewards")
     yield LoggedRollout(
         prompt_ids=ids[:-count],
         completion_ids=completion,
@@ -76,21 +124,26 @@ def parse(row: dict[str, Any], path: Path) -> Iterator[LoggedRollout]:
         mask=drawn,
         weight_span=_span(row.get("weight_versions")),
         sampling_mask=_kept(row, completion, drawn),
-        reward=row["reward"] if type(row.get("reward")) in (int, float) else None,
+        reward=reward if type(reward) in (int, float) else None,
+        advantage=fields.advantage("advantages", row.get("advantages"), count),
         step=fields.optional_integer("rollout_id", row.get("rollout_id")),
         prompt=fields.label("group_index", row.get("group_index")),
-        sample=fields.label("index", _either(row, "index", "sample_index")),
+        sample=fields.label("index", _first(row, "index", "sample_index", "sample_indices")),
     )
 
 
-def _either(row: dict[str, Any], name: str, other: str) -> Any:
-    return row[name] if row.get(name) is not None else row.get(other)
+def _first(row: dict[str, Any], *names: str) -> Any:
+    """The first of the fields that the row has; None where it has none."""
+    return next((row[name] for name in names if row.get(name) is not None), None)
 
 
 def _column(row: dict[str, Any], name: str, count: int, drawn: Any) -> Any:
-    return (
-        None if row.get(name) is None else fields.logprobs(name, row[name], count, drawn, name == "log_probs")
-    )
+    values = row.get(name)
+    if values is None:
+        return None
+    if isinstance(values, list) and len(values) < count:
+        raise ValueError(f"has {len(values)} {name} for a response of {count} tokens: {_SLICES}")
+    return fields.logprobs(name, values, count, drawn, name == "log_probs")
 
 
 def _span(versions: Any) -> tuple[int, int] | None:

@@ -28,8 +28,8 @@ def parse_verl(row: dict[str, Any], path: Path) -> Iterator[LoggedRollout]:
     )
 
 
-def trl_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The rows of a completions_STEP.parquet, with their places. Raises ValueError without pyarrow."""
+def parquet_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The rows of a Parquet file, with their places. Raises ValueError without pyarrow."""
     try:
         from pyarrow import ArrowInvalid
         from pyarrow.parquet import ParquetFile

@@ -1,10 +1,11 @@
-"""`zerokl convert`: a log of another framework as one of zerokl; for a pickle, the script that does it."""
+"""`zerokl convert`: a log of another framework as one of zerokl; for a pickle, the script that writes it."""
 
 import json
 from pathlib import Path
 
 from ...engine.display.terminal import console
 from ...files.inputs import read_text
+from ..formats.pickles import PickledError
 from ..formats.registry import find_format, log_files, read_rollouts
 from ..formats.zerokl import as_row
 
@@ -12,15 +13,22 @@ _SCRIPTS = Path(__file__).parents[1] / "formats" / "scripts"
 
 
 def convert(source: Path, out: Path | None, format: str) -> int:
-    """Write `out`, or print a script for a pickle. Returns 0. Raises ValueError for bad input."""
+    """Write `out`, and return 0. Of a pickle, print the script that writes it.
+
+    Raises ValueError where no log was written: for bad input, and for a pickle.
+    """
     try:
-        if pickled := _script(source, format):
-            console.print(pickled, end="")
-            return 0
+        if out is not None and out.exists():
+            raise ValueError(f"{out} exists; choose another file")
+        if pickled := _pickled(source, format):
+            script, reason = pickled
+            console.print(read_text(script), end="")
+            raise ValueError(
+                f"no log was written: {reason}; save the script that was printed, and run it where the "
+                "framework is installed, as its first lines say"
+            )
         if out is None:
             raise ValueError("OUT is missing; name the file to write")
-        if out.exists():
-            raise ValueError(f"{out} exists; choose another file")
         count = _write(source, out, format)
     except ValueError as error:
         raise ValueError(f"convert: {error}") from None
@@ -28,23 +36,28 @@ def convert(source: Path, out: Path | None, format: str) -> int:
     return 0
 
 
-def _script(source: Path, format: str) -> str:
-    """The script for a pickle; empty for a log that zerokl reads. Raises ValueError for an unknown pickle."""
+def _pickled(source: Path, format: str) -> tuple[Path, str] | None:
+    """For a file that zerokl does not open: the script that does, and why. None for what zerokl reads.
+
+    Raises ValueError where nobody says who wrote a pickle.
+    """
     if not source.is_file():
-        return ""
+        return None
     known = find_format(source, format)
-    if known.name == "slime":
-        try:
-            next(known.rows(source), None)
-        except ValueError:
-            return read_text(_SCRIPTS / "slime_to_log.py")
-    if known.name != "skyrl":
-        return ""
-    if format == "auto":
-        raise ValueError(f"{source} is a pickle; say who wrote it with --format skyrl, verl or slime")
-    if not (script := _SCRIPTS / f"{format}_to_log.py").exists():
-        raise ValueError(f"{source} is a pickle, and {format} writes none that zerokl knows of")
-    return read_text(script)
+    if known.name not in ("slime", "skyrl"):
+        return None
+    try:
+        next(known.rows(source), None)
+        return None
+    except PickledError as error:
+        writer = "slime" if known.name == "slime" else format
+        if writer == "auto":
+            raise ValueError(
+                f"{source} is a pickle; say who wrote it with --format skyrl, verl or slime"
+            ) from None
+        if not (script := _SCRIPTS / f"{writer}_to_log.py").exists():
+            raise ValueError(f"{source} is a pickle, and {writer} writes none that zerokl knows of") from None
+        return script, error.reason
 
 
 def _write(source: Path, out: Path, format: str) -> int:

@@ -15,6 +15,7 @@ from ..conclusion.verdict import headline, jump, parting
 from ..report import Report
 from ..run_report import RunReport
 from ..sections import TraceSection
+from ..sentence import begun
 from .gradient import LEGEND, LOSSES, drawn_from, layer_headings, layer_rows, loss_rows
 from .numbers import logprob
 from .plots import operations_plot, positions_plot, ratios_plot, steps_plot
@@ -124,13 +125,12 @@ def _answer(outcome: Outcome, sentence: str) -> str:
     """The outcome in its colour, and a sentence below."""
     sign = f'<span aria-hidden="true">{outcome.sign}</span>'
     words = f'<p class="answer {outcome.css_class}">{sign} {_text(outcome.words)}</p>'
-    sentence = sentence[:1].upper() + sentence[1:]
-    return f'<div class="card verdict {outcome.css_class}">{words}<p>{_text(sentence)}</p></div>'
+    return f'<div class="card verdict {outcome.css_class}">{words}<p>{_text(begun(sentence))}</p></div>'
 
 
 def _first_screen(report: Report) -> str:
     """The cause and what to do, three figures and a plot, and the notes, folded."""
-    text = report.cause.text[:1].upper() + report.cause.text[1:]
+    text = begun(report.cause.text)
     sentences = [*filter(None, (parting(report), jump(report))), *report.notes, *report.log_notes]
     notes = "".join(f"<li>{_text(s)}</li>" for s in sentences)
     count = f"{len(sentences)} note{'s' * (len(sentences) != 1)}"

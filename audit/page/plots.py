@@ -16,7 +16,7 @@ _WIDTH, _HEIGHT = 720, 270
 _LEFT, _RIGHT, _TOP, _BOTTOM = 64, 12, 26, 46
 _FLAGS = 38  # room for the words of two flags above the data
 _MARK = 3.2  # half the size of a mark, in pixels
-_EDGE = 24  # pixels at the right end where a label would be cut
+_EDGE = 24  # pixels at an end of the axis where a centred label would be cut, or lie on another one
 _BARS, _HIGH = 5, 30  # of a histogram: the fewest bars, and tokens of its highest one for narrow bars
 
 
@@ -172,8 +172,11 @@ def _flag(x: float, words: str, row: int) -> str:
 
 def _tick(x: float, words: str) -> str:
     """Words below the axis; at an end of it they stay inside of the plot."""
-    at_end = x > _WIDTH - _RIGHT - _EDGE
-    x, anchor = (_WIDTH - 4, "end") if at_end and len(words) > 4 else (x, "middle")
+    anchor = "middle"
+    if len(words) > 4 and x > _WIDTH - _RIGHT - _EDGE:
+        x, anchor = _WIDTH - 4, "end"
+    elif len(words) > 4 and x < _LEFT + _EDGE:
+        x, anchor = _LEFT, "start"
     return (
         f'<text x="{x:.1f}" y="{_HEIGHT - _BOTTOM + 16}" text-anchor="{anchor}">{html.escape(words)}</text>'
     )

@@ -53,7 +53,7 @@ section:focus, .inside:focus { outline: none }
 .brand { font-weight: 700; white-space: nowrap }
 .brand b { color: var(--link) }
 nav { min-width: 0 }
-nav ul { display: flex; gap: .2rem; list-style: none; margin: 0; padding: 3px; overflow-x: auto }
+nav ul { display: flex; flex-wrap: wrap; gap: 0 .2rem; list-style: none; margin: 0; padding: 3px }
 nav li { white-space: nowrap }
 nav a { color: var(--soft); text-decoration: none; padding: .2rem .55rem; border-radius: 6px; display: block }
 nav a:hover { color: var(--fg); background: var(--bg) }
@@ -130,6 +130,8 @@ svg { width: 100%; min-width: 32rem; height: auto; display: block }
 svg text { font: 12px system-ui, sans-serif; fill: var(--fg) }
 svg .label { fill: var(--soft) }
 svg text.flag { font-weight: 600 }
+/* On a phone the whole plot is seen: it shrinks by half, and its words by less. */
+@media (max-width: 620px) { svg { min-width: 0 } svg text { font-size: 18px } }
 .s0 { fill: var(--s0); stroke: var(--s0) }
 .s1 { fill: var(--s1); stroke: var(--s1) }
 .s2 { fill: var(--s2); stroke: var(--s2) }

@@ -69,7 +69,7 @@ class Replayer:
         self.task = load_task(self.config.task.name, self.config.task.options, self.config.task.directory)
         with ExitStack() as on_failure:
             judge: Judge | RecordedEnvironments
-            if recorded and can_be_recorded(self.task, self.config.loss.resolve().max_resamples):
+            if recorded and can_be_recorded(self.task, self.config.loss.max_resamples):
                 judge = RecordedEnvironments(path, self.task, self.config)
             else:
                 given = not self.config.loss.draws_answers

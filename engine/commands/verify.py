@@ -239,7 +239,7 @@ def _step(decoder: Decoder, pairs: Sequence[Pair]) -> Shard:
 
 def _gradient(workers: Workers, step: Shard, micro_batch: int) -> torch.Tensor:
     """The gradient of the loss "pg" over virtual shards, as training has it. -> [layout.numel] fp32."""
-    work = ShardWork(SamplingParams(), LossConfig().resolve(), micro_batch)
+    work = ShardWork(SamplingParams(), LossConfig(), micro_batch)
     gradient = workers.sum_shards(work, step.cut(_SHARDS))[1]
     assert gradient is not None, "there are pairs"
     return gradient.clone()

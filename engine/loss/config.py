@@ -1,12 +1,12 @@
 """The settings of the loss: a preset, and choices that differ from it. policy_loss.py has the equation."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from ..section import Section
 from .cuts import Cuts
-from .presets import PRESETS
+from .presets import DEFAULTS, PRESETS
 
 Advantage = Literal["mean", "std", "leave_one_out", "batch", "pass_at_k", "dpo", "verifree", "gae", "brpo"]
 Level = Literal["token", "sequence", "geometric"]
@@ -16,11 +16,13 @@ LossAggMode = Literal["constant", "tokens", "length", "pairs"]
 Estimator = Literal["k1", "k2", "k3"]
 
 
-class LossConfig(Section):
+class LossChoices(Section):
     """A preset, and choices that differ from it. docs/extend.md shows how to add a loss of your own."""
 
     preset: Literal[tuple(PRESETS)] = "pg"  # type: ignore[valid-type]
-    """Row of the table (loss/presets.py) that fills every choice left open below."""
+    """Row of the table (loss/presets.py) that fills every choice left open below. Given as a flag or in a
+    grid, it takes the place of all that the file or --preset chose in this section.
+    """
     surrogate: str | None = None
     """Your own surrogate as module:function, in place of a bound (see loss/surrogates.py); empty is none."""
     advantage: Advantage | None = None
@@ -109,29 +111,47 @@ class LossConfig(Section):
     weights of the reference, not its place.
     """
 
+
+class LossConfig(LossChoices):
+    """A preset, and choices that differ from it: what is left open is that of the preset's row."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill(cls, values: Any) -> Any:
+        if not isinstance(values, dict):
+            return values
+        chosen = {key: value for key, value in values.items() if value is not None}
+        preset = chosen.get("preset", LossChoices.model_fields["preset"].default)
+        return PRESETS.get(preset, {}) | chosen if isinstance(preset, str) else chosen
+
     @property
     def has_reference(self) -> bool:
         """Whether there is a frozen reference: for a KL term, or for DPO."""
-        return bool(self.kl_coef) or self.resolve().advantage == "dpo"
+        return bool(self.kl_coef) or self.advantage == "dpo"
 
     @property
     def has_critic(self) -> bool:
         """Whether a critic's head is trained beside the model."""
-        return self.resolve().advantage == "gae"
+        return self.advantage == "gae"
 
     @property
     def draws_answers(self) -> bool:
         """Whether reasonings are cut, and answered after each cut."""
-        return self.resolve().advantage == "brpo"
+        return self.advantage == "brpo"
 
     def cuts(self, reasonings: int) -> Cuts | None:
         """How that many reasonings of a prompt are cut and answered; None for an advantage without cuts."""
         if not self.draws_answers:
             return None
-        loss = self.resolve()
-        return Cuts(reasonings, loss.budgets, loss.budget_weights or (1.0,) * len(loss.budgets), loss.answers)
+        return Cuts(reasonings, self.budgets, self.budget_weights or (1.0,) * len(self.budgets), self.answers)
 
-    def resolve(self) -> "LossConfig":
-        """This configuration with every choice filled in."""
-        chosen = {key: value for key, value in self.model_dump().items() if value is not None}
-        return LossConfig.model_validate(PRESETS[self.preset] | chosen)
+    @property
+    def line(self) -> str:
+        """The loss in one line: its row, each choice that does something, and the row's if it is another."""
+        usual = {name: field.default for name, field in LossConfig.model_fields.items()} | DEFAULTS
+        row, choices = usual | PRESETS[self.preset], []
+        for name, value in self.model_dump(exclude={"preset"}).items():
+            if value != usual[name] or value != row[name]:
+                row_words = f" ({self.preset} has {row[name]})" if value != row[name] else ""
+                choices.append(f"{name} {value}{row_words}")
+        return f"loss {self.preset}: {', '.join(choices)}"

@@ -5,8 +5,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ..config_file import load_config
+from .folder import METRICS
 from .held_out import held_out_name
 from .ledger_head import is_free
+from .loaded import read_metrics
+from .signal import no_signal_steps
 from .summary import Summary
 
 # The label of a command and the command, in two columns.
@@ -19,6 +22,8 @@ def figures(summary: Summary, folder: Path) -> Iterator[str]:
     yield f"reward {s.reward_first:.3f} -> {s.reward_last:.3f} (last 5 steps {s.reward_last5:.3f})"
     if s.held_out_reward is not None:
         yield f"{held_out_name(s.held_out_accuracy is not None)} {s.held_out_reward:.3f}"
+    if line := no_signal_steps(read_metrics(folder / METRICS).get("grad_norm", [])):
+        yield line
     unequal = f", {s.tokens_unequal} of them unequal" if s.tokens_unequal else ""
     yield f"mismatch {s.mismatch_max_abs} over {s.tokens} tokens{unequal}"
     yield f"weights {s.weights}"

@@ -110,7 +110,7 @@ _SCALE = (
 
 
 def flat_settings(config: Config) -> dict[str, Any]:
-    """Every key of the configuration with its value, the loss resolved."""
+    """Every key of the configuration with its value."""
     flat: dict[str, Any] = {}
 
     def walk(values: Mapping[str, Any], prefix: str) -> None:
@@ -120,7 +120,7 @@ def flat_settings(config: Config) -> dict[str, Any]:
             else:
                 flat[prefix + name] = value
 
-    walk(config.model_dump(mode="json") | {"loss": config.loss.resolve().model_dump(mode="json")}, "")
+    walk(config.model_dump(mode="json"), "")
     return flat
 
 
@@ -139,7 +139,7 @@ def is_free(key: str, config: Config) -> bool:
 def _is_default(key: str, config: Config) -> bool:
     section, _, name = key.partition(".")
     if section == "loss":
-        return getattr(config.loss.resolve(), name) == DEFAULTS[name]
+        return getattr(config.loss, name) == DEFAULTS[name]
     values, name = (getattr(config, section), name) if name else (config, section)
     return getattr(values, name) == type(values).model_fields[name].get_default(call_default_factory=True)
 

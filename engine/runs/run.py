@@ -43,6 +43,7 @@ from .ledger_head import flat_settings, run_head
 from .profile import check_profiled_step, profiled
 from .resume import Resumption, find_resumption, run_config
 from .setup import make_state, on_gpu, run_equivalence, settled
+from .signal import no_signal_line
 from .summary import Summary, summarise, write_summary
 from .trackers import Trackers, require_trackers
 
@@ -150,10 +151,11 @@ def _run(
         require_ray()
     config = settled(config)  # the configuration in the run's folder then names device and places
     check_engine_arguments(config.vllm.engine)
+    console.say(config.loss.line)
     require_trackers(config.tracking)
     task = load_task(config.task.name, config.task.options, config.task.directory)
     # Both are found wrong before the model is made: a slope that is none, a reward that cannot be imported.
-    check_surrogate(config.loss.resolve(), config.task.directory)
+    check_surrogate(config.loss, config.task.directory)
     with _judge(config, task, ranks) as judge, run_equivalence(config, ranks) as equivalence:
         ranks.barrier()  # now every rank has read the folder, so rank 0 may change it
         model = ranks.from_first(lambda: base_model(config, path))
@@ -226,6 +228,8 @@ def _take_steps(
                     result=f"held-out {evaluation[MEAN_REWARD]:.3f}" if MEAN_REWARD in evaluation else "",
                 )
                 _report_overflow(state, record)
+                if line := no_signal_line(record, history[-2] if len(history) > 1 else None):
+                    console.say(line)
                 if warning:
                     console.say(warning)
                 stops = interrupt.seen and not last

@@ -199,7 +199,7 @@ def _refuse_without_experts(config: Config, architecture: str) -> None:
     precision = config.precision
     defaults = {
         "perturb.routing": (config.perturb.routing, "free"),
-        "loss.router_aux_coef": (config.loss.resolve().router_aux_coef, 0.0),
+        "loss.router_aux_coef": (config.loss.router_aux_coef, 0.0),
         "precision.router_dtype": (precision.router_dtype, "compute"),
         "precision.sampler_router_dtype": (precision.sampler_router_dtype, ""),
     }

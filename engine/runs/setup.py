@@ -64,7 +64,7 @@ def make_state(
 
     Raises ValueError.
     """
-    assert (equivalence is not None) == bool(config.loss.resolve().semantic_entropy)
+    assert (equivalence is not None) == bool(config.loss.semantic_entropy)
     model_config = ModelConfig.from_file(model)
     config.sampling.sampling_params.check(model_config.vocab_size)
     tokenizer = Tokenizer(model, model_config.vocab_size)
@@ -164,7 +164,7 @@ def run_equivalence(config: Config, ranks: Ranks = ALONE) -> Iterator[Equivalenc
 
     Only rank 0 has processes for it, and they end with the context. Raises ValueError (see open_equivalence).
     """
-    if not config.loss.resolve().semantic_entropy:
+    if not config.loss.semantic_entropy:
         yield None
         return
     with ExitStack() as stack:
@@ -312,7 +312,7 @@ def training_problems(task: Task | EnvironmentTask, config: Config, model: Path)
 
 def _check_binary(config: Config, is_binary: bool) -> None:
     """Raise ValueError where the advantage needs a reward that is 0 or 1, and this one may be graded."""
-    if config.loss.resolve().advantage == "pass_at_k" and not is_binary:
+    if config.loss.advantage == "pass_at_k" and not is_binary:
         raise ValueError(
             f'loss.advantage ("pass_at_k"): the reward of task {config.task.name} does not say that it is '
             "0 or 1; set `binary = True` on it, or choose another advantage"

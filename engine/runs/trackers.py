@@ -41,8 +41,14 @@ ALIASES = {
     "response_len/max": ("train/completions/max_length", "response_length/max"),
     "perf/tokens_per_s": ("perf/throughput",),
 }
-# The package that each tracker needs; its extra has the tracker's name.
+# The package that each tracker needs, and what pip installs it by: the extra that has the tracker's name.
 _PACKAGES = {"tensorboard": "tensorboard", "wandb": "wandb", "trackio": "trackio", "mlflow": "mlflow"}
+_REQUIREMENTS = {
+    "tensorboard": "'tensorboard>=2.18'",
+    "wandb": "'wandb>=0.19'",
+    "trackio": "'trackio>=0.5' 'pandas>=2'",
+    "mlflow": "'mlflow-skinny>=3' 'pandas>=2' 'sqlalchemy>=2' 'alembic>=1.13'",
+}
 
 
 @dataclass(frozen=True)
@@ -211,7 +217,7 @@ def require_trackers(names: Sequence[str]) -> None:
     for name in names:
         if importlib.util.find_spec(_PACKAGES[name]) is None:
             raise ValueError(
-                f'tracking: {name} is not installed; pip install "zerokl[{name}]", or leave it out'
+                f"tracking: {name} is not installed; pip install {_REQUIREMENTS[name]}, or leave it out"
             )
 
 

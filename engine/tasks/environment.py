@@ -22,17 +22,22 @@ Nothing here loads torch or numpy (see processes.py).
 """
 
 import hashlib
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from random import Random
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
+from ...files.reading import shown
 from .problem import Problem
 from .tool_calls import ToolCalls
 
 # A text; messages of the chat template, each with `role` and `content`; or token ids.
 Content = str | Sequence[dict[str, Any]] | Sequence[int]
 
+# The longest content of one answer: characters of a text, of messages as JSON, or ids. A tokenizer takes a
+# second for as many characters, and more than this fit into no context but the largest.
+LONGEST_CONTENT = 1 << 18
 # Larger rewards overflow the fp32 loss and the sums of squares of the advantages.
 LARGEST_REWARD = 1e18
 
@@ -124,3 +129,31 @@ class EnvironmentTask(Protocol):
     def environment(self) -> Environment:
         """A new environment, for one trajectory or game."""
         ...
+
+
+def checked_content(content: Any) -> Any:
+    """The content, if it is a text, messages or ids, none of them too long, and valid Unicode.
+
+    Raises ValueError.
+    """
+    kinds = {type(item) for item in content} if isinstance(content, list | tuple) else {str}
+    if not (isinstance(content, str) or kinds <= {dict} or kinds <= {int}):
+        raise ValueError(
+            f"content ({shown(content)}) must be a string, a list of messages or a list of token ids"
+        )
+    if kinds == {dict}:
+        wrong = next((m for m in content if type(m.get("role")) is not str), None)
+        if wrong is not None:
+            raise ValueError(f"message {shown(wrong)} must have a `role`")
+    text = content if isinstance(content, str) else json.dumps(content, ensure_ascii=False)
+    length = len(content) if kinds <= {int} else len(text)
+    if length > LONGEST_CONTENT:
+        what = "ids" if kinds <= {int} else "characters"
+        raise ValueError(f"content of {length:,} {what} must have at most {LONGEST_CONTENT:,}")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"content is not valid Unicode: character {error.start:,} is {text[error.start]!r}, half of one"
+        ) from None
+    return content if isinstance(content, str) else list(content)

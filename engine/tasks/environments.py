@@ -8,8 +8,8 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from ...files.reading import shown
-from .environment import DONE, LARGEST_REWARD, EnvironmentKey, Turn
+from ...files.reading import one_line, shown
+from .environment import DONE, LARGEST_REWARD, EnvironmentKey, Turn, checked_content
 from .executor import CallError, Executor, Limits
 from .problem import Problem
 
@@ -98,15 +98,16 @@ class Environments:
     def _checked(self, answer: Any) -> Answer | Failure:
         """An answer as it must be. A user's code may have written another one into the connection."""
         if isinstance(answer, CallError):
-            return Failure(f"{answer.reason}{answer.line}", answer.timed_out)
+            return Failure(one_line(f"{answer.reason}{answer.line}"), answer.timed_out)
         try:
             rewards = [float(r) for r in answer["rewards"]]
             fits = len(rewards) == self.players and all(abs(r) <= LARGEST_REWARD for r in rewards)
             if not fits or type(answer["done"]) is not bool or answer["player"] not in range(self.players):
                 raise ValueError
             end, history = DONE if answer["done"] else "", str(answer["history"])
-            return Answer(answer["content"], rewards, end, answer["player"], history)
-        except (KeyError, TypeError, ValueError):
+            content = checked_content(answer["content"])
+            return Answer(content, rewards, end, answer["player"], history)
+        except (KeyError, TypeError, ValueError, RecursionError):
             return Failure(f"answered {shown(answer)}, which no environment does", False)
 
 

@@ -12,11 +12,12 @@ import os
 import pickle
 import selectors
 import socket
+import struct
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import count
 from multiprocessing.connection import Connection
 from typing import Any
@@ -34,6 +35,8 @@ _LINES, _LINE = 20, 200
 # How long a process that has closed its connection may take to end, in seconds.
 _END_S = 1.0
 _READ_BYTES = 1 << 16
+# The longest answer of a process. The longest content of an environment has 3 MiB as JSON (environment.py).
+_LONGEST_ANSWER_BYTES = 1 << 22
 # More processes than this are not started unless they are asked for.
 _MOST_PROCESSES = 16
 # Stands for the place of a call where a process makes its function.
@@ -73,6 +76,7 @@ class _Worker:
     call: int | None = None  # the place of the call that it computes
     deadline: float = 0.0
     unfinished_line: bytes = b""
+    received: bytearray = field(default_factory=bytearray)  # the beginning of an answer
 
 
 class Executor:
@@ -220,6 +224,8 @@ class Executor:
 
     def _started(self) -> _Worker:
         ours, theirs = socket.socketpair()
+        # A process that does not read holds nobody up for longer.
+        ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _timeval(self._limits.timeout_s))
         output, writer = os.pipe()
         with theirs:
             process = KeptProcess(_ENTRY, theirs.fileno(), writer, _ENVIRONMENT)
@@ -261,7 +267,8 @@ class Executor:
 
     def _send(self, worker: _Worker, index: int, message: bytes) -> None:
         worker.call, worker.deadline = index, time.monotonic() + self._limits.timeout_s
-        with suppress(BrokenPipeError, ConnectionResetError):  # _answers says how it ended
+        # _answers says how it ended, or that it took too long.
+        with suppress(BrokenPipeError, ConnectionResetError, BlockingIOError):
             worker.connection.send_bytes(message)
 
     def _answers(self, wait: bool = True) -> list[tuple[_Worker, dict[str, Any]]]:
@@ -273,34 +280,49 @@ class Executor:
         for worker in self._workers:
             if (worker, worker.output) in ready:
                 self._print(worker)
+            answer = None
             if (worker, worker.connection) in ready:
                 answer = self._received(worker)
             elif (worker, worker.process) in ready:
                 answer = _ended(worker)
-            elif worker.call is not None and now >= worker.deadline:
+            if answer is None and worker.call is not None and now >= worker.deadline:
                 limits = self._limits
                 reason = f"took more than {limits.timeout_s:g} s ({limits.setting})"
                 answer = {"reason": reason, "timed_out": True}
-            else:
+            if answer is None:
                 continue
             if worker.call is None:  # no call has asked for an answer
                 answer = {"reason": answer.get("reason", "its process wrote to the run")}
             answers.append((worker, answer))
         return answers
 
-    def _received(self, worker: _Worker) -> dict[str, Any]:
+    def _received(self, worker: _Worker) -> dict[str, Any] | None:
+        """The answer of a process, or how it broke off; None where more of it is to come.
+
+        What is there is read, and nothing is waited for: a user's code may write to the connection.
+        """
         try:
-            answer = json.loads(worker.connection.recv_bytes())
-            if isinstance(answer, dict):
-                return answer
-        except (EOFError, OSError):
+            part = os.read(worker.connection.fileno(), _READ_BYTES)
+        except OSError:
+            part = b""
+        if not part:
             with selectors.DefaultSelector() as selector:
                 selector.register(worker.process, selectors.EVENT_READ)
                 if selector.select(_END_S):
                     return _ended(worker)
             return {"reason": "closed the connection of its process to the run"}
-        except (ValueError, RecursionError):
-            pass
+        worker.received += part
+        # The length and the bytes, as multiprocessing's Connection.send_bytes writes them.
+        length = int.from_bytes(worker.received[:4], "big", signed=True)
+        if len(worker.received) < 4 or len(worker.received) < 4 + length <= 4 + _LONGEST_ANSWER_BYTES:
+            return None
+        message, worker.received = bytes(worker.received[4:]), bytearray()
+        if length > _LONGEST_ANSWER_BYTES:
+            return {"reason": f"wrote an answer of {length:,} bytes; {_LONGEST_ANSWER_BYTES:,} at most"}
+        with suppress(ValueError, RecursionError):
+            answer = json.loads(message)
+            if isinstance(answer, dict):
+                return answer
         return {"reason": "wrote into the connection of its process to the run"}
 
     def _read_output(self) -> None:
@@ -337,6 +359,11 @@ def _pickled(index: int, call: tuple[Any, ...]) -> bytes | CallError:
         return pickle.dumps(call)
     except Exception as error:  # a user's problem may hold anything
         return CallError(index, f"has a problem that cannot be sent to its process ({error})")
+
+
+def _timeval(seconds: float) -> bytes:
+    """A time as the kernel's options of sockets take it."""
+    return struct.pack("ll", int(seconds), max(1, int(seconds % 1 * 1e6)))  # 0 of both is for ever
 
 
 def _failure(index: int, answer: dict[str, Any], is_setup: bool) -> CallError | None:

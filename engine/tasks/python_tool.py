@@ -17,7 +17,7 @@ from ...files.reading import one_line, shown
 from .answers import NAMED_REWARDS
 from .base import Problem
 from .confinement import missing
-from .environment import Content, EnvironmentKey, Observation
+from .environment import LONGEST_CONTENT, Content, EnvironmentKey, Observation
 from .jsonl import Jsonl
 from .run_python import ToolLimits, run_python
 from .tool_calls import ToolCalls, answers
@@ -119,6 +119,11 @@ class Python(Jsonl):
         ):
             if value < least:
                 raise ValueError(f"task python: {name} ({value}) must be at least {least}")
+        if output_chars > LONGEST_CONTENT // 2:
+            raise ValueError(
+                f"task python: output_chars ({output_chars}) must be at most {LONGEST_CONTENT // 2}, half of "
+                "what an environment may answer"
+            )
         super().__init__(
             file, prompt, answer, answer_after, template, system, chat, held_out_file, held_out, seed
         )

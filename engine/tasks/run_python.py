@@ -13,17 +13,16 @@ import os
 import selectors
 import signal
 import subprocess
-import sys
 import tempfile
 import time
 from contextlib import suppress
 from dataclasses import dataclass
 
-from .confinement import Confinement, ProcessLimits
+from .confinement import PYTHON, Confinement, ProcessLimits
 
 _ENVIRONMENT = {"PYTHONHASHSEED": "0", "LANG": "C.UTF-8", "TZ": "UTC", "OMP_NUM_THREADS": "1"}
 # -I would ignore PYTHONHASHSEED too. These are its other parts, and there are no other variables to ignore.
-_PYTHON = (sys.executable, "-s", "-S", "-P", "-X", "utf8", "-")
+_WORDS = (PYTHON, "-s", "-S", "-P", "-X", "utf8", "-")
 # The clock's limit, as a multiple of the limit of processor time: a busy machine gives a part of a core.
 _CLOCK_PER_PROCESSOR = 5
 _READ_BYTES = 1 << 16
@@ -45,12 +44,12 @@ class ToolLimits:
 def run_python(program: str, limits: ToolLimits) -> str:
     """What a program prints, its errors included; in brackets at the end, how it was ended, if it was.
 
-    It runs in a directory of its own, which is removed. Raises OSError where no process can be started.
+    It runs in a directory of its own, which is removed. Raises OSError, or SubprocessError, where no process
+    can be confined and started.
     """
     scratch = tempfile.mkdtemp(prefix="zerokl-python-")
-    confinement = Confinement(
-        scratch, ProcessLimits(limits.timeout_s, limits.memory_bytes, limits.file_bytes)
-    )
+    process_limits = ProcessLimits(limits.timeout_s, limits.memory_bytes, limits.file_bytes)
+    confinement = Confinement(scratch, process_limits, _WORDS, _ENVIRONMENT)
     code = os.memfd_create("program")
     reader, writer = os.pipe()
     try:
@@ -58,14 +57,13 @@ def run_python(program: str, limits: ToolLimits) -> str:
             file.write(program.encode("utf-8", "surrogatepass"))
         os.lseek(code, 0, os.SEEK_SET)
         process = subprocess.Popen(
-            _PYTHON,
+            _WORDS,
             stdin=code,
             stdout=writer,
             stderr=writer,
             cwd=scratch,
-            env=_ENVIRONMENT,
             start_new_session=True,
-            preexec_fn=confinement.apply,
+            preexec_fn=confinement.begin,  # it does not come back
         )
         os.close(writer)
         writer = -1

@@ -15,13 +15,17 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...files.reading import shown
-from .environment import LARGEST_REWARD, EnvironmentKey, EnvironmentTask, Observation, Turn
+from .environment import (
+    LARGEST_REWARD,
+    EnvironmentKey,
+    EnvironmentTask,
+    Observation,
+    Turn,
+    checked_content,
+)
 from .problem import Problem
 from .tool_calls import FORMS
 from .users_code import add_places, awaited, call_user
-
-# The longest content of one observation, in characters or ids.
-_LONGEST = 1 << 22
 
 
 @dataclass
@@ -110,7 +114,7 @@ class Sessions:
     def _noted(self, session: _Session, observation: Observation, what: str) -> dict[str, Any]:
         """The answer as JSON, after the session has taken note of it."""
         answer = {
-            "content": _content(observation.content, what),
+            "content": checked_content(observation.content),
             "rewards": _rewards(observation.reward, self._players, what),
             "done": _checked(observation.done, bool, f"{what}: done"),
             "player": _checked(observation.player, int, f"{what}: player"),
@@ -155,22 +159,6 @@ def _form(environment: Any) -> str:
 def _close(environment: Any) -> None:
     if (close := getattr(environment, "close", None)) is not None:
         awaited(close())
-
-
-def _content(content: Any, what: str) -> Any:
-    """The content, checked: a text, messages or ids."""
-    kinds = {type(item) for item in content} if isinstance(content, list | tuple) else {str}
-    fits = isinstance(content, str) or kinds <= {dict} or kinds <= {int}
-    if not fits or len(content) > _LONGEST:
-        raise ValueError(
-            f"{what}: content ({shown(content)}) must be a string, a list of messages or a list of token "
-            f"ids, of at most {_LONGEST:,}"
-        )
-    if kinds == {dict}:
-        wrong = next((m for m in content if type(m.get("role")) is not str), None)
-        if wrong is not None:
-            raise ValueError(f"{what}: message {shown(wrong)} must have a `role`")
-    return content if isinstance(content, str) else list(content)
 
 
 def _rewards(reward: Any, players: int, what: str) -> list[float]:

@@ -54,7 +54,7 @@ def collect_step(
     Raises ValueError (see Reward.values and Equivalence.classes), and where every trajectory ended in an
     error.
     """
-    P, max_resamples = state.config.prompts, state.config.loss.resolve().max_resamples
+    P, max_resamples = state.config.prompts, state.config.loss.max_resamples
     rng_key = rng_key or RngKey(state.config.seed, step)
     groups: list[Episodes] = []
     for draw in range(max_resamples):
@@ -83,7 +83,7 @@ def _play(state: TrainState, step: int, sampler: Sampler, draw: int, rng_key: Rn
     """The P groups of draw number `draw` of a step. rng_key: of the first of them."""
     cfg, player = state.config, state.player
     n = cfg.prompts // player.players
-    draws_before = step * cfg.loss.resolve().max_resamples + draw
+    draws_before = step * cfg.loss.max_resamples + draw
     chosen = step_problems(len(state.problems), n, cfg.seed, draws_before)
     problems = [state.problems[i] for i in chosen]
     return player.play(sampler, problems, state.generation_params, rng_key)

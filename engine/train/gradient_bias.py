@@ -98,7 +98,7 @@ def _of_layers(
 
 def measured_losses(state: TrainState) -> dict[str, LossConfig]:
     """The losses that are compared; see corrected.py."""
-    return corrected(state.config.loss.resolve())
+    return corrected(state.config.loss)
 
 
 def loss_products(

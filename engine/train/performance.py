@@ -85,7 +85,7 @@ def performance(state: TrainState, shard: Shard, times: dict[str, float]) -> dic
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
     peak, training_s = peak_flops(name, state.policy.dtype), times.get("time/forward_backward_s")
     if peak is not None and training_s is not None:
-        flops = training_flops(state.policy.config, _sequences(shard, state.config.loss.resolve()))
+        flops = training_flops(state.policy.config, _sequences(shard, state.config.loss))
         updates, ranks = state.config.updates_per_rollout, state.ranks.size
         metrics["perf/mfu"] = flops * updates / (training_s * peak * ranks)
     return metrics

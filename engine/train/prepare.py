@@ -29,7 +29,7 @@ def prepare(state: TrainState, batch: RolloutBatch) -> tuple[Shard, StepAdvantag
 
     All of it is known before any forward of the trainer's current weights.
     """
-    cfg, loss_cfg = state.config, state.config.loss.resolve()
+    cfg, loss_cfg = state.config, state.config.loss
     params, trained = cfg.sampling.sampling_params, batch.trained
     rollouts = [r for r, is_kept in zip(batch.rollouts, trained.flat, strict=True) if is_kept]  # [n]
     sampling_logprobs, ref_logprobs = [rollout.logprobs for rollout in rollouts], None
@@ -71,7 +71,7 @@ def _critic(
         token_rewards(r.drawn, r.turn_starts, of_turns[i], R[i])
         for r, i in zip(rollouts, places, strict=True)
     ]
-    return critic_of(rewards, state.critic.values(rollouts), state.config.loss.resolve())
+    return critic_of(rewards, state.critic.values(rollouts), state.config.loss)
 
 
 def _of_all(batch: RolloutBatch, of_trained: Sequence[np.ndarray]) -> list[np.ndarray]:

@@ -40,7 +40,7 @@ def train_step(
     recorder: writes the step's line of the ledger. Ranks must have one, or none, together.
     observer: is shown the step. It sees this process only, so state.parallel.n must be 1.
     """
-    cfg, loss_cfg, began_s = state.config, state.config.loss.resolve(), time.perf_counter()
+    cfg, loss_cfg, began_s = state.config, state.config.loss, time.perf_counter()
     station = state.stopwatch.start()
     batch = collect(state)  # P prompts x G generations: tokens, sampling logprobs, rewards
     sampled_s = time.perf_counter()

@@ -75,7 +75,7 @@ class Gym:
         seed: int = 0,
     ):
         library = make.partition(":")[0]
-        package = {"gem": "'zerokl[gem]'"}.get(library, library)
+        package = {"gem": "gem-llm==0.1.0"}.get(library, library)
         check_installed("gym", library, f"pip install {package}")
         if not id:
             raise ValueError(

@@ -79,7 +79,7 @@ class TextArena:
         held_out: int = 64,
         seed: int = 0,
     ):
-        check_installed("textarena", "textarena", "pip install 'zerokl[textarena]'")
+        check_installed("textarena", "textarena", "pip install 'textarena>=0.7.4,<0.8'")
         if not game:
             raise ValueError('task textarena: needs a game; set task.options = { game = "TowerOfHanoi-v0" }')
         self.chat, self._options = chat, (game, players, brackets, chat)

@@ -97,7 +97,7 @@ class Verifiers:
         train: int = 0,
         held_out: int = 0,
     ):
-        check_installed("verifiers", "verifiers", "pip install 'zerokl[verifiers]'")
+        check_installed("verifiers", "verifiers", "pip install 'verifiers>=0.4,<0.5'")
         if not taskset:
             raise ValueError('task verifiers: needs a taskset; set task.options = { taskset = "my_taskset" }')
         from .verifiers_agent import World

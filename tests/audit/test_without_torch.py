@@ -63,6 +63,16 @@ def test_a_log_is_converted(tmp_path):
     assert without_torch(RUN, *words).returncode == 0
 
 
+def test_a_file_of_torchs_is_given_its_script_and_no_success(tmp_path):
+    torch.save({"samples": []}, tmp_path / "5.pt")
+    for words in (["audit", str(tmp_path / "5.pt"), "--out"], ["convert", str(tmp_path / "5.pt")]):
+        process = without_torch(RUN, *words, str(tmp_path / "out"))
+        assert process.returncode == 2
+        assert "5.pt is a file of torch's; pip install torch to read it" in process.stderr
+    assert "torch.load(" in process.stdout
+    assert not (tmp_path / "out").exists()
+
+
 def test_logs_are_compared_and_the_recorders_load():
     code = "from zerokl.integrations import openrlhf, proxy_answers, recorder, skyrl, verl\n" + RUN
     process = without_torch(code, "diff", *[str(SAMPLES / "trl.jsonl")] * 2)

@@ -146,6 +146,23 @@ def test_it_is_readable_in_light_and_dark_narrow_and_wide(opened, size, dark):
     assert background == ("rgb(15, 19, 24)" if dark else "rgb(246, 247, 249)")
 
 
+@pytest.mark.parametrize("width", [420, 360])
+def test_on_a_phone_no_link_and_no_plot_is_cut(opened, width):
+    driver = opened((width, 900))
+    open_all(driver)
+    links = driver.find_elements(By.CSS_SELECTOR, "nav a")
+    assert len(links) == 5
+    assert all(link.is_displayed() and link.rect["x"] + link.rect["width"] <= width for link in links)
+    cut = (
+        "return [...document.querySelectorAll('svg')].map(x => x.parentElement)"
+        ".filter(x => x.scrollWidth > x.clientWidth).length"
+    )
+    assert driver.find_elements(By.TAG_NAME, "svg")
+    assert driver.execute_script(cut) == 0
+    driver.execute_script("document.querySelector('svg').style.minWidth = '32rem'")
+    assert driver.execute_script(cut) == 1, "control: a plot that is wider than its card is seen"
+
+
 def test_control_a_faint_text_is_seen(opened):
     driver = opened()
     driver.execute_script("document.querySelector('h1').style.color = '#ccc'")

@@ -90,6 +90,22 @@ def test_nothing_is_wider_than_the_window(open_page, request, which, size):
     assert driver.execute_script("return document.documentElement.scrollWidth") <= size[0]
 
 
+def test_the_bar_of_a_steps_time_fills_its_card_also_where_a_step_is_short(open_page, tmp_path):
+    run = made_run(tmp_path / "run")
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    short = [{k: v / 10 if k.startswith("time/") else v for k, v in row.items()} for row in rows]
+    assert 0 < sum(v for k, v in short[0].items() if k.startswith("time/")) < 1
+    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in short))
+    driver = open_page(write_report([run]).as_uri())
+    wait_for(driver, ".share")
+    widths = (
+        "const bar = document.querySelector('.share'), end = bar.lastChild.getBoundingClientRect().right;"
+        "return [bar.clientWidth, end - bar.firstChild.getBoundingClientRect().left]"
+    )
+    whole, filled = driver.execute_script(widths)
+    assert abs(whole - filled) <= 1
+
+
 def test_charts_are_drawn_and_described(open_page, page):
     driver = open_page(page)
     wait_for(driver, ".chart canvas")

@@ -8,9 +8,9 @@ from zerokl.docs._definitions import ROOT, definitions, line_of
 
 NAMED = sorted(
     {
-        tuple(name.split("::"))
+        (path, name, (page.parent / target).resolve().relative_to(ROOT).as_posix())
         for page in (ROOT / "docs").rglob("*.md")
-        for name in re.findall(r"\{src\}`([^`]+::[^`]+)`", page.read_text())
+        for path, name, target in re.findall(r"\[`([^`]+)::([^`]+)`\]\(([^)]+)\)", page.read_text())
     }
 )
 
@@ -19,8 +19,9 @@ def test_the_pages_name_the_source():
     assert len(NAMED) > 100
 
 
-@pytest.mark.parametrize(("path", "name"), NAMED, ids=str)
-def test_a_link_leads_to_the_line_that_defines_the_name(path, name):
+@pytest.mark.parametrize(("path", "name", "target"), NAMED, ids=str)
+def test_a_link_leads_to_the_line_that_defines_the_name(path, name, target):
+    assert path == target
     line = (ROOT / path).read_text().splitlines()[line_of(path, name) - 1]
     word = re.escape(name.rpartition(".")[2])
     assert re.search(rf"^\s*(?:(?:async )?def |class ){word}\b|^\s*(?:\w+, )*{word}\b.*=", line), line

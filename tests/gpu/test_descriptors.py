@@ -53,7 +53,7 @@ def decoder(name: str, dtype: torch.dtype) -> Decoder:
 
 def train(model: Decoder, in_flight: int) -> None:
     """A pass over shards whose prompts have 9 tokens or one, and whose completions have 3 and 43."""
-    work = ShardWork(SamplingParams(), LossConfig().resolve(), 128)
+    work = ShardWork(SamplingParams(), LossConfig(), 128)
     ShardSum(model, 64, in_flight).add(work, [make_shard(i) for i in range(in_flight)])
 
 

@@ -64,7 +64,7 @@ class Setting(NamedTuple):
     @property
     def work(self) -> ShardWork:
         return ShardWork(
-            self.sampling_params, self.loss.resolve(), self.micro_batch, scale=self.scale, watch=self.watch
+            self.sampling_params, self.loss, self.micro_batch, scale=self.scale, watch=self.watch
         )
 
 

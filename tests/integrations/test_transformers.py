@@ -122,7 +122,7 @@ def test_gradients_are_those_of_zerokls_trainer(tmp_path):
     ]
     columns = [np.full(len(c), A) for (_, c), A in zip(pairs, advantages, strict=True)]
     buffers = zero_buffers([*decoder.w.values(), decoder.lm_head])
-    work = ShardWork(SamplingParams(), LossConfig().resolve(), micro_batch=8)
+    work = ShardWork(SamplingParams(), LossConfig(), micro_batch=8)
     shard_gradients(decoder, [Shard(rollouts, columns, np.full(len(pairs), 0.25))], buffers, work)
 
     model = load(folder, torch.float32)

@@ -83,13 +83,11 @@ def check_commands(user: User) -> None:
     user.run("zerokl", "convert", str(SAMPLES / "trl.jsonl"), "trl.jsonl")
     user.run("zerokl", "diff", "trl.jsonl", "trl.jsonl", says="equal")
     user.run("python", "-c", "from zerokl.integrations.recorder import Recorder")
-    user.run(
-        "zerokl", "audit", "good.jsonl", "--model", "m", code=2, says="pip install 'zerokl-audit[model]'"
-    )
-    user.run("zerokl", "train", code=2, says="pip install zerokl")
-    user.run("zerokl", "audit", "demo", "--every", "3", code=2, says="pip install zerokl")
+    user.run("zerokl", "audit", "good.jsonl", "--model", "m", code=2, says="pip install torch transformers")
+    user.run("zerokl", "train", code=2, says="python -m pip install .")
+    user.run("zerokl", "audit", "demo", "--every", "3", code=2, says="python -m pip install .")
     (user.folder / "run").mkdir()
-    user.run("zerokl", "diff", "run", "run", code=2, says="pip install zerokl")
+    user.run("zerokl", "diff", "run", "run", code=2, says="python -m pip install .")
     for name, code in (("good", 0), ("bad", 1)):
         user.run("zerokl", "capsule", "make", f"{name}.jsonl", "--band", "slime", "--out", f"{name}.zkc")
         user.run("zerokl", "capsule", "check", f"{name}.zkc", code=code, says="outcome of")

@@ -51,7 +51,7 @@ def ours(models, folder, beta: float):
         state = make_state(cfg, models[0], task, judge)
     batch = collect(state)
     step, _, metrics = prepare(state, batch)
-    work = ShardWork(cfg.sampling.sampling_params, cfg.loss.resolve(), 24)
+    work = ShardWork(cfg.sampling.sampling_params, cfg.loss, 24)
     _, gradient = state.parallel.sum_shards(work, step.cut(cfg.virtual_shards))
     return batch.rollouts, metrics, state.policy.layout.checkpoint_views(gradient.clone())
 

@@ -161,7 +161,7 @@ def our_loss(step, A: torch.Tensor, row: Row, kl_coef: float):
 
     A magnitude is the sum of the absolute terms of the loss, or of the gradient. Rounding is relative to it.
     """
-    cfg = LossConfig(**row.ours, kl_coef=kl_coef).resolve()
+    cfg = LossConfig(**row.ours, kl_coef=kl_coef)
     kept = [i for i, masked in enumerate(step.masked) if not masked]
     lengths = [step.lengths[i] for i in kept]
     repeats = torch.tensor(lengths)
@@ -247,7 +247,7 @@ def wrong_choices(cfg: LossConfig) -> dict:
 @pytest.mark.parametrize("name", ROWS)
 def test_control_a_wrong_choice_is_found(trainers, name):
     row = ROWS[name]
-    for choice, value in wrong_choices(LossConfig(**row.ours).resolve()).items():
+    for choice, value in wrong_choices(LossConfig(**row.ours)).items():
         changed = dataclasses.replace(row, ours=row.ours | {choice: value})
         assert not all(agree(trainers[0], drawn_step(seed), changed, 0.04) for seed in range(40)), choice
 
@@ -311,7 +311,7 @@ def test_rloo_is_trls(trainers):
         dict(preset="rloo", importance_sampling_level="sequence", bound="clip", clip_low=0.2, clip_high=0.2),
         MAX_TOKENS,
     )
-    reward_cfg = LossConfig(preset="rloo", kl_coef=0.05, kl="k1", kl_in="reward").resolve()
+    reward_cfg = LossConfig(preset="rloo", kl_coef=0.05, kl="k1", kl_in="reward")
     wrong_row = dataclasses.replace(row, ours=row.ours | {"clip_high": 0.25})
     wrong_bounds = wrong_baselines = 0
     for seed in range(120):

@@ -3,6 +3,7 @@
 import os
 import re
 import sys
+import tempfile
 from pathlib import Path
 
 from setuptools import setup
@@ -31,7 +32,11 @@ def _version() -> str:
     return re.search(r'^version = "(.+)"$', (ROOT / "pyproject.toml").read_text(), re.M)[1]
 
 
+# Built elsewhere and from nothing, so that a file that is gone does not come along from the last time.
+BUILD = tempfile.TemporaryDirectory()
+
 setup(
+    options={"build": {"build_base": BUILD.name}},
     version=_version(),
     long_description=(HERE / "README.md").read_text(),
     long_description_content_type="text/markdown",

@@ -22,10 +22,20 @@ class _Group:
     rewards: float = 0.0  # sum over the `n` completions
     n: int = 0
 
+    @property
+    def mean(self) -> float:
+        """The mean reward of the group."""
+        return self.rewards / self.n
+
     def shown(self) -> dict[str, Any]:
         """What the page shows of it. mean: of the rewards of the whole group."""
         names = ("step", "text", "finish", "reward", "n")
-        return {name: getattr(self, name) for name in names} | {"mean": self.rewards / self.n}
+        return {name: getattr(self, name) for name in names} | {"mean": self.mean}
+
+
+def _rose_first(pair: tuple[_Group, _Group]) -> tuple[bool, int, int, int]:
+    early, late = pair
+    return late.mean <= early.mean, early.step - late.step, early.step, early.prompt
 
 
 class PromptHistory:
@@ -48,15 +58,19 @@ class PromptHistory:
         group.n += 1
 
     def examples(self) -> dict[str, Any]:
-        """Prompts that occur in two steps, where there are any: those nearest to the run's two ends.
+        """Prompts that occur in two steps, where there are any: those whose mean reward rose come first.
 
+        Of these, and of the others, those nearest to the run's two ends.
+        again: how many occur in two steps. rose, fell: in how many of them the mean of the newest group is
+        above, or below, that of the first one.
         same_prompts: whether each prompt of `prompts` has two entries in `written`, an early and a late one.
         Where no prompt occurs in two steps, they are the first prompts of the first and of the last step.
         """
         pairs = [(early, self._newest[key]) for key, early in self._first.items()]
         again = [(early, late) for early, late in pairs if early.step < late.step]
+        gains = [late.mean - early.mean for early, late in again]
         # The order of early.step - late.step is that of the distance from both ends.
-        again.sort(key=lambda pair: (pair[0].step - pair[1].step, pair[0].step, pair[0].prompt))
+        again.sort(key=_rose_first)
         chosen: list[tuple[_Group, ...]] = [*again[:EXAMPLES]]
         if not again and pairs:
             first = min(early.step for early, _ in pairs)
@@ -66,6 +80,9 @@ class PromptHistory:
                 chosen += [(group,) for group in groups if group.step == step][:EXAMPLES]
         return {
             "same_prompts": bool(again),
+            "rose": sum(gain > 0 for gain in gains),
+            "fell": sum(gain < 0 for gain in gains),
+            "again": len(again),
             "prompts": [
                 {"prompt_text": groups[0].prompt_text, "written": [group.shown() for group in groups]}
                 for groups in chosen

@@ -1,7 +1,7 @@
 """The actors of a Ray cluster (https://docs.ray.io), of this machine or of many nodes.
 
-Every node needs the same installation of zerokl[ray]. Weights go once to the object store of each node that
-has an actor, in Ray's own way, and all actors of the node read them there.
+Every node needs the same zerokl and the same Ray. Weights go once to the object store of each node that has
+an actor, in Ray's own way, and all actors of the node read them there.
 """
 
 import math
@@ -31,7 +31,7 @@ def require_ray() -> Any:
         import ray
     except ImportError:
         raise ValueError(
-            'pool.engine ("ray"): Ray is not installed; install zerokl[ray], or set pool.engine = ""'
+            'pool.engine ("ray"): Ray is not installed; pip install \'ray>=2.50\', or set pool.engine = ""'
         ) from None
     return ray
 

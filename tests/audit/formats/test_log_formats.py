@@ -174,10 +174,10 @@ def test_a_pickle_is_never_loaded(tmp_path, monkeypatch, capsys, name, format):
     error = capsys.readouterr().err
     assert error.count("\n") == 1
     assert f"zerokl convert {name} --format" in error
-    assert main(["convert", name, "--format", format]) == 0
-    script = capsys.readouterr().out
-    compile(script, "script", "exec")
-    assert f"in {'SkyRL' if format == 'skyrl' else format}'s environment" in script
+    assert main(["convert", name, "--format", format]) == 2
+    script, error = capsys.readouterr()
+    assert "no log was written" in error
+    assert script == (Path(own.__file__).parent / "scripts" / f"{format}_to_log.py").read_text()
     assert not Path("opened").exists()
     pickle.loads(pickle.dumps(Opened()))  # control: loading it leaves the mark
     assert Path("opened").exists()
@@ -331,7 +331,7 @@ def test_a_wrong_field_is_named_with_file_and_line(tmp_path, capsys, change, rea
         (b"\xff\xfe\n", "line 1: is not UTF-8"),
         (b"[" * 100_000, "line 1: is nested deeper than 32 levels"),
         (b'{"a": 1}\n', "line 1: a row with a is not of a known format"),
-        (b"PK\x03\x04broken", "holds more than tensors and plain values"),
+        (b"PK\x03\x04broken", "is no whole file of torch's"),
         (b"PAR1broken", "Parquet"),
     ],
 )
@@ -369,8 +369,8 @@ def plain(row: dict) -> dict:
 
 
 def sample_rows() -> list[tuple[str, dict]]:
-    files = {"prime-rl": "prime-rl", "tinker": "tinker", "titanrl": "titanrl", "verl": "verl"}
-    rows = [(f, json.loads((SAMPLES / f"{n}.jsonl").read_text().splitlines()[0])) for f, n in files.items()]
+    files = ("prime-rl", "prime-rl-tokens", "nemo-gym", "atropos", "tinker", "titanrl", "verl")
+    rows = [(name, json.loads((SAMPLES / f"{name}.jsonl").read_text().splitlines()[0])) for name in files]
     nemo = json.loads((SAMPLES / "train_data_step4.jsonl").read_text().splitlines()[1])
     trl = {"step": 1, "prompt": "a", "completion": "b", "advantage": 0.5, "reward": 1.0}
     turns = {"turns": [{k: FULL[k] for k in ("prompt_ids", "completion_ids", "logprobs")}], "temperature": 1}

@@ -5,8 +5,9 @@ NAME is prime_rl (verifiers 0.4.0), tinker (tinker-cookbook 0.6.1), verl, verl_r
 formats/scripts/skyrl_to_log.py makes skyrl.jsonl. trl.jsonl is a part of what tests/trl/test_record.py
 records.
 
-train_data_step4.jsonl (NeMo-RL), titanrl.jsonl and slime's dump in test_log_formats.py follow the fields that
-these frameworks document: their writers do not install from PyPI.
+train_data_step4.jsonl (NeMo-RL), titanrl.jsonl, prime-rl-tokens.jsonl, nemo-gym.jsonl, atropos.jsonl and the
+dumps of slime and miles in the tests follow the fields that these frameworks document: their writers do not
+install from PyPI.
 """
 
 import random

@@ -22,7 +22,7 @@ DRAWN = np.array([0, 0, 1, 1, 0, 0, 1, 1], bool)
 
 
 def _cfg(**choices: object) -> LossConfig:
-    return LossConfig(preset="ppo", **choices).resolve()
+    return LossConfig(preset="ppo", **choices)
 
 
 def test_a_completions_reward_is_at_its_last_token():

@@ -22,7 +22,7 @@ SEQUENCES = st.lists(st.tuples(MAYBE_CUT, MAYBE_CUT, LOGP), min_size=1, max_size
 @given(SEQUENCES, st.floats(-3, 3))
 def test_no_preset_has_an_infinite_gradient(name, sequence, A):
     """Otherwise log r is infinite where an update gives a token back, kimi's square where it takes one."""
-    _, slope = loss_and_gradient([sequence], [A], LossConfig(preset=name).resolve())
+    _, slope = loss_and_gradient([sequence], [A], LossConfig(preset=name))
     assert slope.isfinite().all()
 
 
@@ -30,7 +30,7 @@ def test_no_preset_has_an_infinite_gradient(name, sequence, A):
 @given(CHOICES, SEQUENCES, st.floats(-3, 3))
 def test_a_token_that_old_cuts_has_no_ratio(choices, sequence, A):
     """It counts as one that no update has moved, in its sequence's ratio too."""
-    cfg = LossConfig(**choices | {"correction": "none"}).resolve()
+    cfg = LossConfig(**choices | {"correction": "none"})
     _, slope = loss_and_gradient([sequence], [A], cfg)
     unmoved = [(old if old != CUT else -1.0, old if old != CUT else -1.0, mu) for _, old, mu in sequence]
     moved = [(now, old, mu) if old != CUT else unmoved[t] for t, (now, old, mu) in enumerate(sequence)]
@@ -39,7 +39,7 @@ def test_a_token_that_old_cuts_has_no_ratio(choices, sequence, A):
 
 
 def test_kimis_square_leaves_out_what_an_update_cuts():
-    kimi = LossConfig(preset="kimi").resolve()
+    kimi = LossConfig(preset="kimi")
     kept, cut = (-1.0, -1.5, -1.5), (CUT, -0.5, -0.5)
     _, alone = loss_and_gradient([[kept]], [0.0], kimi)
     _, beside = loss_and_gradient([[kept, cut]], [0.0], kimi)

@@ -44,7 +44,7 @@ def ours(pairs: list, beta: float) -> tuple[float, torch.Tensor]:
     A = torch.from_numpy(pair_advantages(m, beta)).reshape(-1).repeat_interleave(counts)
     w = torch.tensor(sequence_weights(lengths, "pairs", 7), dtype=torch.float64).repeat_interleave(counts)
     logp = torch.from_numpy(np.concatenate(logprobs)).double().requires_grad_()
-    now, cfg = logp.detach(), LossConfig(preset="dpo").resolve()
+    now, cfg = logp.detach(), LossConfig(preset="dpo")
     (policy_loss(logp, now, now, A, lengths, cfg) * w).sum().backward()
     return dpo_metrics(m)["dpo/loss"], logp.grad
 

@@ -243,7 +243,7 @@ def loss_and_gradient(
 @example([([(-800.0, -0.1, -37.0)] * 7, 2.0), ([(0.0, -37.0, -0.1)] * 7, -2.0)])
 def test_every_preset_equals_its_paper(name, step):
     sequences, A = [s for s, _ in step], [a for _, a in step]
-    loss, slope = loss_and_gradient(sequences, A, LossConfig(preset=name).resolve())
+    loss, slope = loss_and_gradient(sequences, A, LossConfig(preset=name))
     edges = [e for edge in EDGES.get(name, (0.2,)) for e in (edge, 1 - edge, 1 + edge)]
     token = 0
     for sequence, a in step:
@@ -305,7 +305,7 @@ CHOICES = st.fixed_dictionaries(
 @property_settings(400)
 @given(CHOICES, SEQUENCE, st.floats(-3, 3).filter(lambda a: abs(a) > 1e-3))
 def test_every_combination_of_choices_equals_the_equations(choices, sequence, A):
-    cfg = LossConfig(**choices).resolve()
+    cfg = LossConfig(**choices)
     loss, slope = loss_and_gradient([sequence], [A], cfg)
     edges = (1 - cfg.clip_low, 1 + cfg.clip_high, cfg.correction_low, cfg.correction_high)
     for t in range(len(sequence)):
@@ -328,7 +328,7 @@ ANY = st.one_of(
 )
 def test_no_ratio_however_extreme_makes_a_nan_of_a_gradient(choices, sequence, A):
     """An infinite gradient is an overflow, which is detected and named. A NaN would hide where it arose."""
-    loss, slope = loss_and_gradient([sequence], [A], LossConfig(**choices).resolve(), torch.float32)
+    loss, slope = loss_and_gradient([sequence], [A], LossConfig(**choices), torch.float32)
     if A == 0.0:
         assert not loss.any()
         assert not slope.any()
@@ -341,7 +341,7 @@ def test_no_ratio_however_extreme_makes_a_nan_of_a_gradient(choices, sequence, A
 def test_on_policy_every_algorithm_has_the_plain_policy_gradient(name):
     sequence = [(-0.3, -0.3, -0.3), (-2.0, -2.0, -2.0), (-37.0, -37.0, -37.0)]
     for A in (0.5, -0.25):
-        loss, slope = loss_and_gradient([sequence], [A], LossConfig(preset=name).resolve(), torch.float32)
+        loss, slope = loss_and_gradient([sequence], [A], LossConfig(preset=name), torch.float32)
         assert torch.equal(slope, torch.full((3,), -A))
         logp = torch.tensor([x for x, _, _ in sequence])
         assert torch.equal(loss, logp * -A if name in ("cispo", "kimi") else torch.full((3,), -A))
@@ -352,7 +352,7 @@ def test_sequences_are_free_of_each_other(name):
     """The other sequences of a micro-batch change no bit of a sequence's loss."""
     generator = torch.Generator().manual_seed(0)
     sequences = [(torch.randn(n, 3, generator=generator) * 0.5 - 2).tolist() for n in (1, 5, 33, 2, 64)]
-    A, cfg = [0.5, -1.0, 0.25, 0.0, 2.0], LossConfig(preset=name).resolve()
+    A, cfg = [0.5, -1.0, 0.25, 0.0, 2.0], LossConfig(preset=name)
     loss, slope = loss_and_gradient(sequences, A, cfg, torch.float32)
     alone = [loss_and_gradient([s], [a], cfg, torch.float32) for s, a in zip(sequences, A, strict=True)]
     assert torch.equal(loss, torch.cat([x for x, _ in alone]))
@@ -377,7 +377,7 @@ def test_kl_estimators_and_their_derivatives(kind, logp, reference):
     k, dk = (t.item() for t in kl_terms(torch.tensor([logp], dtype=torch.float64), ref, kind))
     assert k == pytest.approx(exact, rel=1e-12, abs=1e-14)
     assert dk == pytest.approx(slope, rel=1e-12, abs=1e-14)
-    cfg = LossConfig(kl_coef=0.25, kl=kind).resolve()
+    cfg = LossConfig(kl_coef=0.25, kl=kind)
     loss, gradient = loss_and_gradient([[(logp, logp, logp)]], [0.0], cfg, reference=ref)
     assert (loss.item(), gradient.item()) == pytest.approx((0.25 * k, 0.25 * dk), rel=1e-14)
     in_reward = cfg.model_copy(update={"kl_in": "reward"})
@@ -391,17 +391,17 @@ def test_rewards_are_shaped_as_the_papers_say():
         np.array([[1.0, 0.0, 1.0, 0.0], [1.0, 1.0, 0.0, 0.0]]),
         np.array([[4, 4, 8, 10], [3, 3, 3, 3]]),
     )
-    dapo = shaped_rewards(rewards, lengths, LossConfig(preset="dapo", overlong_share=0.4).resolve(), 10)
+    dapo = shaped_rewards(rewards, lengths, LossConfig(preset="dapo", overlong_share=0.4), 10)
     assert dapo - rewards == pytest.approx(np.array([[0, 0, -0.5, -1], [0, 0, 0, 0]]))
-    kimi = shaped_rewards(rewards, lengths, LossConfig(preset="kimi", length_reward=3.0).resolve(), 10)
+    kimi = shaped_rewards(rewards, lengths, LossConfig(preset="kimi", length_reward=3.0), 10)
     assert kimi - rewards == pytest.approx(np.array([[1.5, 0.0, 3 * (0.5 - 4 / 6), -1.5], [0, 0, 0, 0]]))
-    assert (shaped_rewards(rewards, lengths, LossConfig(preset="grpo").resolve(), 10) == rewards).all()
+    assert (shaped_rewards(rewards, lengths, LossConfig(preset="grpo"), 10) == rewards).all()
 
 
 def test_kl_in_the_reward_is_taken_off_each_completion():
     rng = np.random.default_rng(0)
     logp, ref = ([rng.normal(-2, 1, n).astype(np.float32) for n in (1, 3, 2, 5)] for _ in range(2))
-    cfg = LossConfig(kl_coef=0.5, kl="k1", kl_in="reward").resolve()
+    cfg = LossConfig(kl_coef=0.5, kl="k1", kl_in="reward")
     sums = [math.fsum((a - b).tolist()) for a, b in zip(logp, ref, strict=True)]
     assert completion_kl(logp, ref, cfg).tolist() == sums
     kl = completion_kl(logp, ref, cfg).reshape(2, 2)
@@ -410,9 +410,9 @@ def test_kl_in_the_reward_is_taken_off_each_completion():
 
 
 def test_a_choice_overrides_its_preset():
-    cfg = LossConfig(preset="dapo", clip_high=0.5).resolve()
+    cfg = LossConfig(preset="dapo", clip_high=0.5)
     assert (cfg.clip_low, cfg.clip_high, cfg.loss_agg_mode) == (0.2, 0.5, "tokens")
-    assert cfg.resolve() == cfg
+    assert LossConfig.model_validate(cfg.model_dump()) == cfg
 
 
 @pytest.mark.parametrize("sampling", [{"top_p": 0.9}, {"top_k": 5}, {"min_p": 0.1}], ids=str)

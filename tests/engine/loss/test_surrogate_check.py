@@ -134,7 +134,7 @@ def test_at_a_kink_a_slope_of_neither_side_is_refused():
 
 def test_every_preset_leaves_room_for_a_surrogate():
     for preset in PRESETS:
-        cfg = LossConfig(preset=preset).resolve()
+        cfg = LossConfig(preset=preset)
         check(clip, 1.0 - cfg.clip_low, 1.0 + cfg.clip_high)
 
 

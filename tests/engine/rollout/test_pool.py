@@ -198,5 +198,5 @@ def test_what_does_not_go_together_is_refused(config, settings, message):
 
 def test_without_ray_a_run_says_what_to_install(config, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", None)
-    with pytest.raises(ValueError, match=r"Ray is not installed; install zerokl\[ray\]"):
+    with pytest.raises(ValueError, match=r"Ray is not installed; pip install 'ray>=2.50', or"):
         train(config(**POOL), tmp_path / "run")

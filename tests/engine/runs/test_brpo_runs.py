@@ -199,7 +199,7 @@ def test_the_gradient_is_that_of_transformers_in_fp64(brpo):
     ):
         batch = collect(state)
         step, _, _ = prepare(state, batch)
-        work = ShardWork(cfg.sampling.sampling_params, cfg.loss.resolve(), 16)
+        work = ShardWork(cfg.sampling.sampling_params, cfg.loss, 16)
         _, gradient = state.parallel.sum_shards(work, step.cut(cfg.virtual_shards))
     views = state.policy.layout.checkpoint_views(gradient)
     A = [a for p in range(cfg.prompts) for a in by_definition(batch, p)]

@@ -111,7 +111,7 @@ def test_the_gradient_is_that_of_transformers_and_a_linear_head_in_fp64(ppo):
     with _state(cfg) as (state, weight):
         batch = collect(state)
         step, _, metrics = prepare(state, batch)
-        work = ShardWork(cfg.sampling.sampling_params, cfg.loss.resolve(), 16)
+        work = ShardWork(cfg.sampling.sampling_params, cfg.loss, 16)
         _, gradient = state.parallel.sum_shards(work, step.cut(cfg.virtual_shards))
     views, rewards = state.policy.layout.trained_views(gradient), batch.rewards.reshape(-1).tolist()
 

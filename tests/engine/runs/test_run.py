@@ -171,7 +171,7 @@ def test_summary_totals_the_metrics(run, read_jsonl):
 def test_config_toml_is_the_same_configuration_and_gives_the_same_run(run, four_steps, tmp_path):
     path, summary = run
     again = load_config(str(path / "config.toml"), None, {})
-    assert again == settled(four_steps).model_copy(update={"loss": four_steps.loss.resolve()})
+    assert again == settled(four_steps)
     assert (again.device, again.task.directory) == ("cpu", os.getcwd())
     assert train(again, tmp_path / "again").fingerprint == summary.fingerprint
     assert (tmp_path / "again" / "config.toml").read_text() == (path / "config.toml").read_text()

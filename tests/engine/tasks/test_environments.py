@@ -2,6 +2,7 @@
 
 import re
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -20,8 +21,10 @@ from zerokl.engine.tasks.problem import Problem
 
 WORLD = '''
 import asyncio
+import json
 import os
 import signal
+import threading
 import time
 
 from zerokl.engine.tasks.environment import Observation
@@ -33,6 +36,7 @@ class Dice:
 
     def reset(self, problem, key):
         self.random, self.group, self.sum = key.random(), key.group_random(), 0
+        self.content = json.loads(problem.answer or "0")
         return f"{problem.prompt} {self.random.random()} {self.group.random()}"
 
     def step(self, ids, text):
@@ -55,6 +59,33 @@ class Dice:
     def forks(self):
         if os.fork() == 0:
             raise SystemExit
+
+    def waits_for_more(self):
+        self.writes((100_000).to_bytes(4, "big"))
+
+    def claims_much(self):
+        self.writes((1 << 30).to_bytes(4, "big"))
+
+    def answers_twice(self):
+        answer = b'{"value": {"content": "x", "rewards": [1.0], "done": true, "player": 0, "history": ""}}'
+        self.writes((len(answer).to_bytes(4, "big") + answer) * 2)
+
+    def answers_for_it(self):
+        value = {"content": self.content, "rewards": [1.0], "done": False, "player": 0}
+        answer = json.dumps({"value": value | {"history": ""}}).encode()
+        self.writes(len(answer).to_bytes(4, "big") + answer)
+        time.sleep(60)
+
+    def writes(self, text):
+        for place in os.listdir("/proc/self/fd"):
+            try:
+                if os.readlink(f"/proc/self/fd/{place}").startswith("socket:"):
+                    os.write(int(place), text)
+            except OSError:
+                pass
+
+    def stops(self):
+        threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGSTOP)).start()
 
     def prints(self):
         print("seen", flush=True)
@@ -82,6 +113,12 @@ class Odd:
         "mixed": Observation([1, "a"]), "player": Observation("x", player=1),
         "done": Observation("x", done=1),
         "message": Observation([{"content": "x"}]), "negative": Observation([3, -1]),
+        "half": Observation("a\\ud800"),
+        "half inside": Observation([{"role": "user", "content": ["\\udfff"]}]),
+        "long": Observation("x" * 262_145), "ids": Observation([0] * 262_145),
+        "fits": Observation("x" * 262_144),
+        "long message": Observation([{"role": "user", "content": "x" * 262_144}]),
+        "widest": Observation("\U0001f600" * 262_144), "digits": Observation([10**4000] * 2000),
     }
 
     def reset(self, problem, key):
@@ -237,6 +274,12 @@ def test_an_environment_that_does_not_do_the_same_again_is_named():
         ("player", r"player \(1\) must lie in 0 to 0"),
         ("done", r"done \(1\) must be of type bool"),
         ("message", "must have a `role`"),
+        ("half", r"content is not valid Unicode: character 1 is '\\ud800'"),
+        ("half inside", "content is not valid Unicode: character "),
+        ("long", "content of 262,145 characters must have at most 262,144"),
+        ("ids", "content of 262,145 ids must have at most 262,144"),
+        ("long message", "content of 262,177 characters must have at most 262,144"),
+        ("digits", r"wrote an answer of [\d,]+ bytes; 4,194,304 at most"),
     ],
 )
 def test_what_no_environment_may_answer_is_one_line(text, reason):
@@ -257,6 +300,57 @@ def test_an_environment_that_cannot_be_made_is_one_line(name, reason):
     with pytest.raises(ValueError, match=reason) as refusal, opened(name, 1):
         pass
     assert "\n" not in str(refusal.value)
+
+
+@pytest.mark.parametrize("text", ["fits", "widest"])
+def test_the_longest_content_is_taken(text):
+    with opened("odd", 1) as environments:
+        assert len(played(environments, [[text]])[0][1].content) == 262_144
+
+
+@pytest.mark.parametrize(
+    ("fault", "reason"),
+    [
+        ("waits_for_more", r"took more than 1 s \(environment.timeout_s\)"),
+        ("claims_much", "wrote an answer of 1,073,741,824 bytes"),
+        ("answers_twice", "wrote into the connection of its process to the run"),
+    ],
+)
+def test_what_is_written_to_the_connection_holds_nobody_up(fault, reason):
+    began = time.monotonic()
+    with opened("dice", 1, timeout_s=1.0) as environments:
+        answers = played(environments, [["a", fault, "c"], ["a", "b", "c"]])
+    assert re.search(reason, answers[0][-1].reason)
+    assert [type(answer) for answer in answers[1]] == [Answer] * 4, "its neighbour is played again"
+    assert time.monotonic() - began < 15
+
+
+def test_a_process_that_reads_nothing_holds_nobody_up():
+    with opened("dice", 1, timeout_s=1.0) as environments:
+        (game,) = games(1)
+        for text in ("", "stops"):
+            (answer,) = answers_of(environments, [game])
+            game.answered(answer)
+            game.turns.append(Turn([1], text))
+        (answer,) = answers_of(environments, [game])
+        assert type(answer) is Answer
+        time.sleep(1.0)
+        game.answered(answer)
+        game.turns.append(Turn([1], "x" * (1 << 24)))
+        (answer,) = answers_of(environments, [game])
+        assert answer.timed_out
+
+
+@pytest.mark.parametrize("content", ['"\\ud800"', "5", "null", '{"a": 1}', "[[1]]", '["a", 1]', "[true]"])
+def test_a_forged_answer_is_looked_at_as_well(content):
+    """It has not passed through sessions.py."""
+    with opened("dice", 1, timeout_s=5.0) as environments:
+        game = Game(Problem(0, "x", content), EnvironmentKey(1, 2, 3, 0, 0))
+        (answer,) = answers_of(environments, [game])
+        game.answered(answer)
+        game.turns.append(Turn([1], "answers_for_it"))
+        (answer,) = answers_of(environments, [game])
+    assert "which no environment does" in answer.reason
 
 
 def test_ids_are_ids_and_lines_are_shown():

@@ -47,7 +47,7 @@ def adapters_of(model: Path, dtype: torch.dtype, lora: Lora = LORA, trained: boo
 
 
 def gradient(adapters: Adapters, n: int = 1, micro_batch: int = 2, in_flight: int = 1) -> torch.Tensor:
-    work = ShardWork(SamplingParams(), LossConfig(correction="none").resolve(), micro_batch)
+    work = ShardWork(SamplingParams(), LossConfig(correction="none"), micro_batch)
     with Workers(adapters.decoder, SHARDS, n, in_flight=in_flight, adapters=adapters) as workers:
         return workers.sum_shards(work, STEP.cut(SHARDS))[1].clone()
 

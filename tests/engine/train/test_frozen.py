@@ -20,7 +20,7 @@ from tests.engine.train.test_shards_in_flight import step_of
 from tests.helpers import DTYPES, total_unequal
 
 STEP = step_of([(3, 5), (4, 9), (20, 8), (31, 7), (31, 2)])
-WORK = ShardWork(SamplingParams(), LossConfig().resolve(), 2, watch=True)
+WORK = ShardWork(SamplingParams(), LossConfig(), 2, watch=True)
 SHARDS, OPTIMIZER = 4, OptimizerConfig(lr=1e-3, weight_decay=0.1, max_grad_norm=0.0)
 FIRST_LAYER = [f"layers.0.{name}" for name in ("input_norm", "qkv", "q_norm", "k_norm", "o", "post_norm")]
 CASES = (
@@ -86,9 +86,7 @@ def test_workers_sum_what_is_trained(model):
     frozen = ["embed", "layers.1.down"]
     expected = gradient(decoder_of(model, torch.bfloat16, frozen))
     with Workers(decoder_of(model, torch.bfloat16, frozen), SHARDS, 2) as workers:
-        summed = workers.sum_shards(ShardWork(SamplingParams(), LossConfig().resolve(), 2), STEP.cut(SHARDS))[
-            1
-        ]
+        summed = workers.sum_shards(ShardWork(SamplingParams(), LossConfig(), 2), STEP.cut(SHARDS))[1]
         assert total_unequal([summed], [expected]) == 0
 
 

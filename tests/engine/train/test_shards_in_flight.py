@@ -38,7 +38,7 @@ def summed(
     decoder: Decoder, step: Shard, in_flight: int, micro_batch: int, watch: bool = False
 ) -> tuple[list[list[Scored] | None], torch.Tensor]:
     sums = spoiled(ShardSum(decoder, SHARDS, in_flight))
-    work = ShardWork(SamplingParams(), LossConfig().resolve(), micro_batch, watch=watch)
+    work = ShardWork(SamplingParams(), LossConfig(), micro_batch, watch=watch)
     scored = sums.add(work, step.cut(SHARDS))
     return scored, sums.tree.take().clone()
 

@@ -89,13 +89,13 @@ function score(reward) {
 
 // A row for each prompt that occurs again: what was written early, and beside it what was written late.
 function writesCard(run, width) {
-  const { same_prompts: same, prompts } = run.examples;
+  const { same_prompts: same, prompts, rose, fell, again } = run.examples;
   const written = (prompt, w) => h("li", null,
     h("span.said", null, h("span.prompt", null, visible(clip(prompt, 160))), h("b", null, visible(clip(w.text, 220))), w.finish === "length" ? h("span.prompt", null, " …") : null),
     score(w.reward),
     h("span.hint", null, `step ${w.step}`, w.n > 1 ? `, mean of ${w.n}: ${fixed(w.mean)}` : ""));
   const note = same
-    ? "The same prompts early and late: the first completion of the step, its reward, and the mean of its group. "
+    ? `The same prompts early and late: the first completion of the step, its reward, and the mean of its group. Of ${plural(again, "prompt")} that came again the mean rose in ${rose} and fell in ${fell}; those that rose come first. `
     : "No prompt occurs in two steps, so these are other prompts: the first ones of the first and of the last step. ";
   return h(`article.card.${width}`, null,
     h("div.head", null, h("h3", null, "What the model wrote")),

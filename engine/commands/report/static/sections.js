@@ -27,7 +27,7 @@ function timeCard(store) {
     const bar = h("div.share", { "aria-hidden": "true" });
     for (const part of parts) {
       const piece = h("span", { title: `${part.name}: ${number(part.seconds)} s` });
-      piece.style.flexGrow = part.seconds;
+      piece.style.flexGrow = 100 * part.seconds / sum; // below a sum of 1 flexbox leaves room
       piece.style.background = part.color;
       bar.append(piece);
     }

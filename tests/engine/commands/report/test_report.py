@@ -86,10 +86,15 @@ def test_seconds_a_step_are_those_of_the_steps(tmp_path):
 def test_the_examples_are_the_same_prompts_early_and_late(tmp_path):
     shown = payload_of(made_run(tmp_path / "run", steps=6))["runs"][0]["examples"]
     assert shown["same_prompts"]
-    # Steps 0 to 5 draw the problems 0 1, 2 0, 1 2, 0 1, 2 0, 1 2. The pair nearest to both ends comes first.
+    # Steps 0 to 5 draw the problems 0 1, 2 0, 1 2, 0 1, 2 0, 1 2. Of those whose mean rose, and of the rest,
+    # the pair nearest to both ends comes first.
     steps = [(e["prompt_text"], *(w["step"] for w in e["written"])) for e in shown["prompts"]]
-    assert steps == [("1+1=", 0, 5), ("0+0=", 0, 4), ("2+2=", 1, 5)]
-    early, late = shown["prompts"][0]["written"]
+    assert steps == [("2+2=", 1, 5), ("1+1=", 0, 5), ("0+0=", 0, 4)]
+    gains = [late["mean"] - early["mean"] for early, late in (e["written"] for e in shown["prompts"])]
+    assert gains[0] > 0 >= max(gains[1:])
+    counts = (1, sum(gain < 0 for gain in gains), 3)
+    assert (shown["rose"], shown["fell"], shown["again"]) == counts
+    early, late = next(e["written"] for e in shown["prompts"] if e["prompt_text"] == "1+1=")
     lines = [json.loads(line) for line in (tmp_path / "run" / "rollouts.jsonl").read_text().splitlines()]
     for written, prompt in ((early, 1), (late, 0)):
         group = [r for r in lines if (r["step"], r["prompt"]) == (written["step"], prompt)]

@@ -1,0 +1,60 @@
+"""atropos: the groups of data_path_to_save_groups, one line each, and the nodes of a ManagedServer.
+
+Every list of a sequence has an entry for each of its tokens. Where a token was not drawn, its mask is -100
+and its log-probability 1.0; elsewhere its mask is the token. The trainer's numbers are not in the file.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from . import fields
+from .aligned import Aligned
+from .record import LoggedRollout
+
+_NOT_DRAWN = -100
+_COLUMNS = ("tokens", "masks", "scores", "inference_logprobs", "advantages")
+
+
+def recognises(row: dict[str, Any]) -> bool:
+    """Whether a line is a group, or a node."""
+    return "tokens" in row and ({"masks", "scores"} <= row.keys() or "masked_tokens" in row)
+
+
+def parse(row: dict[str, Any], path: Path) -> Iterator[LoggedRollout]:
+    """The sequences of a line on which a token was drawn. Raises ValueError, or KeyError with a field."""
+    if "masked_tokens" in row:
+        columns = [[row["tokens"]], [row["masked_tokens"]], [None], [row.get("logprobs")], [None]]
+    else:
+        tokens = fields.listed("tokens", row["tokens"], "sequences")
+        columns = [row[name] if row.get(name) is not None else [None] * len(tokens) for name in _COLUMNS]
+        for name, column in zip(_COLUMNS, columns, strict=True):
+            if len(fields.listed(name, column, "one entry for each sequence")) != len(tokens):
+                raise ValueError(f"{name} has {len(column)} entries for {len(tokens)} sequences")
+    params = fields.mapping("generation_params", row.get("generation_params"))
+    sampling_params = None if params.get("temperature") is None else fields.sampling_params(params)
+    for index, (ids, mask, score, logprobs, advantage) in enumerate(zip(*columns, strict=True)):
+        try:
+            ids = fields.token_ids("tokens", ids)
+            aligned = Aligned("tokens", ids, "masks", _drawn(ids, mask))
+            if not aligned.completion_ids:
+                continue
+            yield LoggedRollout(
+                prompt_ids=aligned.prompt_ids,
+                completion_ids=aligned.completion_ids,
+                logprobs=aligned.logprobs("inference_logprobs", logprobs),
+                mask=aligned.mask,
+                sampling_params=sampling_params,
+                reward=fields.optional_number("scores", score),
+                advantage=aligned.advantage("advantages", advantage),
+            )
+        except ValueError as error:
+            raise ValueError(f"sequence {index}: {error}") from None
+
+
+def _drawn(ids: tuple[int, ...], mask: Any) -> list[int]:
+    """Which tokens were drawn, as 0 and 1."""
+    mask = fields.listed("masks", mask, "tokens and -100")
+    if wrong := [m for m, token in zip(mask, ids, strict=False) if m not in (_NOT_DRAWN, token)]:
+        raise ValueError(f"masks holds {wrong[0]}, which is neither -100 nor the token there")
+    return [int(m != _NOT_DRAWN) for m in mask]

@@ -1,0 +1,61 @@
+"""NeMo Gym: rollouts.jsonl, one line for each rollout, with the items of its response.
+
+The last item of each call of the model has the ids that the call was given and those that it drew, where the
+model's server was asked for them. A call has the whole prompt that the model saw.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from . import fields
+from .record import LoggedRollout
+
+_NO_TOKENS = (
+    "no item of its response has token ids; set return_token_id_information: true for the model's server, as "
+    "vllm_model_for_training.yaml does"
+)
+
+
+def recognises(row: dict[str, Any]) -> bool:
+    """Whether a line is a rollout."""
+    return "responses_create_params" in row and isinstance(row.get("response"), dict)
+
+
+def parse(row: dict[str, Any], path: Path) -> Iterator[LoggedRollout]:
+    """The calls of a line, each a turn. Raises ValueError, or KeyError with a field.
+
+    There is none where the model wrote nothing, as when the prompt was too long.
+    """
+    response = fields.mapping("response", row["response"])
+    items = [
+        fields.mapping("response.output", item)
+        for item in fields.listed("response.output", response["output"], "items")
+    ]
+    calls = [item for item in items if item.get("generation_token_ids")]
+    if not calls and any(map(_written, items)):
+        raise ValueError(_NO_TOKENS)
+    asked = fields.mapping("responses_create_params", row["responses_create_params"])
+    for turn, call in enumerate(calls):
+        name = f"generation_token_ids of call {turn}"
+        completion = fields.token_ids(name, call["generation_token_ids"])
+        logprobs = call["generation_log_probs"]
+        yield LoggedRollout(
+            prompt_ids=fields.token_ids(f"prompt_token_ids of call {turn}", call["prompt_token_ids"]),
+            completion_ids=completion,
+            logprobs=fields.logprobs(f"generation_log_probs of call {turn}", logprobs, len(completion)),
+            sampling_params=None if asked.get("temperature") is None else fields.sampling_params(asked),
+            reward=fields.optional_number("reward", row.get("reward")),
+            prompt=fields.label("_ng_task_index", row.get("_ng_task_index")),
+            sample=fields.label("_ng_rollout_index", row.get("_ng_rollout_index")),
+            turn=turn,
+        )
+
+
+def _written(item: dict[str, Any]) -> bool:
+    """Whether the model wrote an item: a call of a function, a thought, or a message with a text."""
+    if item.get("type") in ("function_call", "reasoning"):
+        return True
+    content = item.get("content")
+    parts = content if isinstance(content, list) else []
+    return any(isinstance(part, dict) and part.get("text") for part in parts)

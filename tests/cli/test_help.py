@@ -1,0 +1,56 @@
+"""Help: the commands in the order of use, and the settings of one section."""
+
+import re
+
+import pytest
+from zerokl.cli import main
+from zerokl.cli.settings import sections
+from zerokl.engine.config_file import known_keys
+
+
+def _commands(text: str) -> list[str]:
+    return [line.split()[1] for line in text.splitlines() if line[:2] == "│ " and line[2] not in " -"]
+
+
+def test_commands_stand_in_the_order_of_use(monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "80")
+    assert main(["--help"]) == 0
+    commands = _commands(capsys.readouterr().out)
+    assert commands[:3] == ["train", "watch", "report"]
+    assert commands.index("audit") < commands.index("record") < commands.index("capsule")
+    assert len(commands) == len(set(commands)) == 18
+
+
+@pytest.mark.parametrize("name", ["loss", "task", "evaluation", "vllm"])
+def test_help_of_a_section_has_its_settings_and_no_others(monkeypatch, capsys, name):
+    monkeypatch.setenv("COLUMNS", "80")
+    assert main(["train", "--help", name]) == 0
+    text = capsys.readouterr().out
+    assert max(map(len, text.splitlines())) <= 80
+    assert set(re.findall(r"--([a-z_]+)\.", text)) == {name}
+    assert all(key.split(".")[1] in text for key in known_keys() if key.startswith(f"{name}."))
+
+
+def test_help_shows_what_most_runs_set_and_all_where_asked(monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "200")
+    shown = {}
+    for words in (["--help"], ["--help", "all"]):
+        assert main(["train", *words]) == 0
+        shown[words[-1]] = set(re.findall(r"^│ (?:\*? *)--([a-z_0-9.]+)", capsys.readouterr().out, re.M))
+    keys = {key for key in known_keys() if key not in sections()}
+    assert keys <= shown["all"]
+    assert 30 <= len(shown["--help"] & keys) <= 45
+    assert {"model", "loss.preset", "optimizer.lr", "task.name", "run_dir"} <= shown["--help"]
+
+
+def test_a_setting_that_help_hides_is_taken(refused):
+    words = ("train", "--preset", "demo", "--run_dir", "run", "--optimizer.beta2", "2")
+    assert "optimizer.beta2" in refused(*words)
+
+
+def test_help_of_no_section_names_the_sections(capsys):
+    assert main(["train", "--help", "losses"]) == 2
+    message = capsys.readouterr().err
+    assert "losses is no section" in message
+    assert "loss, lora" in message
+    assert len(message.splitlines()) == 1
