@@ -14,6 +14,7 @@ from ..engine.display.progress import silent
 from ..engine.tasks.tokenizer import Tokenizer
 from ..model.checkpoint import DTYPES, check_weights, resolve_model
 from ..model.config import ModelConfig
+from ..model.weight_files import unread_files
 from ..model.weights import Layout
 from .changes_since import changes_since, fingerprint, read_audit, settings_of
 from .compare import Comparison, Rollouts, compare_engines, compare_log
@@ -27,12 +28,21 @@ from .engines.settings import machine_settings
 from .figures.batch_invariance import batch_invariance
 from .figures.full_vocab import compare_full_vocab
 from .hypotheses.log_causes import model_adapters, other_checkpoints
-from .hypotheses.scorer import Scorer
-from .logs.scan import scan_log
+from .hypotheses.scorer import ModelAdapters, Scorer
+from .logs.scan import Log, scan_log
 from .operations.operations import Checkpoint
 from .report import Measurements, Report
 from .sections import BatchInvariance, EngineSection
 from .settings import Source, assumed
+
+
+@dataclass(frozen=True)
+class _OfLog:
+    """What is read before a model is loaded, where the sampler is a log."""
+
+    log: Log
+    others: tuple[Path, ...]  # checkpoints that may have drawn it
+    adapters: ModelAdapters | None
 
 
 @dataclass(frozen=True)
@@ -47,6 +57,7 @@ class _Setup:
     sampler: Engine | None  # None where it is a log
     trainer: Engine
     stage: Callable[[str], None]
+    log: _OfLog | None  # None where the sampler is an engine
 
 
 def audit(cfg: AuditConfig, stage: Callable[[str], None] = silent) -> Report:
@@ -54,8 +65,8 @@ def audit(cfg: AuditConfig, stage: Callable[[str], None] = silent) -> Report:
     check(cfg)
     past = read_audit(cfg.against) if cfg.against else None
     setup = _set_up(cfg, stage)
-    if setup.sampler is None:
-        measured = _audit_log(setup)
+    if setup.log:
+        measured = _audit_log(setup, setup.log)
     else:
         measured = _audit_engine(setup, setup.sampler)
     if past:
@@ -76,21 +87,17 @@ def _set_up(cfg: AuditConfig, stage: Callable[[str], None]) -> _Setup:
     for folder in dict.fromkeys(folders):
         check_weights(folder, Layout(ModelConfig.from_file(folder)))
     device = device_of(cfg)
+    log = _read(cfg, model, folders[1], stage) if cfg.of_log else None
     stage(f"loading {cfg.trainer if cfg.of_log else f'{cfg.sampler} and {cfg.trainer}'}")
     with library_errors(cfg, "start"):
         sampler, trainer = make_engines(cfg, folders, device)
-    return _Setup(cfg, folders, model, tokenizer, device, sampler, trainer, stage)
+    return _Setup(cfg, folders, model, tokenizer, device, sampler, trainer, stage, log)
 
 
-def _audit_log(setup: _Setup) -> Measurements:
-    """Compare a log with the trainer's model."""
-    cfg, model = setup.cfg, setup.model
-    setup.stage(f"reading {cfg.sampler}")
-    others = other_checkpoints(cfg.checkpoints, setup.folders[1])
-    adapters = model_adapters(cfg.adapter, setup.folders[1])
-    dtype, head = (DTYPES[name] for name in (cfg.dtypes.dtype, cfg.dtypes.head_dtype))
-    trainer, folder, tiles = setup.trainer, setup.folders[1], tiles_of(cfg)
-    scorer = Scorer(trainer, folder, dtype, head, setup.device, setup.tokenizer, tiles, others, adapters)
+def _read(cfg: AuditConfig, model: ModelConfig, folder: Path, stage: Callable[[str], None]) -> _OfLog:
+    """Read the log and what may have drawn it: what is wrong there is told before a model is loaded."""
+    stage(f"reading {cfg.sampler}")
+    others, adapters = other_checkpoints(cfg.checkpoints, folder), model_adapters(cfg.adapter, folder)
     log = scan_log(
         Path(cfg.sampler),
         model.vocab_size,
@@ -100,6 +107,23 @@ def _audit_log(setup: _Setup) -> Measurements:
         cfg.n,
         cfg.sampling_params,
         cfg.given_params is not None,
+    )
+    return _OfLog(log, others, adapters)
+
+
+def _audit_log(setup: _Setup, given: _OfLog) -> Measurements:
+    """Compare a log with the trainer's model."""
+    cfg, log = setup.cfg, given.log
+    scorer = Scorer(
+        setup.trainer,
+        setup.folders[1],
+        DTYPES[cfg.dtypes.dtype],
+        DTYPES[cfg.dtypes.head_dtype],
+        setup.device,
+        setup.tokenizer,
+        tiles_of(cfg),
+        given.others,
+        given.adapters,
     )
     source = Source(log=cfg.sampler, weight_version=log.rollouts[0][0].weight_version)
     with library_errors(cfg, "compare"):
@@ -165,10 +189,21 @@ def _measured(
             engine_settings=engine_settings,
             settings_fingerprint=fingerprint(settings),
         ),
-        log_notes=log_notes,
+        log_notes=[*log_notes, *_unread(setup.folders)],
         assumed=assumptions,
         **vars(comparison),
     )
+
+
+def _unread(folders: Sequence[Path]) -> list[str]:
+    """A note about each folder with files of weights that nobody read, which may be of another step."""
+    unread = {folder: ", ".join(unread_files(folder)) for folder in folders}
+    return [
+        f"{folder} also holds {names}, which was not read; where it is stale, an engine that prefers it has "
+        "other weights"
+        for folder, names in unread.items()
+        if names
+    ]
 
 
 def _model(folder: Path, trainer_folder: Path) -> ModelConfig:

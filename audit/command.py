@@ -15,7 +15,7 @@ from .columns import audit_columns
 from .conclusion.outcome import Tolerances
 from .conclusion.verdict import verdict
 from .config import COMPLETIONS, AuditConfig, AuditSettings, check_requests
-from .formats.registry import holds_logs
+from .formats.registry import LOG_SUFFIXES, check_first_rows, holds_logs
 from .junit import audit_cases, junit
 from .page.page import page
 from .page.summary import summary
@@ -61,6 +61,7 @@ def run_audit(
     if n is not None and n < 1:
         raise ValueError(f"audit: n ({n}) must be at least 1")
     log = find_log(target)
+    _check_exists(target, must_be_log=bool(settings.model))
     if log is None and settings.model:
         raise ValueError(f"audit: {target} is no log, so --model {settings.model} would be a second model")
     if log is not None:
@@ -71,11 +72,24 @@ def run_audit(
             stage(f"reading {log}")
             version, given = settings.weight_version, settings.given_params
             return audit_columns(log, settings.format, n or 0, version, given, settings.tolerances)
+        stage(f"reading the first rows of {log}")
+        check_first_rows(log, settings.format)
     needs_torch("audit: --model" if log else f"audit: {target} is a model")
     from .audit import audit  # torch is loaded only where a model computes
 
     source = {"sampler": str(log)} if log else {"model": target, "trainer_model": trainer_model}
     return audit(AuditConfig(**settings.model_dump() | source, n=n or COMPLETIONS), stage)
+
+
+def _check_exists(target: str, must_be_log: bool) -> None:
+    """Raise ValueError for a target that is not here and can be no model's name on the hub."""
+    path = Path(target).expanduser()
+    if path.exists():
+        return
+    on_hub = target.count("/") == 1 and not target.startswith((".", "/", "~"))
+    if must_be_log or not on_hub or path.suffix in (*LOG_SUFFIXES, ".json"):
+        told = "" if must_be_log or path.suffix in LOG_SUFFIXES else "; nor is it a model's name (owner/name)"
+        raise ValueError(f"audit: {target}: no such file or folder{told}")
 
 
 def _check_log(log: Path, trainer_model: str, settings: AuditSettings) -> None:

@@ -4,6 +4,7 @@
 there as overrides, so that everything is checked once, here.
 """
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,11 @@ from .lora import REFUSED, refusal
 
 # The configurations that come with zerokl.
 PRESETS = Path(__file__).parent / "presets"
+# What is said beside a dtype of 8 or 4 bits.
+_NARROW = (
+    "; in 8 bits zerokl has weights (precision.weights of train, or perturb.weights for the sampler alone) "
+    "and keys and values (precision.kv, perturb.kv)"
+)
 # Characters of an unknown key that a message shows.
 _KEY = 100
 # A name that an override gives, and how the keys begin that a file chose for the name before it.
@@ -82,7 +88,8 @@ def validation_message(error: ValidationError) -> str:
     if not key:
         return f"config: {rule}"
     value = "" if isinstance(first["input"], dict) else f" ({shown(first['input'])})"
-    return f"config: {key}{value}: {rule}"
+    narrow = key.endswith("dtype") and re.match(r"\w*?(fp|float|int)[48]", str(first["input"]))
+    return f"config: {key}{value}: {rule}{_NARROW if narrow else ''}"
 
 
 def _not_a_section(key: str, value: Any) -> str:

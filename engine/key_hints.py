@@ -52,10 +52,13 @@ _SIMILAR = 0.6
 def hint(key: str, known: Sequence[str], options: Sequence[str] = ()) -> str:
     """The end of a message about an unknown key: "; did you mean X?", or the keys that there are.
 
-    known: dotted keys. options: the command's options that are no keys, without dashes. X is the key with the
-    same last word; else what another framework's name stands for; else what is spelt most similarly.
+    known: dotted keys. options: the command's options that are no keys, without dashes. X is the key that was
+    taken for a section; else the key with the same last word; else what another framework's name stands for;
+    else what is spelt most similarly.
     """
-    last_word = _last_word(key)
+    last_word, section = _last_word(key), key.rpartition(".")[0]
+    if section in known and not any(k.startswith(f"{section}.") for k in known):
+        return f"; {section} is a value, no section; did you mean {section}?"
     by_last_word = {_last_word(k): k for k in reversed(known)}
     meant = by_last_word.get(last_word) or OTHER_NAMES.get(last_word) or _similar(key, known, options)
     if meant is None:

@@ -15,7 +15,9 @@ Order: as in vLLM's topk_softmax_kernels.cu. A lane adds its numbers one after a
 lanes. A lane has the numbers that 16 bytes of logits hold, and more where 32 lanes are too few. So the order
 depends on E and on the dtype of the logits. vLLM has other orders where E is no power of two; here such an E
 is padded to one with terms of 0. The chosen p are added by falling p.
-Of equal p the expert with the lower index comes first. A p that is NaN counts as 0, as in vLLM.
+Of equal p the expert with the lower index comes first.
+Not finite: with a logit that is NaN or +inf all p and all w of the token are NaN, and its experts are the
+first ones. So its logprobs are NaN as well, and nothing hides it. vLLM's kernel takes such p as 0.
 """
 
 from functools import reduce
@@ -40,13 +42,11 @@ def topk_softmax_ref(
     # those of torch, except for exp.
     terms = torch.exp(z - z.amax(1, keepdim=True)).numpy()
     p = terms * (1.0 / _lane_sum(terms, LOAD_BYTES // logits_TE.itemsize))[:, None]
-    p[np.isnan(p)] = 0.0
-    # A stable sort keeps the lower index first among equals.
+    # A stable sort keeps the lower index first among equals, and among NaN.
     ids = np.argsort(-p, axis=1, kind="stable")[:, :k]
     w = np.take_along_axis(p, ids, 1)
     if renormalise:
-        total = reduce(np.add, w.T)
-        w *= np.divide(1.0, total, out=np.ones_like(total), where=total > 0.0)[:, None]
+        w *= (1.0 / reduce(np.add, w.T))[:, None]
     return torch.from_numpy(w), torch.from_numpy(np.ascontiguousarray(ids)), torch.from_numpy(p)
 
 

@@ -64,9 +64,9 @@ def _topk_softmax_fwd(
     largest = tl.max(z)
     scale = tl.div_rn(1.0, _lane_sum(logits, largest, E, LOADS, LOAD, LANES, LOG_LANES))
     p = expf(z - largest) * scale
-    p = tl.where(p == p, p, 0.0)  # 0 for NaN
     tl.store(p_ptr + row * E + expert, p, mask=expert < E)
-    left = tl.where(expert < E, p, -1.0)
+    # A maximum may pass over NaN, so a row of NaN is one of zeros until its experts are chosen.
+    left = tl.where(expert < E, tl.where(p == p, p, 0.0), -1.0)
     w, ids, total = tl.zeros([SLOTS], tl.float32), tl.zeros([SLOTS], tl.int64), 0.0
     for j in range(K):
         most = tl.max(left)
@@ -75,6 +75,7 @@ def _topk_softmax_fwd(
         left = tl.where(expert == chosen, -1.0, left)
     if RENORMALISE:
         w *= tl.where(total > 0.0, tl.div_rn(1.0, total), 1.0)
+    w = tl.where(scale == scale, w, scale)  # the sum, and so the scale, is NaN where a p is
     tl.store(w_ptr + row * K + slot, w, mask=slot < K)
     tl.store(id_ptr + row * K + slot, ids, mask=slot < K)
 

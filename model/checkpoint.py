@@ -7,20 +7,22 @@ when it is whole: it is written to a temporary folder beside it, synced, and ren
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 
-from ..files.inputs import check_folder, check_input, read_bytes
+from ..files.bitwise import equal
+from ..files.inputs import check_folder, read_bytes
 from ..files.reading import read_json, shown
 from ..files.writing import os_error_line, sync, write_manifest
 from .config import ModelConfig
 from .decoder import COMPUTE, Decoder, Numerics
+from .tensor_checks import but_for_the_prefix, check_finite
+from .weight_files import opened, weight_files
 from .weights import Layout
 
 # Files that a checkpoint takes over from the model it came from, beside the weights.
@@ -40,6 +42,9 @@ SHARD_BYTES = 5 << 30
 _ADAPTER = "adapter_config.json"
 STATE_FILE = "trainer/state.safetensors"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
+# Tensors that follow from config.json, which older versions of transformers stored beside the weights.
+_BUFFERS = (".rotary_emb.inv_freq", ".rotary_emb.cos_cached", ".rotary_emb.sin_cached")
 # The names of these dtypes in safetensors files.
 _STORED_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
@@ -105,7 +110,8 @@ def _base_of(config: Path) -> str:
 def read_weights(folder: Path, layout: Layout) -> torch.Tensor:
     """All weights as one flat fp32 tensor, [layout.numel]. fp32 holds every supported file dtype exactly.
 
-    Raises ValueError and names the file or tensor that is missing, corrupt, left over or of another shape.
+    Raises ValueError and names the file or tensor that is missing, corrupt, left over, not finite or of
+    another shape, and a head that differs from the embedding that it is tied to.
     """
     try:
         flat = torch.zeros(layout.numel, dtype=torch.float32)
@@ -115,14 +121,16 @@ def read_weights(folder: Path, layout: Layout) -> torch.Tensor:
             "more than this machine has memory for"
         ) from None
     wanted = layout.checkpoint_views(flat)
-    for file, listed in _files(folder).items():
-        with _opened(folder / file, listed) as (stored, names):
+    for file, listed in weight_files(folder).items():
+        with opened(folder / file, listed) as (stored, names):
             for name in names:
                 tensor = stored.get_tensor(name)
                 target = _take(name, tuple(tensor.shape), tensor.dtype, wanted, layout, folder / file)
                 if target is not None:
+                    check_finite(f"model: {folder / file}", name, tensor)
                     target.copy_(tensor)
     _refuse_lacking(wanted, folder)
+    _refuse_other_head(folder, layout)
     return flat
 
 
@@ -133,13 +141,16 @@ def read_rows(folder: Path, layout: Layout, rows: Mapping[str, slice]) -> dict[s
     """
     check_weights(folder, layout)
     parts = {}
-    for file, listed in _files(folder).items():
-        with _opened(folder / file, listed) as (stored, names):
+    for file, listed in weight_files(folder).items():
+        with opened(folder / file, listed) as (stored, names):
             for name in names:
                 if name in rows:
                     parts[name] = stored.get_slice(name)[rows[name]].float()
                 elif name in layout.fused:
                     parts |= _rows_of_experts(stored.get_slice(name), layout, name, rows)
+    for name, part in parts.items():
+        if part.numel():
+            check_finite(f"model: {folder}", name, part)
     return parts
 
 
@@ -158,28 +169,33 @@ def _rows_of_experts(
     return found
 
 
-def tensor_files(folder: Path) -> dict[str, list[str]]:
-    """The names of the tensors in each safetensors file of a folder, by file name. Raises ValueError."""
-    names_of = {}
-    for file, listed in _files(folder).items():
-        with _opened(folder / file, listed) as (_, names):
-            names_of[file] = list(names)
-    return names_of
-
-
 def check_weights(folder: Path, layout: Layout) -> None:
     """Check that a folder has every weight of `layout` and no others, from the headers of its files.
+
+    Of the values a head is read that is tied to the embedding.
 
     Another library may fill in a missing weight at random. Raises ValueError (see read_weights).
     """
     wanted = layout.checkpoint_views(torch.empty(layout.numel, device="meta"))
-    for file, listed in _files(folder).items():
-        with _opened(folder / file, listed) as (stored, names):
+    for file, listed in weight_files(folder).items():
+        with opened(folder / file, listed) as (stored, names):
             for name in names:
                 part = stored.get_slice(name)
                 dtype = _STORED_DTYPES.get(part.get_dtype(), part.get_dtype())
                 _take(name, tuple(part.get_shape()), dtype, wanted, layout, folder / file)
     _refuse_lacking(wanted, folder)
+    _refuse_other_head(folder, layout)
+
+
+def check_values(folder: Path) -> None:
+    """Check that every number of a folder's weights is finite, where another library reads them.
+
+    Raises ValueError (see read_weights).
+    """
+    for file, listed in weight_files(folder).items():
+        with opened(folder / file, listed) as (stored, names):
+            for name in names:
+                check_finite(f"model: {folder / file}", name, stored.get_tensor(name))
 
 
 def stored_dtype(folder: Path) -> torch.dtype:
@@ -188,35 +204,12 @@ def stored_dtype(folder: Path) -> torch.dtype:
     Raises ValueError for a file that cannot be read, and for another dtype than those of DTYPES.
     """
     found = set()
-    for file, listed in _files(folder).items():
-        with _opened(folder / file, listed) as (stored, names):
+    for file, listed in weight_files(folder).items():
+        with opened(folder / file, listed) as (stored, names):
             found |= {stored.get_slice(name).get_dtype() for name in names}
     if unknown := found - _STORED_DTYPES.keys():
         raise ValueError(f"model: {folder}: dtype {min(unknown)} is not supported; use unquantised weights")
     return _STORED_DTYPES[found.pop()] if len(found) == 1 else torch.float32
-
-
-@contextmanager
-def open_tensors(path: str | Path) -> Iterator[Any]:
-    """A safetensors file, opened for reading into torch. Raises OSError and SafetensorError."""
-    check_input(path)
-    with safe_open(path, framework="pt") as stored:
-        yield stored
-
-
-@contextmanager
-def _opened(path: Path, names: list[str] | None) -> Iterator[tuple[Any, Iterable[str]]]:
-    """A safetensors file, opened, and the names of the tensors to read from it (names: see _files).
-
-    Raises ValueError, also for what goes wrong inside this context because the file is corrupt.
-    """
-    try:
-        with open_tensors(path) as stored:
-            yield stored, stored.keys() if names is None else names
-    except FileNotFoundError:
-        raise ValueError(f"model: {path} is missing, though the folder's index names it") from None
-    except (SafetensorError, OSError) as error:
-        raise ValueError(f"model: {path} is corrupt or incomplete ({error})") from None
 
 
 def _refuse_lacking(wanted: Mapping[str, torch.Tensor], folder: Path) -> None:
@@ -224,32 +217,24 @@ def _refuse_lacking(wanted: Mapping[str, torch.Tensor], folder: Path) -> None:
         raise ValueError(f"model: {folder} lacks {len(wanted)} weights, the first being {next(iter(wanted))}")
 
 
-def _files(folder: Path) -> dict[str, list[str] | None]:
-    """The names of the tensors to read from each file, by file name; None is all of them."""
-    index = folder / "model.safetensors.index.json"
-    if index.exists():
-        try:
-            file_of = dict(read_json(index)["weight_map"].items())
-            if not all(isinstance(file, str) for file in file_of.values()):
-                raise TypeError("a file's name is not a string")
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ValueError(
-                f"model: {index} is not a valid index of safetensors shards ({shown(str(error))})"
-            ) from None
-        if outside := [file for file in file_of.values() if not _is_plain_name(file)]:
-            raise ValueError(
-                f"model: {index} names the file {shown(outside[0])}; a shard must lie beside its index"
-            )
-        return {
-            file: [name for name, its_file in file_of.items() if its_file == file]
-            for file in dict.fromkeys(file_of.values())
-        }
-    if not (folder / "model.safetensors").exists():
+def _refuse_other_head(folder: Path, layout: Layout) -> None:
+    """Raise ValueError for a stored lm_head that differs from the embedding, where the config ties them.
+
+    transformers would keep both, and compute other logits than a decoder with one of them.
+    """
+    if not layout.config.tied:
+        return
+    pair = {}
+    for file, listed in weight_files(folder).items():
+        with opened(folder / file, listed) as (stored, names):
+            pair |= {name: stored.get_tensor(name) for name in names if name in (_EMBEDDING, _HEAD)}
+    head, embedding = pair.get(_HEAD, pair[_EMBEDDING]), pair[_EMBEDDING]
+    wider = torch.promote_types(head.dtype, embedding.dtype)
+    if head.shape != embedding.shape or not equal(head.to(wider), embedding.to(wider)):
         raise ValueError(
-            f"model: {folder} holds no model.safetensors "
-            "(pickled weights are not read: loading them can run code)"
+            f"model: {folder}: {_HEAD} differs from {_EMBEDDING}, though config.json ties them; set "
+            "tie_word_embeddings to false there to have both, or leave the head out of the weights"
         )
-    return {"model.safetensors": None}
 
 
 def _take(
@@ -264,13 +249,14 @@ def _take(
 
     Raises ValueError for a tensor that has no place there, or has another shape or an unsupported dtype.
     """
-    if name == "lm_head.weight" and layout.config.tied:
-        return None  # the embedding is stored under its own name as well
+    if (name == _HEAD and layout.config.tied) or name.endswith(_BUFFERS):
+        return None  # see _refuse_other_head
     target = _target(name, wanted, layout)
     if target is None:
         raise ValueError(
             f"model: {path} holds {name[:200]}, "
             f"which a {layout.config.architecture} of this config has no place for"
+            f"{but_for_the_prefix(name, wanted)}"
         )
     if shape != tuple(target.shape):
         raise ValueError(
@@ -294,11 +280,6 @@ def _target(name: str, wanted: dict[str, torch.Tensor], layout: Layout) -> torch
     first, *_ = [wanted.pop(part) for part in parts]
     strides = (shape[1] * shape[2], shape[2], 1)
     return first.as_strided(shape, strides, first.storage_offset())
-
-
-def _is_plain_name(file: str) -> bool:
-    """Whether a name is of a file in the same folder."""
-    return file not in ("", ".", "..") and not set(file) & {"/", "\\", "\0"}
 
 
 def load_decoder(

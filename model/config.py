@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, FiniteFloat, PositiveInt, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, PositiveInt, ValidationError
 
 from ..files.reading import read_json, shown
 from ..kernels.rope import llama3_frequencies, rope_frequencies
@@ -25,7 +25,6 @@ _SIZES = (
     "vocab_size",
     "hidden_size",
     "intermediate_size",
-    "layers",
     "heads",
     "kv_heads",
     "head_dim",
@@ -168,12 +167,12 @@ class ModelConfig:
     def _check_sizes(self, source: str) -> None:
         """Raise ValueError for a number that no model can have, or that the kernels cannot take."""
         for field in _SIZES:
-            value, largest = getattr(self, field), _MOST_LAYERS if field == "layers" else _LARGEST
+            value = getattr(self, field)
             if value < 1:
                 raise ValueError(f"model: {source}: {field} ({value}) must be positive")
-            if value > largest:
+            if value > _LARGEST:
                 raise ValueError(
-                    f"model: {source}: {field} ({value}) is larger than zerokl takes ({largest})"
+                    f"model: {source}: {field} ({value}) is larger than zerokl takes ({_LARGEST})"
                 )
         low, high = _ROPE_THETA
         if not low <= self.rope_theta <= high:
@@ -242,7 +241,7 @@ class _ConfigFields(_Strict):
     vocab_size: PositiveInt
     hidden_size: PositiveInt
     intermediate_size: PositiveInt
-    num_hidden_layers: PositiveInt
+    num_hidden_layers: int = Field(gt=0, le=_MOST_LAYERS)
     num_attention_heads: PositiveInt
     num_key_value_heads: PositiveInt | None = None
     head_dim: PositiveInt | None = None
@@ -288,6 +287,7 @@ class _Llama3Fields(_Strict):
 _RULES = {
     "int": "a positive whole number",
     "greater": "a positive whole number",
+    "less": f"at most {_MOST_LAYERS}, the layers that zerokl takes",
     "float": "a finite number",
     "finite": "a finite number",
     "bool": "true or false",
@@ -324,7 +324,8 @@ _OTHER_EXPERTS: dict[str, tuple[object, ...]] = {
     "use_routing_bias": (False,),
     "router_jitter_noise": (0.0,),
 }
-_MOST_EXPERTS = 1 << 12
+# Of a layer, and of all layers together. Every matrix of an expert has a name and a place.
+_MOST_EXPERTS, _MOST_OF_ALL_LAYERS = 1 << 12, 1 << 17
 
 
 def _experts(raw: Mapping[str, Any], layers: int, source: str) -> Experts:
@@ -343,9 +344,14 @@ def _experts(raw: Mapping[str, Any], layers: int, source: str) -> Experts:
             f"model: {source}: num_experts_per_tok ({per_token}) must be at most num_experts ({number}), and "
             f"num_experts at most {_MOST_EXPERTS}"
         )
-    step, dense = fields.decoder_sparse_step, fields.mlp_only_layers
-    sparse = (i for i in range(layers) if (i + 1) % step == 0 and i not in dense)
-    return Experts(number, per_token, fields.moe_intermediate_size, fields.norm_topk_prob, frozenset(sparse))
+    step, dense = fields.decoder_sparse_step, set(fields.mlp_only_layers)
+    sparse = frozenset(i for i in range(layers) if (i + 1) % step == 0 and i not in dense)
+    if number * len(sparse) > _MOST_OF_ALL_LAYERS:
+        raise _UnsupportedError(
+            f"model: {source}: num_experts ({number}) in {len(sparse)} layers are more than zerokl takes "
+            f"({_MOST_OF_ALL_LAYERS})"
+        )
+    return Experts(number, per_token, fields.moe_intermediate_size, fields.norm_topk_prob, sparse)
 
 
 def _rope(fields: _ConfigFields, source: str) -> tuple[float, dict[str, float] | None]:

@@ -15,9 +15,11 @@ from safetensors.torch import save_file
 
 from ..files.reading import read_json, shown
 from .adapters import AdapterLayout
-from .checkpoint import DTYPES, open_tensors, write_folder
+from .checkpoint import DTYPES, write_folder
 from .config import ModelConfig
 from .lora import TARGETS, Lora
+from .tensor_checks import but_for_the_prefix, check_finite
+from .weight_files import open_tensors
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 # Keys of adapter_config.json that change nothing of what a loaded adapter computes.
@@ -103,12 +105,14 @@ def _take(name: str, tensor: torch.Tensor, wanted: dict[str, torch.Tensor], path
     if target is None:
         raise ValueError(
             f"lora: {path} holds {name[:200]}, which lora.targets and the model have no place for"
+            f"{but_for_the_prefix(name, wanted)}"
         )
     if tensor.shape != target.shape or tensor.dtype not in DTYPES.values():
         raise ValueError(
             f"lora: {path}: {name} is {tuple(tensor.shape)} {tensor.dtype}, and must be "
             f"{tuple(target.shape)} in fp32, bf16 or fp16; is it of another model?"
         )
+    check_finite(f"lora: {path}", name, tensor)
     target.copy_(tensor)
 
 
@@ -120,9 +124,15 @@ def stored_lora(folder: Path) -> Lora:
     config, path = read_adapter_config(folder), folder / WEIGHTS
     try:
         with open_tensors(path) as stored:
-            modules = {name.split(".")[-3] for name in stored.keys() if name.count(".") > 2}  # noqa: SIM118
+            names = list(stored.keys())
     except (OSError, SafetensorError) as error:
         raise ValueError(f"lora: {path} is missing, corrupt or incomplete ({error})") from None
+    modules = {name.split(".")[-3] for name in names if name.count(".") > 2}
+    if not modules & set(TARGETS):
+        raise ValueError(
+            f"lora: {path} holds no adapter of {', '.join(TARGETS)}, named MODULE.lora_A.weight; its first "
+            f"tensor is {shown(min(names, default=''))}"
+        )
     return Lora(config.rank, config.alpha, tuple(name for name in TARGETS if name in modules))
 
 

@@ -9,7 +9,7 @@ import torch
 from ...engine.rollout.vllm.installed import is_cpu_build, require_vllm
 from ...kernels.backend import find_device
 from ...kernels.tile_tables import DEFAULT_TABLE, TileTable, tile_table
-from ...model.checkpoint import DTYPES
+from ...model.checkpoint import DTYPES, check_values
 from ...model.config import ModelConfig
 from ..config import AuditConfig
 from .engine import Engine, ZeroklEngine
@@ -79,6 +79,8 @@ def _engine(
 ) -> Engine:
     if name in ("native", "zerokl"):
         return ZeroklEngine(folder, dtype, head, device, name, tiles)
+    # Ours looks at the numbers as it reads them. A library may hide one: vLLM's router takes a NaN as p = 0.
+    check_values(folder)
     if name == "vllm":
         return VllmEngine(folder, dtype, ModelConfig.from_file(folder).max_positions, head)
     if name == "vllm-zerokl":

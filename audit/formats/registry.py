@@ -4,6 +4,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -101,6 +102,8 @@ _MAGIC = {b"PK": "slime", b"\x80": "skyrl"}
 _PARQUET = b"PAR1"
 # Formats whose log can also be in our own fields, written by a recorder or by `zerokl convert`.
 _RECORDED = ("slime", "skyrl", "verl", "trl")
+# Completions of a log that are looked at before a model is loaded.
+_FIRST_ROWS = 16
 LOG_SUFFIXES = (".jsonl", ".parquet", ".pt")
 
 
@@ -215,3 +218,19 @@ def _identity(rollout: LoggedRollout) -> int | None:
     columns = (rollout.logprobs, rollout.trainer_logprobs)
     bits = tuple(None if x is None else x.tobytes() for x in columns)
     return hash((*names, rollout.prompt_ids, rollout.completion_ids, bits))
+
+
+def check_first_rows(path: Path, format: str = "auto") -> None:
+    """Check that a log can be read and audited, as far as its first rows tell, before a model is loaded.
+
+    Raises ValueError (see read_rollouts), also for rows without token ids or logprobs.
+    """
+    try:
+        remedy = find_format(log_files(path)[0], format).remedy
+        for place, rollout in islice(read_rollouts(path, format), _FIRST_ROWS):
+            try:
+                rollout.check_scored(remedy)
+            except ValueError as error:
+                raise ValueError(f"{place}: {error}") from None
+    except ValueError as error:
+        raise ValueError(f"audit: {error}") from None

@@ -10,9 +10,10 @@ import numpy as np
 from ...engine.display.progress import silent
 from ...engine.rollout.types import Rollout
 from ...kernels.sampling_params import SamplingParams
+from ...model.adapters import AdapterLayout, adapted_layout
 from ...model.checkpoint import check_weights, resolve_model
 from ...model.config import ModelConfig
-from ...model.peft import CONFIG, read_adapter_config, stored_lora
+from ...model.peft import CONFIG, read_adapter, read_adapter_config, stored_lora
 from ...model.weights import Layout
 from ..figures.drawn_from import check
 from ..figures.repeats import Drawn, group_of
@@ -153,8 +154,10 @@ def model_adapters(names: Sequence[str], folder: Path) -> ModelAdapters | None:
     if not folders:
         return None
     own, *others = dict.fromkeys(folders)
+    config = ModelConfig.from_file(folder)
     for adapter in (own, *others):
-        stored_lora(adapter)
+        lora = stored_lora(adapter)
+        read_adapter(adapter, AdapterLayout(adapted_layout(config, lora), lora))
     if not (name := read_adapter_config(own).base):
         raise ValueError(f"audit: --adapter {own} names no base; write base_model_name_or_path in {CONFIG}")
     base = resolve_model(name)

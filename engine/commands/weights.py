@@ -14,7 +14,8 @@ import torch
 from safetensors import SafetensorError
 
 from ...files.reading import read_json, shown
-from ...model.checkpoint import open_tensors, resolve_model
+from ...model.checkpoint import resolve_model
+from ...model.weight_files import open_tensors
 
 # Dtype of a tensor -> the dtypes in which it is hashed.
 _HASHED = {

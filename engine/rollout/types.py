@@ -275,7 +275,8 @@ def check_room(completions: int, max_tokens: int) -> None:
     if needed > memory:
         raise ValueError(
             f"{completions:,} completions of up to {max_tokens:,} tokens can take {needed / 1e9:,.1f} GB of "
-            f"memory, and this machine has {memory / 1e9:,.1f} GB; ask for fewer, or lower max_tokens"
+            f"memory, and this machine has {memory / 1e9:,.1f} GB; ask for fewer prompts or generations, or "
+            "lower max_tokens"
         )
 
 

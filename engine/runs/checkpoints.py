@@ -23,13 +23,13 @@ from ...files.writing import manifest_damage
 from ...model.adapters import AdapterLayout
 from ...model.checkpoint import (
     STATE_FILE,
-    open_tensors,
     read_weights,
     write_checkpoint,
     write_config,
     write_folder,
 )
 from ...model.peft import checkpoint_config, read_adapter, write_adapter
+from ...model.weight_files import open_tensors
 from ...model.weights import FlatLayout
 from ...verify.ledger import Head, Ledger, LedgerFile
 from ..config import Config

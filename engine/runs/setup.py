@@ -24,6 +24,7 @@ from ..parallel.zero import Slices
 from ..rollout.answers import AnswerPlayer, GivenAnswers
 from ..rollout.budgets import BudgetPlayer, DrawnAnswers
 from ..rollout.players import Judge, make_player, turn_limits
+from ..rollout.types import check_room
 from ..rollout.vllm.installed import installed_vllm, is_cpu_build
 from ..stopwatch import Stopwatch
 from ..tasks.base import Problem, Task
@@ -79,6 +80,7 @@ def make_state(
     prompt_ids = player.check(problems, max_tokens, model_config.max_positions)
     longest = max(map(len, prompt_ids), default=0)
     of_rollout = max_tokens if prompt_ids else limits.max_tokens
+    check_room(config.prompts * config.rollouts_per_prompt // ranks.size, of_rollout)
     device, layout = run_device(config), model_layout(config, model_config)
     ref_model = _ref_model(config, model, model_config)
     ref_numel = Layout(ref_model[1]).numel if ref_model else 0

@@ -16,7 +16,8 @@ from typing import Any
 import torch
 
 from ...files.writing import os_error_line
-from ...model.checkpoint import SHARD_BYTES, open_tensors, tensor_files
+from ...model.checkpoint import SHARD_BYTES
+from ...model.weight_files import open_tensors, tensor_files
 from ...model.weights import FlatLayout
 from ..parallel.pieces import parts_of
 from ..parallel.process_group import Ranks

@@ -1,6 +1,7 @@
 """From text to token ids and back: the tokenizer of a model folder, and the one that `zerokl init` makes."""
 
 import os
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,9 @@ from .tool_calls import ToolCalls, calls_of_message
 
 _CHARACTERS = "0123456789abcdefghijklmnopqrstuvwxyz+-*/=(),:> .?!'\"_;<[]{}|%"
 _SPECIAL = ("<pad>", "<eos>", "<unk>")
+# The lists of special tokens in tokenizer_config.json: the name in older versions of transformers, and in
+# newer ones.
+_MARKERS = ("additional_special_tokens", "extra_special_tokens")
 
 
 class Tokenizer:
@@ -34,18 +38,37 @@ class Tokenizer:
         try:
             self._hf = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
         except Exception as error:  # the tokenizers library raises bare Exception for a file it cannot read
-            raise ValueError(f"model: {folder} has no usable tokenizer ({_first_line(error)})") from None
+            told = f"{_first_line(error).removesuffix(':')}{_key_of(folder, error)}"
+            raise ValueError(f"model: {folder} has no usable tokenizer ({told})") from None
         highest = max(self._hf.get_vocab().values(), default=-1)
         if highest >= vocab_size:
             raise ValueError(
                 f"model: the tokenizer of {folder} has token id {highest}, "
                 f"the model's vocabulary ends at {vocab_size - 1}"
             )
+        self._check_markers(folder / "tokenizer_config.json")
         self.stop_ids = frozenset(self._stop_ids(folder))
         if not self.stop_ids:
             raise ValueError(
                 f"model: the tokenizer of {folder} names no end-of-sequence token, so no completion could end"
             )
+
+    def _check_markers(self, path: Path) -> None:
+        """Raise ValueError for a special token that the config lists, and that encoding splits.
+
+        transformers takes one of the two lists, so a file with both loses the tokens of the other.
+        """
+        for key in _MARKERS:
+            listed = _fields(path).get(key)
+            named = listed.values() if isinstance(listed, dict) else listed
+            for marker in named if isinstance(listed, list | dict) else ():
+                text = marker.get("content") if isinstance(marker, dict) else marker
+                ids = self.encode_plain(text) if isinstance(text, str) else []
+                if ids and self._hf.convert_tokens_to_ids(text) not in ids:
+                    raise ValueError(
+                        f"model: {path} lists {shown(text)} in {key}, and the tokenizer splits it into "
+                        f"{len(ids)} tokens; list all special tokens in one of {' and '.join(_MARKERS)}"
+                    )
 
     def _stop_ids(self, folder: Path) -> list[int]:
         """The end-of-sequence ids of the tokenizer and of generation_config.json."""
@@ -78,8 +101,10 @@ class Tokenizer:
             prompt.encode()
         except UnicodeEncodeError:
             raise ValueError(f"prompt {shown(prompt)} is not valid Unicode") from None
+        text = prompt
         if chat and self._hf.chat_template:
-            ids = self._chat_ids(prompt, system)
+            text = self._chat_text(prompt, system)
+            ids = self.encode_plain(text)
         elif system:
             raise ValueError(
                 f"the system prompt {shown(system)} needs chat, and a tokenizer with a chat template; "
@@ -89,16 +114,24 @@ class Tokenizer:
             ids = self._hf.encode(prompt)
         if not ids:
             raise ValueError(f"prompt {shown(prompt)} has no tokens")
-        unknown = self._hf.unk_token_id
-        if unknown is not None and unknown in ids:
-            raise ValueError(f"prompt {shown(prompt)} has a character that the tokenizer does not know")
+        if self._has_unknown(ids):
+            raise ValueError(f"prompt {shown(prompt)} {self._unknown(text)}")
         return ids
 
-    def _chat_ids(self, prompt: str, system: str) -> list[int]:
-        """The ids of a user's turn in the chat template. Raises ValueError where the template fails."""
+    def _has_unknown(self, ids: Sequence[int]) -> bool:
+        return self._hf.unk_token_id is not None and self._hf.unk_token_id in ids
+
+    def _unknown(self, text: str) -> str:
+        """What is wrong with a text that has a character without a token, and which character it is."""
+        bad = next((c for c in dict.fromkeys(text) if self._has_unknown(self.encode_plain(c))), "")
+        which = f": {bad!a} (U+{ord(bad):04X})" if bad else ""
+        return f"has a character that the tokenizer does not know{which}"
+
+    def _chat_text(self, prompt: str, system: str) -> str:
+        """A user's turn in the chat template. Raises ValueError where the template fails."""
         turns = [{"role": "system", "content": system}] if system else []
         turns.append({"role": "user", "content": prompt})
-        return self.encode_plain(self._rendered(turns, None, " with a system prompt" if system else ""))
+        return self._rendered(turns, None, " with a system prompt" if system else "")
 
     @property
     def has_chat_template(self) -> bool:
@@ -163,12 +196,14 @@ class Tokenizer:
     def encode_completion(self, text: str) -> list[int]:
         """The ids of a given completion. Raises ValueError for a text that has none, or no valid ones."""
         try:
-            ids = self.checked(self.encode_plain(text))
+            ids = self.encode_plain(text)
         except UnicodeEncodeError:
             raise ValueError(f"completion {shown(text)} is not valid Unicode") from None
         if not ids:
             raise ValueError(f"completion {shown(text)} has no tokens")
-        return ids
+        if self._has_unknown(ids):
+            raise ValueError(f"completion {shown(text)} {self._unknown(text)}")
+        return self.checked(ids)
 
     @property
     def stop_id(self) -> int:
@@ -181,7 +216,7 @@ class Tokenizer:
         wrong = next((i for i in ids if not 0 <= i < self._vocab), None)
         if wrong is not None:
             raise ValueError(f"token id {wrong} is none of the model's, which are 0 to {self._vocab - 1}")
-        if self._hf.unk_token_id is not None and self._hf.unk_token_id in ids:
+        if self._has_unknown(ids):
             raise ValueError(f"{shown(self.text(ids))} has a character that the tokenizer does not know")
         return list(ids)
 
@@ -225,6 +260,27 @@ def _first_line(error: Exception) -> str:
     """The kind of an error, and the first line of what it says."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+
+
+def _fields(path: Path) -> dict[str, Any]:
+    """The fields of a JSON file; empty where there is no such file, or it holds something else."""
+    try:
+        fields = read_json(path)
+    except (OSError, ValueError):
+        return {}  # whoever needs the file says what is wrong with it
+    return fields if isinstance(fields, dict) else {}
+
+
+def _key_of(folder: Path, error: Exception) -> str:
+    """The file and the key that an error of transformers speaks of, as the end of a line; or empty."""
+    if type(error) is Exception:  # so raises the tokenizers library, which reads one file
+        return "; tokenizer.json"
+    words = set(re.findall(r"\w+", str(error)))
+    for name in ("config.json", "tokenizer_config.json"):
+        for key, value in _fields(folder / name).items():
+            if key in words:
+                return f"; {name}: {key} is {shown(value)}"
+    return ""
 
 
 def character_tokenizer(characters: str = _CHARACTERS) -> Any:

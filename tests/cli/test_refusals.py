@@ -26,6 +26,8 @@ def test_every_command_that_computes_can_be_told_where(refused, words):
     [
         ({"optimizer__lrr": 1}, "unknown key optimizer.lrr; did you mean optimizer.lr?"),
         ({"stepz": 1}, "unknown key stepz; did you mean steps?"),
+        ({"model.name": "model"}, "model is a value, no section; did you mean model?"),
+        ({"dtype": "fp8"}, "in 8 bits zerokl has weights (precision.weights of train, or perturb.weights"),
         ({"config": "a.toml"}, "the file is given without an option: zerokl train FILE"),
         ({"steps": "many"}, "config: steps ('many')"),
         ({"model": "./nowhere"}, "./nowhere is no folder"),
@@ -46,9 +48,16 @@ def test_a_bad_setting_of_a_run_is_one_line_and_leaves_nothing(training, refused
     assert message in refused(*training(**values))
 
 
-def test_a_mistyped_key_in_a_file_names_the_nearest(folder, refused):
-    (folder / "c.toml").write_text("[sampling]\ntemprature = 1.0\n")
-    assert "did you mean sampling.temperature?" in refused("train", "c.toml", "--run_dir", "run")
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[sampling]\ntemprature = 1.0\n", "did you mean sampling.temperature?"),
+        ('[model]\nname = "owner/name"\n', "unknown key model.name; model is a value, no section"),
+    ],
+)
+def test_a_mistyped_key_in_a_file_names_the_nearest(folder, refused, text, message):
+    (folder / "c.toml").write_text(text)
+    assert message in refused("train", "c.toml", "--run_dir", "run")
 
 
 @pytest.mark.parametrize(
@@ -131,7 +140,7 @@ DAMAGE = {
     "architecture list": "is not supported; supported are",
     "infinite": "is no JSON number",
     "theta": "rope_theta (-5.0) must lie in 1 to",
-    "layers": "layers (1000000000) is larger than zerokl takes",
+    "layers": "num_hidden_layers (1000000000) must be at most",
     "context": "max_positions (1000000000000) is larger than zerokl takes",
     "width": "more than this machine has memory for",
     "stop ids": "eos_token_id ([[1]]) must be a token id, or a list of them",
@@ -229,6 +238,7 @@ def test_a_bad_command_is_one_line(refused, words, message):
         ({"task__reward": "mine:huge", "loss__preset": "grpo"}, "reward"),
         ({"native__cache_bytes": 10}, "cache_bytes (10) cannot hold one sample"),
         ({"optimizer__lr": "1e37", "steps": 3}, "not finite"),
+        ({"prompts": 10**9}, "GB of memory, and this machine has"),
     ],
     ids=str,
 )

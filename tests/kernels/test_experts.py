@@ -8,6 +8,7 @@ import torch
 from zerokl.kernels import expert_rows
 from zerokl.kernels import grouped_linear as module
 from zerokl.kernels.expert_rows import ExpertRows
+from zerokl.kernels.given_softmax import given_softmax
 from zerokl.kernels.grad import GradBuffer
 from zerokl.kernels.grouped_linear import grouped_linear
 from zerokl.kernels.linear import linear
@@ -174,10 +175,23 @@ def test_of_equal_logits_the_lower_experts_are_chosen(dtype):
     assert topk_softmax(logits, 3, renormalise=False)[1].tolist() == [[1, 3, 2]]
 
 
-def test_logits_that_are_nan_choose_the_first_experts_with_weight_0():
-    q, ids = topk_softmax(torch.full((1, 8), float("nan")), 2, renormalise=True)
-    assert ids.tolist() == [[0, 1]]
-    assert q.tolist() == [[0.0, 0.0]]
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize("renormalise", [True, False])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_logit_that_is_not_finite_makes_the_weights_of_its_token_nan(dtype, renormalise, bad):
+    logits = randn(0, 3, 6, dtype=dtype)
+    finite, _ = topk_softmax(logits, 2, renormalise)
+    logits[1, 4] = bad
+    q, ids = topk_softmax(logits, 2, renormalise)
+    assert q.isnan().tolist() == [[False] * 2, [True] * 2, [False] * 2]
+    assert ids[1].tolist() == [0, 1]
+    assert total_unequal([q[::2]], [finite[::2]]) == 0
+    assert given_softmax(logits, ids, renormalise).isnan().tolist() == q.isnan().tolist()
+
+
+def test_a_logit_of_minus_infinity_is_an_expert_that_nobody_chooses():
+    q, ids = topk_softmax(torch.tensor([[1.0, -torch.inf, 1.0]]), 3, renormalise=True)
+    assert (q.tolist(), ids.tolist()) == ([[0.5, 0.5, 0.0]], [[0, 2, 1]])
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -101,6 +101,15 @@ def test_tied_head_stored_under_its_own_name_is_accepted(tmp_path):
     assert total_unequal([load_decoder(folder, torch.float32).flat], [expected]) == 0
 
 
+def test_buffers_that_follow_from_the_config_are_passed_over(tmp_path):
+    folder = save_random("llama", tmp_path)
+    expected = load_decoder(folder, torch.float32).flat
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(8)
+    checkpoint.save_file(tensors, folder / "model.safetensors")
+    assert total_unequal([load_decoder(folder, torch.float32).flat], [expected]) == 0
+
+
 def test_weights_are_rounded_once_and_padding_is_zero(tmp_path):
     folder = save_random("qwen2", tmp_path)
     full, half = load_decoder(folder, torch.float32), load_decoder(folder, torch.bfloat16)

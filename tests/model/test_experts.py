@@ -1,15 +1,22 @@
 """A router whose logits have another dtype than the rest of its layer."""
 
+import pytest
 import torch
+from zerokl.engine.rollout.native import NativeSampler
+from zerokl.engine.rollout.types import GenerationParams, RngKey, complete
 from zerokl.files.bitwise import equal
 from zerokl.kernels.grad import GradBuffer
 from zerokl.kernels.order import token_blocks
 from zerokl.kernels.passes import Pass
+from zerokl.kernels.sampling_params import SamplingParams
 from zerokl.kernels.tile_tables import DEFAULT_TABLE
+from zerokl.model.checkpoint import load_decoder
 from zerokl.model.config import Experts
 from zerokl.model.experts import run_experts
+from zerokl.model.scoring import logprobs, pack
 
 from tests.helpers import randn
+from tests.model.checkpoints import save_random
 
 T, D, E, SIZE = 24, 32, 4, 16
 EXPERTS = Experts(number=E, per_token=2, size=SIZE, renormalise=True, layers=frozenset([0]))
@@ -35,3 +42,17 @@ def test_the_gradient_of_a_router_in_fp32_is_in_its_buffer_and_is_that_of_autogr
     assert in_buffer.dtype == torch.float32
     assert equal(in_buffer.bfloat16(), gradient_of_router(torch.float32, False))
     assert not equal(in_buffer, gradient_of_router(None, True)), "control: logits that are rounded"
+
+
+def test_a_router_that_is_nan_gives_nothing_finite(tmp_path):
+    """One number of one expert of one layer, as an update may leave it."""
+    decoder = load_decoder(save_random("qwen3_moe", tmp_path), torch.float32)
+    batch, stop = pack([([1, 2, 3], [4, 5]), ([6], [7])]), frozenset([0])
+    with torch.no_grad():
+        assert logprobs(decoder, batch, SamplingParams())[0].isfinite().all(), "control"
+        decoder.w["layers.1.router"][4, 0] = torch.nan
+        assert logprobs(decoder, batch, SamplingParams())[0].isnan().all()
+    with pytest.raises(FloatingPointError, match="position 0 are not finite"):
+        complete(
+            NativeSampler(decoder), [[1, 2]], GenerationParams(SamplingParams(), 1, 2, stop), RngKey(0, 0)
+        )

@@ -144,6 +144,34 @@ def test_what_would_compute_something_else_is_refused_by_name(folder, changes, m
         read_adapter(folder, layout_of(LORA))
 
 
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            lambda name, x: (name, x.fill_(float("nan"))),
+            r"lora_A\.weight holds 64 NaN or infinite numbers of 64",
+        ),
+        (lambda name, x: (name.removeprefix("base_model.model."), x), r"prefix: add base_model\.model\. in"),
+        (lambda name, x: (f"_orig_mod.{name}", x), r"but for the prefix: drop _orig_mod\. in the names"),
+    ],
+    ids=["NaN", "no prefix", "a wrapper's prefix"],
+)
+def test_numbers_and_names_that_are_wrong_are_named(folder, change, message):
+    tensors = load_file(folder / WEIGHTS)
+    save_file(dict(change(name, x) for name, x in tensors.items()), folder / WEIGHTS)
+    with pytest.raises(ValueError, match=message):
+        read_adapter(folder, layout_of(stored_lora(folder)))
+
+
+def test_names_of_a_state_dict_are_no_adapter(folder):
+    tensors = {
+        name.replace(".weight", ".default.weight"): x for name, x in load_file(folder / WEIGHTS).items()
+    }
+    save_file(tensors, folder / WEIGHTS)
+    with pytest.raises(ValueError, match=r"holds no adapter of q_proj.*first tensor is .*\.default\.weight"):
+        stored_lora(folder)
+
+
 def test_damage_is_named(folder, tmp_path):
     tensors = load_file(folder / WEIGHTS)
     name = next(iter(tensors))

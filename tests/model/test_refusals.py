@@ -7,10 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from zerokl.files.bitwise import equal
 from zerokl.kernels.sampling_params import SamplingParams
-from zerokl.model.checkpoint import load_decoder
+from zerokl.model.checkpoint import check_values, check_weights, load_decoder, read_rows
 from zerokl.model.config import ModelConfig
 from zerokl.model.scoring import logprobs, pack
+from zerokl.model.weights import Layout
 
 from tests.model.checkpoints import save_random
 
@@ -111,6 +113,8 @@ def test_the_layers_of_the_experts_are_those_of_the_config(change, layers):
         ({"num_experts": 0}, r"num_experts \(0\) must be a positive whole number"),
         ({"num_experts": None}, "lacks the field num_experts"),
         ({"moe_intermediate_size": None}, "lacks the field moe_intermediate_size"),
+        ({"num_hidden_layers": 10**9}, r"num_hidden_layers \(1000000000\) must be at most 4096"),
+        ({"num_hidden_layers": 4096, "num_experts": 512}, r"num_experts \(512\) in 4096 layers are more"),
         ({"mlp_only_layers": 3}, r"mlp_only_layers \(3\) must be a list"),
         ({"norm_topk_prob": "yes"}, r"norm_topk_prob \('yes'\) must be true or false"),
         ({"architectures": ["Qwen2MoeForCausalLM"]}, "architecture 'Qwen2MoeForCausalLM' is not supported"),
@@ -128,6 +132,24 @@ def _edit(change: Callable[[dict[str, torch.Tensor]], object]) -> Callable[[Path
         save_file(tensors, folder / "model.safetensors")
 
     return damage
+
+
+def _one_bad_number(kind: str, bad: float) -> Callable[[Path], None]:
+    """In the last number of the first tensor with this in its name."""
+
+    def change(tensors: dict[str, torch.Tensor]) -> None:
+        next(x for name, x in tensors.items() if kind in name).view(-1)[-1] = bad
+
+    return _edit(change)
+
+
+def _rename(change: Callable[[str], str]) -> Callable[[Path], None]:
+    def rename(tensors: dict[str, torch.Tensor]) -> None:
+        renamed = {change(name): x for name, x in tensors.items()}
+        tensors.clear()
+        tensors.update(renamed)
+
+    return _edit(rename)
 
 
 def _set(name: str, tensor: torch.Tensor) -> Callable[[Path], None]:
@@ -163,6 +185,20 @@ SINGLE = {
         _set("model.norm.weight", torch.zeros(64, dtype=torch.int8)),
         "dtype torch.int8, which is not supported",
     ),
+    "a NaN": (
+        _one_bad_number("layers.1.mlp.up_proj", float("nan")),
+        r"model\.layers\.1\.mlp\.up_proj\.weight holds 1 NaN or infinite numbers of 6144",
+    ),
+    "an infinity": (_one_bad_number("model.norm", float("-inf")), r"model\.norm\.weight holds 1 NaN or inf"),
+    "a wrapper's prefix": (
+        _rename(lambda name: f"module._orig_mod.{name}"),
+        r"; it is \S+ but for the prefix: drop module\._orig_mod\. in",
+    ),
+    "no prefix": (_rename(lambda name: name.removeprefix("model.")), r"but for the prefix: add model\. in"),
+    "an index beside it": (
+        lambda f: _index(f).write_text('{"weight_map": {}}'),
+        r"holds model\.safetensors and model\.safetensors\.index\.json",
+    ),
 }
 
 
@@ -189,6 +225,13 @@ def _name_twice(folder: Path) -> None:
     _index(folder).write_text(json.dumps(index))
 
 
+def _list_one_less(folder: Path) -> None:
+    """Store a tensor twice; the index names one of them."""
+    first, second, *_ = sorted(folder.glob("*.safetensors"))
+    name, tensor = next(iter(load_file(first).items()))
+    save_file(load_file(second) | {name: tensor}, second)
+
+
 SHARDED = {
     "shard missing": (
         lambda f: sorted(f.glob("*.safetensors"))[1].unlink(),
@@ -206,6 +249,7 @@ SHARDED = {
         "index.json is not a valid index",
     ),
     "tensor in another shard": (_name_twice, "safetensors is corrupt or incomplete"),
+    "tensor of no shard's list": (_list_one_less, "which the folder's index does not name there"),
 }
 
 
@@ -217,6 +261,40 @@ def test_damaged_shards_are_refused(case, tmp_path):
     damage(folder)
     with pytest.raises(ValueError, match=message):
         load_decoder(folder, torch.float32)
+
+
+def test_a_router_that_is_nan_is_refused_by_every_reader(tmp_path):
+    folder = save_random("qwen3_moe", tmp_path)
+    layout = Layout(ModelConfig.from_file(folder))
+    readers = (
+        lambda: load_decoder(folder, torch.bfloat16),
+        lambda: check_values(folder),
+        lambda: read_rows(folder, layout, {name: slice(None) for name in layout.checkpoint_views(empty)}),
+    )
+    empty = torch.empty(layout.numel, device="meta")
+    for read in readers:
+        read()
+    _edit(lambda tensors: tensors["model.layers.1.mlp.gate.weight"].fill_(float("nan")))(folder)
+    for read in readers:
+        with pytest.raises(ValueError, match=r"mlp\.gate\.weight holds 384 NaN or infinite numbers of 384"):
+            read()
+
+
+@pytest.mark.parametrize("shard", ["1GB", "20KB"], ids=["single", "sharded"])
+def test_a_tied_head_that_differs_from_the_embedding_is_refused(shard, tmp_path):
+    """Beside the head that is equal (test_checkpoint.py). With tie_word_embeddings false both are read."""
+    folder = save_random("qwen2", tmp_path, shard=shard)
+    config, layout = json.loads((folder / "config.json").read_text()), Layout(ModelConfig.from_file(folder))
+    head = load_decoder(folder, torch.float32).w["lm_head"]
+    assert not equal(head.detach(), load_decoder(folder, torch.float32).w["embed"].detach())
+    (folder / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
+    tied = Layout(ModelConfig.from_file(folder))
+    assert tied.numel < layout.numel
+    for read in (load_decoder, lambda folder, _: check_weights(folder, tied)):
+        with pytest.raises(
+            ValueError, match=r"lm_head\.weight differs from model\.embed_tokens\.weight.* false"
+        ):
+            read(folder, torch.float32)
 
 
 @pytest.mark.parametrize("pair", [([], [1]), ([1], [])])

@@ -224,9 +224,18 @@ def test_control_another_rule_for_ties_or_another_order_is_found():
     assert total_unequal([ours[0]], [topk_softmax_fwd(logits.bfloat16(), 8, True)[0]]) > 0  # other lanes
 
 
-def test_logits_that_are_nan_choose_the_first_experts_with_weight_0():
-    w, ids, _ = topk_softmax_fwd(torch.full((1, 8), float("nan")), 2, True)
-    assert (ids.tolist(), w.tolist()) == ([[0, 1]], [[0.0, 0.0]])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize("renormalise", [True, False])
+def test_a_logit_that_is_not_finite_makes_the_weights_of_its_token_nan(renormalise, bad):
+    logits = randn(0, 3, 6)
+    finite, _, _ = topk_softmax_fwd(logits, 2, renormalise)
+    logits[1, 4] = bad
+    w, ids, p = topk_softmax_fwd(logits, 2, renormalise)
+    assert w.isnan().tolist() == [[False] * 2, [True] * 2, [False] * 2]
+    assert p[1].isnan().all()
+    assert ids[1].tolist() == [0, 1]
+    assert total_unequal([w[::2]], [finite[::2]]) == 0
+    assert given_softmax_fwd(logits, ids, renormalise)[0].isnan().tolist() == w.isnan().tolist()
 
 
 LENGTHS = (40, 9, 3)

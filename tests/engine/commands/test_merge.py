@@ -91,3 +91,18 @@ def test_what_cannot_be_merged_is_refused(checkpoint, base, tmp_path, capsys):
     assert not (tmp_path / "m").exists()
     (tmp_path / "m").mkdir()
     assert main(["merge", str(checkpoint), str(tmp_path / "m")]) != 0
+
+
+@pytest.mark.parametrize("side", ["adapter", "base"])
+def test_what_is_not_finite_is_not_merged(side, checkpoint, base, tmp_path, capsys):
+    folders = {"adapter": shutil.copytree(checkpoint, tmp_path / "adapter")}
+    folders["base"] = shutil.copytree(base, tmp_path / "base")
+    file = folders[side] / ("adapter_model.safetensors" if side == "adapter" else "model.safetensors")
+    tensors = load_file(file)
+    name = next(iter(tensors))
+    tensors[name].view(-1)[0] = torch.nan
+    save_file(tensors, file, metadata={"format": "pt"})
+    words = ["merge", str(folders["adapter"]), str(tmp_path / "m"), "--base", str(folders["base"])]
+    assert main(words) == 2
+    assert f"{name} holds 1 NaN" in " ".join(capsys.readouterr().err.split())
+    assert not (tmp_path / "m").exists()

@@ -1,0 +1,101 @@
+"""The safetensors files of a model's folder: which there are, which tensors are read from each, and reading.
+
+Pickled weights are not read, because loading them can run code.
+"""
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+
+from ..files.inputs import check_input
+from ..files.reading import read_json, shown
+
+# Names of files of weights.
+_WEIGHTS = ("*.safetensors", "pytorch_model*.bin", "consolidated*.pth", "*.gguf", "*.h5", "*.msgpack")
+
+
+def tensor_files(folder: Path) -> dict[str, list[str]]:
+    """The names of the tensors in each safetensors file of a folder, by file name. Raises ValueError."""
+    names_of = {}
+    for file, listed in weight_files(folder).items():
+        with opened(folder / file, listed) as (_, names):
+            names_of[file] = list(names)
+    return names_of
+
+
+def weight_files(folder: Path) -> dict[str, list[str] | None]:
+    """The names of the tensors to read from each file, by file name; None is all of them."""
+    index = folder / "model.safetensors.index.json"
+    if index.exists():
+        if (folder / "model.safetensors").exists():
+            raise ValueError(
+                f"model: {folder} holds model.safetensors and {index.name}, and libraries differ in which "
+                "they read; remove the stale one"
+            )
+        try:
+            file_of = dict(read_json(index)["weight_map"].items())
+            if not all(isinstance(file, str) for file in file_of.values()):
+                raise TypeError("a file's name is not a string")
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ValueError(
+                f"model: {index} is not a valid index of safetensors shards ({shown(str(error))})"
+            ) from None
+        if outside := [file for file in file_of.values() if not _is_plain_name(file)]:
+            raise ValueError(
+                f"model: {index} names the file {shown(outside[0])}; a shard must lie beside its index"
+            )
+        return {
+            file: [name for name, its_file in file_of.items() if its_file == file]
+            for file in dict.fromkeys(file_of.values())
+        }
+    if not (folder / "model.safetensors").exists():
+        raise ValueError(
+            f"model: {folder} holds no model.safetensors (pickled weights are not read: loading them can run "
+            "code); save_pretrained of transformers writes it"
+        )
+    return {"model.safetensors": None}
+
+
+def _is_plain_name(file: str) -> bool:
+    """Whether a name is of a file in the same folder."""
+    return file not in ("", ".", "..") and not set(file) & {"/", "\\", "\0"}
+
+
+@contextmanager
+def open_tensors(path: str | Path) -> Iterator[Any]:
+    """A safetensors file, opened for reading into torch. Raises OSError and SafetensorError."""
+    check_input(path)
+    with safe_open(path, framework="pt") as stored:
+        yield stored
+
+
+@contextmanager
+def opened(path: Path, names: list[str] | None) -> Iterator[tuple[Any, Iterable[str]]]:
+    """A safetensors file, opened, and the names of the tensors to read from it (names: see _files).
+
+    Raises ValueError, also for what goes wrong inside this context because the file is corrupt.
+    """
+    try:
+        with open_tensors(path) as stored:
+            if names is not None and (left := set(stored.keys()) - set(names)):
+                raise ValueError(
+                    f"model: {path} holds {min(left)[:200]}, which the folder's index does not name there; "
+                    "other libraries read all of a shard"
+                )
+            yield stored, stored.keys() if names is None else names
+    except FileNotFoundError:
+        raise ValueError(f"model: {path} is missing, though the folder's index names it") from None
+    except (SafetensorError, OSError) as error:
+        raise ValueError(f"model: {path} is corrupt or incomplete ({error})") from None
+
+
+def unread_files(folder: Path) -> list[str]:
+    """The names of files of weights beside those that are read, in the folder itself.
+
+    An engine may prefer them, and they may be of another step. Raises ValueError (see weight_files).
+    """
+    read = weight_files(folder)
+    return sorted(f.name for pattern in _WEIGHTS for f in folder.glob(pattern) if f.name not in read)
