@@ -103,7 +103,7 @@ def _completion(row: dict[str, Any], turn: int | None) -> LoggedRollout:
 def as_row(rollout: LoggedRollout) -> dict[str, Any]:
     """A completion as a line of our log; what is not known is left out. `parse` gives the same completion.
 
-    A turn becomes a line of its own.
+    A turn becomes a line of its own. It is strict JSON: a reward that is NaN is its name.
     """
     if rollout.completion_ids is None:
         raise ValueError("has no token ids")
@@ -136,9 +136,9 @@ def as_row(rollout: LoggedRollout) -> dict[str, Any]:
         "prompt_text": rollout.prompt_text,
         "completion_text": rollout.completion_text,
     }
-    return {name: value for name, value in row.items() if value is not None}
+    return json_ready({name: value for name, value in row.items() if value is not None})
 
 
-def _numbers(values: Any) -> list[float | str | None] | None:
-    """fp32 values for JSON; a NaN is null, and -infinity its name."""
-    return None if values is None else [None if x != x else json_ready(x) for x in values.tolist()]
+def _numbers(values: Any) -> list[float | None] | None:
+    """fp32 values, None for NaN."""
+    return None if values is None else [None if x != x else x for x in values.tolist()]
