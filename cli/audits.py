@@ -231,7 +231,8 @@ def record(
     """Stand before an inference server and log the completions that pass, until Ctrl-C. Nothing is changed.
 
     Clients call this address in the place of the server's. An answer is recorded where the request asks for
-    token ids and log-probabilities: of vLLM return_token_ids and logprobs, of SGLang return_logprob.
+    token ids and log-probabilities: of vLLM return_token_ids and logprobs, of SGLang return_logprob. The exit
+    code is 2 where completions were lost because the log could not be written.
 
     Args:
         upstream: Address of the server, such as http://localhost:8000.
@@ -252,4 +253,4 @@ def record(
     counts = serve(upstream, Path(out), host, port, console.print, **constant)
     for line in counts.lines(Path(out)):
         console.print(line)
-    return ExitCode.DONE
+    return ExitCode.REFUSED if counts.lost else ExitCode.DONE

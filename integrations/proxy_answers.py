@@ -11,14 +11,19 @@ new.
 """
 
 import gzip
+import io
 import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from ..files.inputs import LINE_BYTES
 from ..files.reading import parse_json
 from .recorder import sampling_fields
 
+# Bytes of a request that are read, and of an answer, packed and unpacked. JSON takes up to 30 times as much
+# memory as its text; a prompt of a million ids has 7 MB. The streams of SGLang repeat all tokens so far.
+REQUEST_BYTES, ANSWER_BYTES = 1 << 24, LINE_BYTES
 # Paths whose answers hold completions, without the prefix that a server may stand under.
 PATHS = ("/v1/completions", "/v1/chat/completions", "/generate")
 
@@ -58,17 +63,12 @@ def completions(exchange: Exchange) -> Iterator[Completion]:
 
     Raises NotRecordedError for an answer without ids or logprobs, and for what cannot be read.
     """
-    asked = _json(_decoded(exchange.request, exchange.request_headers, "request"), "the request")
+    request = _decoded(exchange.request, exchange.request_headers, REQUEST_BYTES, "request")
+    asked = _json(request, "the request")
     if not isinstance(asked, dict):
         raise NotRecordedError("the request is no JSON object")
-    body = _decoded(b"".join(exchange.answer), exchange.answer_headers, "answer")
-    if "event-stream" in exchange.answer_headers.get("Content-Type", ""):
-        events = list(_events(body))
-    else:
-        whole = _json(body, "the answer")
-        events = whole if isinstance(whole, list) else [whole]
-    if not all(isinstance(event, dict) for event in events):
-        raise NotRecordedError("the answer is no JSON object")
+    body = _decoded(b"".join(exchange.answer), exchange.answer_headers, ANSWER_BYTES, "answer")
+    events = _objects(body, "event-stream" in exchange.answer_headers.get("Content-Type", ""))
     if exchange.path.endswith("/generate"):
         yield from _sglang(asked, events)
     else:
@@ -82,18 +82,30 @@ def _json(content: bytes, what: str) -> Any:
         raise NotRecordedError(f"{what} is no JSON") from None
 
 
-def _decoded(body: bytes, headers: Mapping[str, str], what: str) -> bytes:
-    encoding = headers.get("Content-Encoding", "")
+def _decoded(body: bytes, headers: Mapping[str, str], most_bytes: int, what: str) -> bytes:
+    """A body without its compression. A small one may unpack to a very large one."""
+    encoding = headers.get("Content-Encoding", "").lower()
     try:
-        if encoding in ("", "identity"):
-            return body
         if encoding == "gzip":
-            return gzip.decompress(body)
-        if encoding == "deflate":
-            return zlib.decompress(body)
+            body = gzip.GzipFile(fileobj=io.BytesIO(body)).read(most_bytes + 1)
+        elif encoding == "deflate":
+            body = zlib.decompressobj().decompress(body, most_bytes + 1)
+        elif encoding not in ("", "identity"):
+            raise NotRecordedError(f"the {what} is compressed, and not by gzip or deflate")
     except (OSError, EOFError, zlib.error):
         raise NotRecordedError(f"the {what} is no {encoding}") from None
-    raise NotRecordedError(f"the {what} is compressed by {encoding}")
+    if len(body) > most_bytes:
+        raise NotRecordedError(f"the {what} unpacks to more than {most_bytes >> 20} MiB")
+    return body
+
+
+def _objects(body: bytes, stream: bool) -> Iterator[dict[str, Any]]:
+    """The JSON objects of an answer, one at a time."""
+    whole = None if stream else _json(body, "the answer")
+    for event in _events(body) if stream else whole if isinstance(whole, list) else [whole]:
+        if not isinstance(event, dict):
+            raise NotRecordedError("the answer is no JSON object")
+        yield event
 
 
 def _events(body: bytes) -> Iterator[Any]:
@@ -110,7 +122,7 @@ def _events(body: bytes) -> Iterator[Any]:
         raise NotRecordedError("the answer was cut")
 
 
-def _openai(asked: dict[str, Any], events: list[dict[str, Any]]) -> Iterator[Completion]:
+def _openai(asked: dict[str, Any], events: Iterator[dict[str, Any]]) -> Iterator[Completion]:
     """An answer of vLLM, whole or as events: each adds to the completions of its choices."""
     found: dict[int, Completion] = {}
     shared: list[int] | None = None  # a chat has one prompt, which stands beside the choices
@@ -144,7 +156,7 @@ def _openai_logprobs(logprobs: Any, count: int) -> list[float | None]:
     return list(logprobs.get("token_logprobs") or [None] * count)
 
 
-def _sglang(asked: dict[str, Any], events: list[dict[str, Any]]) -> Iterator[Completion]:
+def _sglang(asked: dict[str, Any], events: Iterator[dict[str, Any]]) -> Iterator[Completion]:
     """An answer of SGLang: one object or event for each prompt, by index, with all tokens or the new ones."""
     found: dict[int, Completion] = {}
     streamed = bool(asked.get("stream"))

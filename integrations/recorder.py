@@ -14,7 +14,9 @@ from typing import Any
 
 import numpy as np
 
+from ..audit.formats.fields import sampling_params
 from ..files.reading import json_ready
+from ..files.writing import naming
 from ..kernels.sampling_params import PENALTIES, SamplingParams, refuse_penalties
 
 # The other fields of a line; docs/log-format.md has their meaning.
@@ -44,7 +46,7 @@ def sampling_fields(get: Callable[[str], Any]) -> dict[str, Any]:
     """
     names = (*SamplingParams._fields, *PENALTIES)
     values = {name: value for name in names if (value := get(name)) is not None}
-    if "top_k" in values:
+    if isinstance(values.get("top_k"), int):
         values["top_k"] = max(0, values["top_k"])
     return values
 
@@ -53,15 +55,20 @@ class Recorder:
     """Writes a log. Lists, arrays and tensors of any device and dtype are taken; none of them is changed.
 
     constant: fields that are the same in every line, such as temperature and top_p.
-    Raises ValueError for an unknown field, for a penalty that is not off, and for a file that exists.
+    Raises ValueError for an unknown field, for sampling parameters that no reader takes, for a penalty that
+    is not off, and for a file that exists.
     """
 
     def __init__(self, path: str | Path, **constant: Any):
         self.path = Path(path)
         self._constant = _known(constant)
+        try:
+            sampling_params({"temperature": 1.0} | {k: _plain(v) for k, v in self._constant.items()})
+        except ValueError as error:
+            raise ValueError(f"recorder: {error}") from None
         self.path.parent.mkdir(parents=True, exist_ok=True)
         try:
-            self._file = open(self.path, "x", encoding="utf-8")
+            self._file = open(self.path, "xb", buffering=0)
         except FileExistsError:
             raise ValueError(f"recorder: {self.path} exists; choose another file") from None
 
@@ -72,10 +79,16 @@ class Recorder:
         missing, None for all of them. A completion of no token is passed over. Raises ValueError for columns
         of another length than completion_ids.
         """
+        row = self.row(prompt_ids, completion_ids, logprobs, **fields)
+        if row["completion_ids"]:
+            self.write(row)
+
+    def row(
+        self, prompt_ids: Any, completion_ids: Any, logprobs: Any = None, **fields: Any
+    ) -> dict[str, Any]:
+        """The line of a completion. See record."""
         completion = _plain(completion_ids)
         count = len(completion)
-        if not count:
-            return
         row = {
             "prompt_ids": _plain(prompt_ids),
             "completion_ids": completion,
@@ -85,13 +98,25 @@ class Recorder:
         for name in ("logprobs", "trainer_logprobs", "mask"):
             if row.get(name) is not None and len(row[name]) != count:
                 raise ValueError(f"recorder: {name} has {len(row[name])} entries for {count} completion_ids")
-        line = {name: value for name, value in row.items() if value is not None}
-        self._file.write(json.dumps(line, allow_nan=False) + "\n")
+        return {name: value for name, value in row.items() if value is not None}
+
+    def write(self, row: Mapping[str, Any]) -> None:
+        """Write a line, whole or not at all. Raises OSError that names the log."""
+        end = self._file.tell()
+        left = memoryview((json.dumps(row, allow_nan=False) + "\n").encode())
+        try:
+            with naming(self.path):
+                while left:  # a disk that is nearly full takes a part
+                    left = left[self._file.write(left) :]
+        except OSError:
+            self._file.truncate(end)
+            self._file.seek(end)
+            raise
 
     def flush(self) -> None:
-        """Put every line on the disk."""
-        self._file.flush()
-        os.fsync(self._file.fileno())
+        """Put every line on the disk. Raises OSError that names the log."""
+        with naming(self.path):
+            os.fsync(self._file.fileno())
 
     def close(self) -> None:
         """Flush and close the log."""

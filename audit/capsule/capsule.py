@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pydantic import Field, ValidationError
+from pydantic import Field, NonNegativeInt, ValidationError
 
 from ...engine.section import Section
 from ...files.inputs import read_bytes
@@ -37,15 +37,15 @@ class Drawn(Section):
     """How an engine drew the completions; with the prompts' ids it draws them again."""
 
     seed: int
-    max_tokens: int
-    stop_ids: list[int]
+    max_tokens: int = Field(ge=1)
+    stop_ids: list[NonNegativeInt]
 
 
 class Bounds(Section):
     """The tolerances that a replay has where it is given none."""
 
-    max_k3: float | None = None
-    max_abs: float | None = None
+    max_k3: float | None = Field(None, ge=0.0)
+    max_abs: float | None = Field(None, ge=0.0)
     band: Band | None = None
 
     @property

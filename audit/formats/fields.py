@@ -16,9 +16,10 @@ _LARGEST = 2**53
 
 
 def number(name: str, value: Any, default: float | None = None) -> float:
-    """A JSON number. A value that is null or missing is the default, where there is one."""
+    """A number, or the name of one that JSON does not have. null, or a missing value, is the default."""
     if value is None and default is not None:
         return default
+    value = json_number(value)
     if type(value) not in _NUMBERS:
         raise ValueError(f"{name} ({_short(value)}) must be a number")
     try:

@@ -105,7 +105,7 @@ def _completion(row: dict[str, Any], turn: int | None) -> LoggedRollout:
 def as_row(rollout: LoggedRollout) -> dict[str, Any]:
     """A completion as a line of our log; what is not known is left out. `parse` gives the same completion.
 
-    A turn becomes a line of its own.
+    A turn becomes a line of its own. It is strict JSON: a reward that is NaN is its name.
     """
     if rollout.completion_ids is None:
         raise ValueError("has no token ids")
@@ -138,12 +138,12 @@ def as_row(rollout: LoggedRollout) -> dict[str, Any]:
         "prompt_text": rollout.prompt_text,
         "completion_text": rollout.completion_text,
     }
-    return {name: value for name, value in row.items() if value is not None}
+    return json_ready({name: value for name, value in row.items() if value is not None})
 
 
-def _numbers(values: Any) -> list[float | str | None] | None:
-    """fp32 values for JSON: null where there is none; an infinity and the log's own NaN by their names."""
+def _numbers(values: Any) -> list[float | None] | None:
+    """fp32 values, with null where there is none: the log's own NaN stays one."""
     if values is None:
         return None
     absent = np.isnan(values) & ~is_logged_nan(values)
-    return [None if none else json_ready(x) for x, none in zip(values.tolist(), absent.tolist(), strict=True)]
+    return [None if none else x for x, none in zip(values.tolist(), absent.tolist(), strict=True)]

@@ -68,7 +68,7 @@ def _write(source: Path, out: Path, format: str) -> int:
         with open(partial, "x", encoding="utf-8") as file:
             for place, rollout in read_rollouts(source, format):
                 try:
-                    file.write(json.dumps(as_row(rollout)) + "\n")
+                    file.write(json.dumps(as_row(rollout), allow_nan=False) + "\n")
                 except ValueError as error:
                     remedy = find_format(log_files(source)[0], format).remedy
                     raise ValueError(f"{place}: {error}{'; ' + remedy if remedy else ''}") from None

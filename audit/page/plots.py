@@ -9,6 +9,7 @@ from ..run_report import Step
 from ..sections import TraceSection
 from .numbers import number
 from .rows import position_name
+from .visible import visible
 
 Points = Sequence[tuple[float, float]]  # in pixels
 
@@ -157,7 +158,7 @@ def _marks(points: Points, name: str, square: bool = False) -> str:
 def _legend(i: int, words: str, square: bool = False) -> str:
     x = _LEFT + 200 * i
     mark = _marks([(x + 4, 10)], f"s{i}", square)
-    return f'{mark}<text x="{x + 14}" y="14">{html.escape(words)}</text>'
+    return f'{mark}<text x="{x + 14}" y="14">{html.escape(visible(words))}</text>'
 
 
 def _flag(x: float, words: str, row: int) -> str:
@@ -166,7 +167,7 @@ def _flag(x: float, words: str, row: int) -> str:
     place = f'x="{x + (-5 if left else 5):.1f}" text-anchor="{"end" if left else "start"}"'
     return (
         f'<path class="flag f{row}" d="M{x:.1f} {_TOP + 18 * row}V{_HEIGHT - _BOTTOM}"/>'
-        f'<text class="flag" {place} y="{_TOP + 12 + 15 * row}">{html.escape(words)}</text>'
+        f'<text class="flag" {place} y="{_TOP + 12 + 15 * row}">{html.escape(visible(words))}</text>'
     )
 
 
@@ -177,13 +178,11 @@ def _tick(x: float, words: str) -> str:
         x, anchor = _WIDTH - 4, "end"
     elif len(words) > 4 and x < _LEFT + _EDGE:
         x, anchor = _LEFT, "start"
-    return (
-        f'<text x="{x:.1f}" y="{_HEIGHT - _BOTTOM + 16}" text-anchor="{anchor}">{html.escape(words)}</text>'
-    )
+    return f'<text x="{x:.1f}" y="{_HEIGHT - _BOTTOM + 16}" text-anchor="{anchor}">{html.escape(visible(words))}</text>'
 
 
 def _svg(label: str, body: str) -> str:
-    escaped = html.escape(label)
+    escaped = html.escape(visible(label))
     below = f'<text class="label" x="{_LEFT}" y="{_HEIGHT - 8}">{escaped}</text>'
     return (
         f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{escaped}">'

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ...files.inputs import input_lines, open_input, read_bytes
-from ...files.reading import parse_json
+from ...files.reading import parse_json, shown
 from ...files.writing import whole_lines
 from ...verify.ledger import LEDGER, LedgerFile, read_ledger
 from ..config import Config
@@ -16,6 +16,8 @@ from .folder import METRICS, ROLLOUTS
 from .held_out import BASE_REWARD, MEAN_REWARD, held_out_curve
 from .rollout_lines import parse_rollout
 
+# What a step notes beside its metrics, and the largest of these: sums of them stay numbers.
+_NOTES, _LARGEST = ("gradient/layers", "scaling/overflow"), 1e300
 CONFIG, SUMMARY = "config.toml", "summary.json"
 
 
@@ -86,12 +88,32 @@ def load_run(path: str | Path) -> LoadedRun:
 def read_metrics(file: Path) -> dict[str, list[Any]]:
     """The columns of metrics.jsonl, `step` first. A last line that is still being written is left out.
 
-    Raises ValueError for a line that is not JSON.
+    Raises ValueError for a line that a run does not write.
     """
     content = read_bytes(file) if file.exists() else b""
-    rows = [_parsed(line, file, number) for number, line in enumerate(whole_lines(content)[0], 1)]
+    lines = enumerate(whole_lines(content)[0], 1)
+    rows = [_parsed(line, file, number, parse_metrics) for number, line in lines]
     names = {"step": None} | {name: None for row in rows for name in row}
     return {name: _column([row.get(name) for row in rows]) for name in names}
+
+
+def parse_metrics(line: bytes | str) -> dict[str, Any]:
+    """A line of metrics.jsonl. Raises ValueError for one that a run does not write."""
+    row = parse_json(line)
+    if not isinstance(row, dict):
+        raise ValueError("is no JSON object")
+    if type(row.get("step")) is not int or row["step"] < 0:
+        raise ValueError(f"has step ({shown(row.get('step'))}), which must be a whole number from 0 on")
+    for name, value in row.items():
+        if name not in _NOTES and value is not None and not _is_figure(value):
+            raise ValueError(
+                f"has {name} ({shown(value)}), which must be null or a number of at most {_LARGEST:g}"
+            )
+    return row
+
+
+def _is_figure(value: Any) -> bool:
+    return isinstance(value, int | float) and abs(value) <= _LARGEST
 
 
 def _column(values: list[Any]) -> list[Any]:

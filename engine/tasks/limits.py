@@ -64,6 +64,8 @@ def _trial(kind: str, content: bytes, processor_s: int) -> str:
             code = -signal.SIGXCPU
     if code in (-signal.SIGXCPU, -signal.SIGKILL):
         return f"does not end within {processor_s} s"
+    if code == try_tokenizer.PANIC:
+        return "makes its library panic, as a regex with too many retries does,"
     if code in (try_tokenizer.NO_MEMORY, -signal.SIGABRT):
         return f"needs more than {MEMORY_BYTES >> 30} GiB of memory"
     return f"ends its process (exit code {code})" if code else ""

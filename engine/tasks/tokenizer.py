@@ -2,7 +2,8 @@
 
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,8 @@ class Tokenizer:
 
         self._folder, self._vocab = folder, vocab_size
         try:
-            self._hf = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+            with _no_panic(folder):
+                self._hf = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
         except Exception as error:  # the tokenizers library raises bare Exception for a file it cannot read
             told = f"{_first_line(error).removesuffix(':')}{_key_of(folder, error)}"
             raise ValueError(f"model: {folder} has no usable tokenizer ({told})") from None
@@ -111,7 +113,7 @@ class Tokenizer:
                 "put its words into the prompt"
             )
         else:
-            ids = self._hf.encode(prompt)
+            ids = self._encode(prompt, add_special_tokens=True)
         if not ids:
             raise ValueError(f"prompt {shown(prompt)} has no tokens")
         if self._has_unknown(ids):
@@ -191,7 +193,11 @@ class Tokenizer:
 
     def encode_plain(self, text: str) -> list[int]:
         """The ids of a text, with nothing added before or after it."""
-        return self._hf.encode(text, add_special_tokens=False)
+        return self._encode(text, add_special_tokens=False)
+
+    def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        with _no_panic(self._folder):
+            return self._hf.encode(text, add_special_tokens=add_special_tokens)
 
     def encode_completion(self, text: str) -> list[int]:
         """The ids of a given completion. Raises ValueError for a text that has none, or no valid ones."""
@@ -225,19 +231,23 @@ class Tokenizer:
 
         It is for rewards and reports only. Training sees the ids.
         """
-        return self._hf.decode(list(ids), skip_special_tokens=True)
+        return self._decode(ids, skip_special_tokens=True)
+
+    def _decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
+        with _no_panic(self._folder):
+            return self._hf.decode(list(ids), skip_special_tokens=skip_special_tokens)
 
     def pieces(self, ids: Sequence[int]) -> list[str]:
         """The text of each token by itself, special tokens by their names. For people to look at only."""
-        return [self._hf.decode([i], skip_special_tokens=False) for i in ids]
+        return [self.text([i]) for i in ids]
 
     def text(self, ids: Sequence[int]) -> str:
         """The text of ids, special tokens by their names."""
-        return self._hf.decode(list(ids), skip_special_tokens=False)
+        return self._decode(ids, skip_special_tokens=False)
 
     def round_trip(self, ids: Sequence[int]) -> list[int]:
         """The ids of the text of ids: what a program reads that decodes and encodes again."""
-        return self._hf.encode(self.text(ids), add_special_tokens=False)
+        return self.encode_plain(self.text(ids))
 
     @property
     def special_ids(self) -> list[int]:
@@ -256,7 +266,22 @@ class Tokenizer:
         return [self.encode(p.prompt, chat, p.system) for p in problems]
 
 
-def _first_line(error: Exception) -> str:
+@contextmanager
+def _no_panic(folder: Path) -> Iterator[None]:
+    """Raise ValueError in place of a panic of the tokenizers library, which `except Exception` lets pass.
+
+    pyo3 makes the panic's class when it is first raised, and no module has it.
+    """
+    try:
+        yield
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":
+            raise
+        path = folder / "tokenizer.json"
+        raise ValueError(f"model: the tokenizers library panics with {path} ({_first_line(error)})") from None
+
+
+def _first_line(error: BaseException) -> str:
     """The kind of an error, and the first line of what it says."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__

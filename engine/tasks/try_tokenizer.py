@@ -16,8 +16,9 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
 
-# Every character that a prompt usually has.
-TEXT = string.printable
+# Every character that a prompt usually has, and a run of each: a regex that looks back doubles its work with
+# each character of a run, and the library panics after ten million retries.
+TEXT = string.printable + "".join(c * 64 + "\0" for c in string.printable)
 # Exit codes, beside those of a process that is killed.
 NO_MEMORY, PANIC = 3, 4
 

@@ -135,6 +135,55 @@ def test_a_tokenizer_that_explodes(folder, refused, monkeypatch):
     assert "model/tokenizer.json does not end within 1 s" in line or "of memory" in line
 
 
+def _split_by(file: Path, regex: str) -> None:
+    rule = {"type": "Split", "pattern": {"Regex": regex}, "behavior": "Isolated", "invert": False}
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"pre_tokenizer": rule}))
+
+
+@pytest.mark.parametrize(
+    ("regex", "reason"),
+    [
+        ("((x+x+)+y)|.", "panic"),
+        ("(1+)+$|.", "panic"),
+        ("([a-z ]+)*!|.", "panic"),
+        ("(", "Oniguruma error"),
+        ("\\p{Nope}", "Oniguruma error"),
+    ],
+)
+def test_a_tokenizer_whose_regex_is_bad(folder, capfd, regex, reason):
+    from zerokl.cli import main
+
+    _split_by(folder / "model" / "tokenizer.json", regex)
+    assert main(["sample", "model", "--prompt", "1+1="]) == 2
+    (line,) = capfd.readouterr().err.splitlines()  # with what the library itself prints
+    assert reason in line
+    assert "model/tokenizer.json" in line or reason != "panic"
+
+
+@pytest.mark.parametrize("call", ["encode", "encode_plain", "encode_completion", "text", "decode", "pieces"])
+def test_a_panic_with_one_text_only_is_a_line_that_names_the_file(folder, call, monkeypatch):
+    class PanicException(BaseException):  # as pyo3 makes it
+        pass
+
+    def panic(*args, **options):
+        raise PanicException("Onig: Regex search error: retry-limit-in-match over\nnote: more")
+
+    tokenizer = Tokenizer(folder / "model", 64)
+    for name in ("encode", "decode"):
+        monkeypatch.setattr(tokenizer._hf, name, panic)
+    given = {"encode": ("1+1=", False)}.get(call, ("1+1=",) if "encode" in call else ([5, 6],))
+    with pytest.raises(ValueError, match=r"tokenizer.json.* retry-limit-in-match over\)$"):
+        getattr(tokenizer, call)(*given)
+
+
+def test_a_real_panic_of_one_text(folder):
+    """Of a regex that a run of one letter does not try."""
+    _split_by(folder / "model" / "tokenizer.json", "(?:(ab)+(ab)+)+!|.")
+    tokenizer = Tokenizer(folder / "model", 64)
+    with pytest.raises(ValueError, match=r"tokenizer\.json"):
+        tokenizer.encode("ab" * 4000, chat=False)
+
+
 _LOOP = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
 
 

@@ -22,7 +22,11 @@ def logprobs(seed: int, count: int = TOKENS) -> list[float]:
 async def complete(request: web.Request) -> web.StreamResponse:
     """vLLM, chat and completions; `n` choices. A request may say `tokens`, and `wait_s`, the time of one."""
     body = await request.read()
-    asked = json.loads(gzip.decompress(body) if "Content-Encoding" in request.headers else body)
+    if "X-Unread" in request.headers:
+        body = b"{}"
+    elif "Content-Encoding" in request.headers:
+        body = gzip.decompress(body)
+    asked = json.loads(body)
     chat, wait_s = "chat" in request.path, asked.get("wait_s", 0.0)
     if asked.get("fail"):
         return web.json_response({"error": {"message": "no such model"}}, status=404)
@@ -114,6 +118,11 @@ async def echo(request: web.Request) -> web.Response:
     return web.json_response(seen, status=207, headers={"X-Mine": "a", "Server": "s"})
 
 
+async def named(request: web.Request) -> web.Response:
+    """An answer with a header of the connection, by the name that Connection gives it."""
+    return web.Response(headers={"Connection": "X-Hop", "X-Hop": "1", "X-Mine": "a"})
+
+
 def app() -> web.Application:
     server = web.Application(client_max_size=1 << 30)
     server.router.add_post("/v1/completions", complete)
@@ -122,6 +131,7 @@ def app() -> web.Application:
     server["left"] = []
     server.router.add_post("/hang", hang)
     server.router.add_get("/left", left)
+    server.router.add_get("/named", named)
     server.router.add_route("*", "/{path:.*}", echo)
     return server
 

@@ -6,12 +6,9 @@ The server answers in vLLM's and SGLang's forms. aiohttp is there where vLLM is.
 import gzip
 import http.client
 import json
-import re
-import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -20,62 +17,10 @@ from zerokl.audit.formats.registry import read_rollouts
 
 pytest.importorskip("aiohttp", reason="the proxy's library, which vLLM's environment has")
 from tests.vllm.inference_server import PROMPT, ids, logprobs
+from tests.vllm.recording import IDS, Recording, ask
 
 pytestmark = pytest.mark.vllm
-HERE = Path(__file__).parent
 
-
-class Recording:
-    """A server and a proxy before it, in processes of their own."""
-
-    def __init__(self, folder: Path, server: int):
-        self.log, self.server = folder / "log.jsonl", server
-        words = ["record", "--upstream", f"http://127.0.0.1:{server}", "--out", str(self.log), "--port", "0"]
-        self.process = subprocess.Popen(
-            [Path(sys.executable).with_name("zerokl"), *words],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        line = self.process.stdout.readline()
-        self.port = int(re.search(r"127\.0\.0\.1:(\d+)", line)[1])
-
-    def stop(self) -> str:
-        self.process.send_signal(signal.SIGINT)
-        words, _ = self.process.communicate(timeout=60)
-        assert self.process.returncode == 0, words
-        return words
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory) -> Iterator[int]:
-    file = tmp_path_factory.mktemp("server") / "port"
-    process = subprocess.Popen([sys.executable, HERE / "inference_server.py", file])
-    while not file.exists() or not file.read_text():
-        time.sleep(0.05)
-    yield int(file.read_text())
-    process.terminate()
-    process.wait()
-
-
-@pytest.fixture
-def recording(tmp_path, server) -> Iterator[Recording]:
-    running = Recording(tmp_path, server)
-    yield running
-    running.process.kill()
-    running.process.wait()
-
-
-def ask(port: int, path: str, body: dict, method: str = "POST") -> tuple[int, dict, bytes]:
-    """Status, headers and raw body."""
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
-    connection.request(method, path, json.dumps(body), {"Authorization": "Bearer secret", "X-A": "1"})
-    answer = connection.getresponse()
-    headers = {k: v for k, v in answer.getheaders() if k not in ("Date", "Transfer-Encoding")}
-    return answer.status, headers, answer.read()
-
-
-IDS = {"return_token_ids": True, "logprobs": True, "temperature": 0.7, "top_p": 0.9, "top_k": -1}
 PATHS = ("/v1/completions", "/v1/chat/completions")
 
 
@@ -160,7 +105,7 @@ def test_a_server_that_is_not_there_is_said(tmp_path):
 @pytest.mark.parametrize(
     ("words", "reason"),
     [
-        (["--upstream", "localhost:8000", "--out", "o.jsonl"], "must begin with http"),
+        (["--upstream", "localhost:8000", "--out", "o.jsonl"], "must be the address of a server"),
         (["--upstream", "http://x", "--out", __file__], "exists; choose another file"),
     ],
 )

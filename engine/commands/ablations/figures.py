@@ -2,7 +2,8 @@
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from ...runs.held_out import (
     TRAINING_REWARD,
     held_out_curve,
 )
+from ...runs.loaded import parse_metrics
 
 # Metric -> title of its plot, by step.
 PLOTS = {
@@ -52,7 +54,7 @@ def cell_result(path: Path, settings: Mapping[str, str], seed: int) -> dict[str,
 
     `series` holds the (step, value) pairs of each metric of PLOTS; the held-out reward is by steps done.
     """
-    lines = [_parsed(path / METRICS, line) for line in _read(path / METRICS).splitlines()]
+    lines = [_parsed(path / METRICS, line, parse_metrics) for line in _read(path / METRICS).splitlines()]
     summary, failed = (_parsed(path / name, _read(path / name) or "{}") for name in ("summary.json", FAILED))
     series = {name: [(m["step"], m[name]) for m in lines if m.get(name) is not None] for name in PLOTS}
     series[MEAN_REWARD] = held_out_curve(lines)
@@ -108,10 +110,13 @@ def _read(path: Path) -> str:
     return read_text(path, RUN_FILE_BYTES) if path.exists() else ""
 
 
-def _parsed(path: Path, text: str) -> dict[str, Any]:
+_ANY_JSON = partial(parse_json, non_finite=True)
+
+
+def _parsed(path: Path, text: str, parse: Callable[[str], Any] = _ANY_JSON) -> dict[str, Any]:
     """A JSON object of the file `path`. Raises ValueError."""
     try:
-        value = parse_json(text, non_finite=True)
+        value = parse(text)
         if not isinstance(value, dict):
             raise ValueError("holds something else than an object")
     except ValueError as error:

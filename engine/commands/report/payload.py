@@ -8,12 +8,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from ....files.reading import json_number, read_json
+from ....files.reading import json_number, printable, read_json
 from ....verify.divergence import compare_runs
 from ....verify.ledger import LedgerFile
 from ...config import Config
 from ...runs.checkpoints import checkpoint_folders
-from ...runs.folder import FAILED, ROLLOUTS
+from ...runs.folder import FAILED, ROLLOUTS, finite
 from ...runs.held_out import ACCURACY, MEAN_REWARD, SAMPLER_REWARD
 from ...runs.ledger_head import flat_settings, is_free
 from ...runs.loaded import LoadedRun, load_run
@@ -91,7 +91,7 @@ class Source:
 def payload(sources: Sequence[Source], title: str) -> dict[str, Any]:
     """Everything that the page shows, except the rollouts."""
     factors = factors_of(sources)
-    return {
+    shown = {
         "title": title,
         "made": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
         "charts": [asdict(chart) for chart in CHARTS],
@@ -103,6 +103,7 @@ def payload(sources: Sequence[Source], title: str) -> dict[str, Any]:
         "effects": _effects(sources) if factors else [],
         "least_seeds": LEAST_SEEDS,
     }
+    return finite(shown)  # rewards may be infinite, and so may sums of them
 
 
 def factors_of(sources: Sequence[Source]) -> list[str]:
@@ -162,7 +163,8 @@ def _figures(run: LoadedRun) -> dict[str, Any]:
     checkpoints.
     """
     rewards, held_out = _finite(run, "reward/mean"), [x for _, x in run.held_out]
-    tokens, equal = run.metrics.get("tokens", []), run.metrics.get("mismatch/frac_equal", [])
+    drawn, tokens = _finite(run, "tokens"), run.metrics.get("tokens", [])
+    equal = run.metrics.get("mismatch/frac_equal", [])
     seconds = sum(_finite(run, "time/sample_s")) + sum(_finite(run, "time/train_s"))
     return {
         "reward_first": rewards[0] if rewards else None,
@@ -172,12 +174,16 @@ def _figures(run: LoadedRun) -> dict[str, Any]:
         "held_out_last": held_out[-1] if held_out else None,
         "sampler_held_out_last": next(reversed(_finite(run, SAMPLER_REWARD)), None),
         "held_out_is_accuracy": ACCURACY in run.metrics,
-        "tokens": int(sum(tokens)),
-        "unequal": sum(round(n * (1 - share)) for n, share in zip(tokens, equal, strict=True)),
+        "tokens": int(sum(drawn)),
+        "unequal": sum(
+            round(n * (1 - share))
+            for n, share in zip(tokens, equal, strict=True)
+            if math.isfinite(n) and math.isfinite(share)
+        ),
         "max_abs": max(_finite(run, "mismatch/max_abs"), default=None),
         "k3": _number(sum(k3) / len(k3)) if (k3 := _finite(run, "mismatch/k3")) else None,
         "skipped": int(sum(_finite(run, "scaling/skipped"))),
-        "tokens_per_s": sum(tokens) / seconds if seconds else None,
+        "tokens_per_s": sum(drawn) / seconds if seconds else None,
         "step_s": seconds / run.steps if run.steps else None,
         "seconds": run.summary["seconds"] if run.summary else seconds,
     }
@@ -316,7 +322,7 @@ def _tokenizer(run: LoadedRun) -> Tokenizer | None:
 
 def page_title(paths: Sequence[Path]) -> str:
     """The title of the page: the names of the runs, or how many they are."""
-    names = [path.resolve().name for path in paths]
+    names = [printable(path.resolve().name, keep="") for path in paths]
     return " · ".join(names) if len(names) <= 3 else f"{names[0]} and {len(names) - 1} other runs"
 
 

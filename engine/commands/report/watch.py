@@ -122,8 +122,17 @@ class Server:
         try:
             while not self._stop.is_set():
                 self._server.asyncore.loop(timeout=_LOOK_S, use_poll=True, map=self._sockets, count=1)
+                self._make_room()
         finally:
             self._stopped.set()
+
+    def _make_room(self) -> None:
+        """Close half of the connections where no other would be taken: those that are silent for longest."""
+        if len(self._sockets) >= _CONNECTIONS:
+            channels = self._server.active_channels.values()
+            silent = sorted((c for c in channels if not c.requests), key=lambda c: c.last_activity)
+            for channel in silent[: _CONNECTIONS // 2]:
+                channel.will_close = True
 
     def shutdown(self) -> None:
         """End serve_forever, which runs in another thread."""

@@ -99,6 +99,19 @@ def rehashed(head: dict, rows: list[dict]) -> bytes:
     return gzip.compress("".join(json.dumps(row) + "\n" for row in (whole, *rows)).encode())
 
 
+DRAWN = {"seed": 0, "max_tokens": 9, "stop_ids": [0]}
+BAD_BOUNDS = [
+    ({"bounds": {"max_k3": -1}}, "bounds.max_k3"),
+    ({"bounds": {"max_abs": -1e-9}}, "bounds.max_abs"),
+    ({"bounds": {"max_k3": 1e308}}, "bounds.max_k3"),
+    ({"bounds": {"band": "any"}}, "bounds.band"),
+    ({"bounds": {"max_abs": "NaN"}}, "bounds.max_abs"),
+    ({"drawn": DRAWN | {"max_tokens": 0}}, "drawn.max_tokens"),
+    ({"drawn": DRAWN | {"max_tokens": -5}}, "drawn.max_tokens"),
+    ({"drawn": DRAWN | {"stop_ids": [-1]}}, "drawn.stop_ids"),
+]
+
+
 def test_a_damaged_or_foreign_file_is_refused_in_one_line(log, capsys, tmp_path):
     assert main(["capsule", "make", str(log), "--out", "c.zkc"]) == 0
     whole, file = Path("c.zkc").read_bytes(), tmp_path / "x.zkc"
@@ -120,6 +133,7 @@ def test_a_damaged_or_foreign_file_is_refused_in_one_line(log, capsys, tmp_path)
         (rehashed(plain | {"other": 3}, rows), "other"),
         (rehashed(plain, [{"prompt_ids": [1]}]), "has a line that is none of a log"),
         (rehashed(plain, []), "holds no completion"),
+        *((rehashed(plain | change, rows), said) for change, said in BAD_BOUNDS),
     ):
         file.write_bytes(content)
         assert re.search(said, refused(capsys, "check", str(file))), said

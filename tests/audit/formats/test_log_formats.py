@@ -453,3 +453,26 @@ def test_a_log_without_a_temperature_is_scored_with_the_one_given(model, tmp_pat
         "2 of 2 rollouts do not say how they were drawn; temperature 0.5, top_k 0 and top_p 1 were assumed "
         "(--temperature, --top_k, --top_p)."
     ]
+
+
+NON_FINITE = [
+    ("reward", float("nan")),
+    ("reward", float("inf")),
+    ("advantage", float("nan")),
+    ("advantage", [0.5, float("nan"), float("-inf"), 0.5]),
+    ("trainer_logprobs", [-0.25, float("nan"), -1.5, float("-inf")]),
+]
+
+
+@pytest.mark.parametrize(("name", "value"), NON_FINITE, ids=str)
+def test_what_is_written_is_strict_json_that_says_what_was_read(tmp_path, name, value):
+    def refuse(constant):
+        raise AssertionError(f"{constant} is no JSON")
+
+    (tmp_path / "a.jsonl").write_text(json.dumps(FULL | {name: value}) + "\n")
+    assert main(["convert", str(tmp_path / "a.jsonl"), str(tmp_path / "b.jsonl")]) == 0
+    row = json.loads((tmp_path / "b.jsonl").read_text(), parse_constant=refuse)
+    VALID.validate(row)
+    ((_, before),), ((_, after),) = (read_rollouts(tmp_path / f"{x}.jsonl") for x in "ab")
+    np.testing.assert_array_equal(getattr(before, name), getattr(after, name))
+    assert main(["capsule", "make", str(tmp_path / "a.jsonl"), "--out", str(tmp_path / "c.zkc")]) == 0

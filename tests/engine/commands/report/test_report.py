@@ -12,12 +12,13 @@ import zerokl
 from zerokl.cli import main
 from zerokl.engine.commands.report import rollouts as packing
 from zerokl.engine.commands.report.charts import CHARTS, STATIONS
-from zerokl.engine.commands.report.page import open_sources, write_report
+from zerokl.engine.commands.report.page import live_page, open_sources, write_report
+from zerokl.engine.commands.report.payload import page_title
 from zerokl.engine.commands.report.rollouts import BLOCK_ROWS, RolloutLog
 from zerokl.verify.environment import PACKAGE_ROOT
 
 from tests.helpers import contents
-from tests.made_run import HOSTILE, made_run, write_lines, write_rollouts
+from tests.made_run import HOSTILE, made_run, metrics_line, write_lines, write_rollouts
 
 
 def unpacked(html: str, name: str):
@@ -299,6 +300,73 @@ def test_bad_input_is_one_line_and_changes_nothing(tmp_path, monkeypatch, capsys
     assert len(error.splitlines()) == 1
     assert said in error
     assert contents(tmp_path) == before
+
+
+WRONG = ["x", [1], {"a": 1}, 1e308, 10**400]
+
+
+@pytest.mark.parametrize("wrong", [*WRONG, None, -1, 0.5], ids=lambda value: str(value)[:9])
+def test_a_step_that_is_none_is_one_line_that_names_file_line_and_key(tmp_path, capsys, wrong):
+    assert_refused(tmp_path, capsys, "step", wrong)
+
+
+@pytest.mark.parametrize("wrong", WRONG, ids=lambda value: str(value)[:9])
+@pytest.mark.parametrize("name", [name for name in metrics_line(0, 2, 4) if name != "step"])
+def test_a_metric_that_is_no_number_is_one_line_that_names_file_line_and_key(tmp_path, capsys, name, wrong):
+    assert_refused(tmp_path, capsys, name, wrong)
+
+
+def assert_refused(tmp_path, capsys, name, wrong):
+    file = change_metrics(made_run(tmp_path / "run"), 3, name, wrong)
+    assert main(["report", str(tmp_path / "run")]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"zerokl: run: {file} line 3 has {name} (")
+    assert error.count("\n") == 1
+    with pytest.raises(ValueError, match=f"line 3 has {name} "):
+        zerokl.load_run(tmp_path / "run")
+
+
+def change_metrics(run, number, name, value):
+    """Set a key in a line of metrics.jsonl. Returns the file."""
+    file = run / "metrics.jsonl"
+    lines = file.read_text().splitlines()
+    lines[number - 1] = json.dumps(json.loads(lines[number - 1]) | {name: value})
+    file.write_text("\n".join(lines) + "\n")
+    return file
+
+
+@pytest.mark.parametrize("value", [None, 1e299, -1e299, 0], ids=str)
+@pytest.mark.parametrize("name", [name for name in metrics_line(0, 2, 4) if name != "step"])
+def test_a_metric_that_is_null_or_large_is_shown(tmp_path, name, value):
+    run = made_run(tmp_path / "run")
+    for number in (2, 3):
+        change_metrics(run, number, name, value)
+    assert main(["report", str(run)]) == 0
+
+
+@pytest.mark.parametrize("reward", [1e308, "Infinity", "-Infinity", "NaN"])
+def test_rewards_whose_sum_is_no_number_are_shown(tmp_path, reward):
+    file = made_run(tmp_path / "run") / "rollouts.jsonl"
+    lines = [json.loads(line) | {"reward": reward} for line in file.read_text().splitlines()]
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert payload_of(tmp_path / "run")["runs"][0]["rollouts"]["rows"] == 32
+
+
+@pytest.mark.parametrize("line", ["[1]", "3", '"x"', "null", '{"tokens": 3}'])
+def test_a_line_that_is_no_row_of_metrics_is_named(tmp_path, capsys, line):
+    with open(made_run(tmp_path / "run") / "metrics.jsonl", "a") as file:
+        file.write(line + "\n")
+    assert main(["report", str(tmp_path / "run")]) == 2
+    assert "metrics.jsonl line 5 " in capsys.readouterr().err
+
+
+def test_a_title_shows_what_a_terminal_or_a_browser_would_obey(tmp_path):
+    name = "\x1b[31m\u202e\u2066<title>\x07"
+    page = write_report([made_run(tmp_path / name)]).read_text(encoding="utf-8")
+    assert "\\x1b[31m\\u202e\\u2066&lt;title&gt;" in page
+    for hidden in "\x1b\u202e\u2066\x07":
+        assert hidden not in page
+    assert live_page(page_title([tmp_path / "\x1b\u202e"])).count("\\x1b\\u202e") == 1
 
 
 def test_the_command_writes_the_page_again(tmp_path, capsys):

@@ -7,6 +7,7 @@ import json
 import re
 import socket
 import threading
+import time
 
 import pytest
 from zerokl.engine.commands.report import watch
@@ -143,6 +144,17 @@ def _open(server, request: bytes) -> socket.socket:
     connection = socket.create_connection(("127.0.0.1", server.server_port), timeout=20)
     connection.sendall(request)
     return connection
+
+
+@pytest.mark.parametrize("begun", [b"", b"G", b"GET / HTTP/1.1\r\nHost: "], ids=["silent", "torn", "header"])
+def test_more_connections_than_it_takes_keep_nobody_waiting(server, begun):
+    half_open = [_open(server, begun) for _ in range(watch._CONNECTIONS + 40)]
+    began = time.monotonic()
+    for _ in range(3):
+        assert answer(server, f"/?token={server.token}")[0] == 200
+    assert time.monotonic() - began < watch._IDLE_S / 2
+    for connection in half_open:
+        connection.close()
 
 
 def test_slow_connections_cost_no_threads(server):
