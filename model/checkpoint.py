@@ -24,7 +24,7 @@ from .decoder import COMPUTE, Decoder, Numerics
 from .weights import Layout
 
 # Files that a checkpoint takes over from the model it came from, beside the weights.
-_COMPANIONS = (
+COMPANIONS = (
     "tokenizer.json",
     "tokenizer_config.json",
     "special_tokens_map.json",
@@ -36,6 +36,8 @@ _COMPANIONS = (
     "generation_config.json",
 )
 SHARD_BYTES = 5 << 30
+# Names the file of each weight, where they lie in several.
+INDEX = "model.safetensors.index.json"
 # The file by which a folder of peft is known.
 _ADAPTER = "adapter_config.json"
 STATE_FILE = "trainer/state.safetensors"
@@ -65,7 +67,7 @@ def resolve_model(name: str) -> Path:
         return Path(
             snapshot_download(
                 name,
-                allow_patterns=["*.safetensors", "*.safetensors.index.json", "config.json", *_COMPANIONS],
+                allow_patterns=["*.safetensors", "*.safetensors.index.json", "config.json", *COMPANIONS],
             )
         )
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
@@ -226,7 +228,7 @@ def _refuse_lacking(wanted: Mapping[str, torch.Tensor], folder: Path) -> None:
 
 def _files(folder: Path) -> dict[str, list[str] | None]:
     """The names of the tensors to read from each file, by file name; None is all of them."""
-    index = folder / "model.safetensors.index.json"
+    index = folder / INDEX
     if index.exists():
         try:
             file_of = dict(read_json(index)["weight_map"].items())
@@ -371,7 +373,7 @@ def write_folder(
     try:
         temporary.mkdir()
         fill(temporary)
-        for name in _COMPANIONS:
+        for name in COMPANIONS:
             if companions is not None and (companions / name).exists():
                 shutil.copyfile(companions / name, temporary / name)
         for name, content in (extra or {}).items():
@@ -401,14 +403,18 @@ def different_companion(a: Path, b: Path) -> str | None:
     def content(path: Path) -> bytes | None:
         return read_bytes(path) if path.exists() else None
 
-    return next((name for name in _COMPANIONS if content(a / name) != content(b / name)), None)
+    return next((name for name in COMPANIONS if content(a / name) != content(b / name)), None)
+
+
+def config_fields(config: ModelConfig, dtype: torch.dtype) -> dict[str, Any]:
+    """The config.json that was read, with `dtype` in place of the old dtype."""
+    fields = {name: value for name, value in config.raw.items() if name != "torch_dtype"}
+    return fields | {"dtype": str(dtype).split(".")[1]}
 
 
 def write_config(folder: Path, config: ModelConfig, dtype: torch.dtype) -> None:
-    """Write the config.json that was read, with `dtype` in place of the old dtype."""
-    fields = {name: value for name, value in config.raw.items() if name != "torch_dtype"}
-    fields |= {"dtype": str(dtype).split(".")[1]}
-    (folder / "config.json").write_text(json.dumps(fields, indent=2) + "\n")
+    """Write config.json; see config_fields."""
+    (folder / "config.json").write_text(json.dumps(config_fields(config, dtype), indent=2) + "\n")
 
 
 def _write_tensors(folder: Path, views: Mapping[str, torch.Tensor], shard_bytes: int) -> None:
@@ -431,4 +437,4 @@ def _write_tensors(folder: Path, views: Mapping[str, torch.Tensor], shard_bytes:
         weight_map |= dict.fromkeys(shard, file)
     total = sum(view.nbytes for view in views.values())
     index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
+    (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
