@@ -26,7 +26,7 @@ def factor_words(rows: Sequence[tuple[Row, Row]], names: Sequence[str]) -> str:
         k = first[lasting[0]]
         same = [name for name in lasting if _near(first[name], k)]
         return _words(same, k, f"in all {len(rows)} rows from the first difference on")
-    for name, k in first.items():
+    for k in first.values():
         same = [n for n in first if _near(first[n], k)]
         values = {number(rows[0][0][n]) for n in same}
         if len(values) > 1 and _is_plain(k):

@@ -119,8 +119,8 @@ def _lost_words(a: Side, b: Side, first: int) -> str:
     places = ", ".join(place for names in of_step.values() for place in names)
     return (
         f"{prompts} {'prompt' if prompts == 1 else 'prompts'} of A's steps {steps[0]} to {steps[-1]} "
-        f"never come in B ({len(lost)} completions; the first are {places}), and what is left keeps A's order: they "
-        "were lost, with a buffer or in a filter, and the others moved up."
+        f"never come in B ({len(lost)} completions; the first are {places}), and what is left keeps A's "
+        "order: they were lost, with a buffer or in a filter, and the others moved up."
     )
 
 

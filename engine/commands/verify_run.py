@@ -325,8 +325,8 @@ def _plan(run: _Run, steps: Sequence[int], passes: Sequence[tuple[int, int]]) ->
     seconds = [_seconds(run.metrics.get(step, {}), name) for step in again for name in _STEP_SECONDS]
     ranges = " and ".join(f"{first} to {last}" for first, last in passes)
     return (
-        f"{', '.join(map(str, steps))}, drawn at random, and the last; to reach them, steps {ranges} are done "
-        f"again, {duration(sum(seconds))} at the run's own speed"
+        f"{', '.join(map(str, steps))}, drawn at random, and the last; to reach them, steps {ranges} are "
+        f"done again, {duration(sum(seconds))} at the run's own speed"
     )
 
 

@@ -1,6 +1,5 @@
 """`verify run` finds whatever is altered in a run's logs and summary; resume changes nothing it must not."""
 
-import hashlib
 import json
 import math
 import os
@@ -16,18 +15,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from zerokl.cli import main
-from zerokl.engine.commands.logged_steps import read_step
 from zerokl.engine.commands.verify_run import Finding, verify_run
 from zerokl.engine.runs import run as run_module
 from zerokl.engine.runs.checkpoints import open_checkpoint
 from zerokl.engine.runs.resume import derived_summary
 from zerokl.engine.runs.run import resume, train
 from zerokl.engine.runs.summary import write_summary
-from zerokl.engine.train.metrics import rollout_metrics
-from zerokl.engine.train.recorder import hash_rewards, hash_rollouts
 from zerokl.files.writing import MANIFEST, hash_json, write_manifest
 from zerokl.verify.ledger import read_ledger
 
+from tests.forged_run import all_solved, chain_again, forge_file, forge_rollouts, forge_weight
 from tests.helpers import contents, property_settings
 
 # Fields and metrics that only a replay can derive. Those that are measured cannot be derived at all.
@@ -256,15 +253,6 @@ def test_an_altered_setting_is_refused_before_the_model_is_read(cut, tmp_path, c
     assert "seed is 1 in" in capsys.readouterr().err
 
 
-def _forge(folder: Path, file: str, change: Callable[[dict], Any]) -> None:
-    """Change a JSON file of a checkpoint, and write a manifest that fits."""
-    values = json.loads((folder / file).read_text())
-    change(values)
-    (folder / file).write_text(json.dumps(values))
-    (folder / MANIFEST).unlink()
-    write_manifest(folder)
-
-
 FORGED = {
     "updates": ("trainer/state.json", lambda x: x.update(updates=x["updates"] + 500)),
     "version": ("trainer/state.json", lambda x: x.update(version=x["version"] + 1)),
@@ -282,7 +270,7 @@ FORGED = {
 def test_a_checkpoint_whose_small_files_are_forged_is_found(run, cut, tmp_path, what):
     path = tmp_path / "run"
     shutil.copytree(cut, path)
-    _forge(path / "checkpoints" / "step-000004", *FORGED[what])
+    forge_file(path / "checkpoints" / "step-000004", *FORGED[what])
     lines = failed(verify_run(path, 0, 0, {}))
     assert any("step-000004" in line and what.removeprefix("rms_norm_") in line for line in lines), lines
     resume(path)  # from the checkpoint before it, or with a tokenizer that the ledger's tokens contradict
@@ -308,7 +296,7 @@ def test_counters_of_a_run_with_skipped_updates_are_bound(skipping, tmp_path, na
     assert 0 < updates[-1] < STEPS, "some updates were skipped"
     path = tmp_path / "run"
     shutil.copytree(skipping, path)
-    _forge(path / "checkpoints" / "step-000004", *FORGED[name])
+    forge_file(path / "checkpoints" / "step-000004", *FORGED[name])
     (line,) = failed(verify_run(path, 0, 0, {}))
     assert re.search(rf"step-000004: .*{name} is .*, and .* in the ledger; the file was altered$", line)
 
@@ -316,7 +304,7 @@ def test_counters_of_a_run_with_skipped_updates_are_bound(skipping, tmp_path, na
 def test_a_scale_that_is_forged_in_checkpoint_and_ledger_is_found_by_the_replay(skipping, tmp_path):
     path = tmp_path / "run"
     shutil.copytree(skipping, path)
-    _forge(path / "checkpoints" / "step-000004", *FORGED["scale"])
+    forge_file(path / "checkpoints" / "step-000004", *FORGED["scale"])
     lines = [json.loads(line) for line in (path / "ledger.jsonl").read_text().splitlines()]
     lines[4]["notes"]["scaler"]["scale"] = 2.0
     lines[4]["sum"] = hash_json({name: value for name, value in lines[4].items() if name != "sum"})
@@ -408,19 +396,6 @@ def test_what_no_hash_binds_is_said_and_is_no_ok(run, unhashed):
     assert set(notes(unhashed, STEPS)) == {"replays"}
 
 
-def forge_weight(path: Path, step: int, name: str = "model.norm.weight") -> None:
-    """Another weight in a checkpoint, with a manifest that fits, and a summary that fits it."""
-    folder = path / "checkpoints" / f"step-{step:06d}"
-    tensors = load_file(folder / "model.safetensors")
-    tensors[name] *= 1.5
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    (folder / MANIFEST).unlink()
-    write_manifest(folder)
-    checkpoint, _ = open_checkpoint(folder)
-    history = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
-    write_summary(path, derived_summary(read_ledger(path / "ledger.jsonl"), history, checkpoint))
-
-
 @pytest.mark.parametrize("draw", range(4))
 def test_final_weights_without_a_hash_are_those_of_the_last_step(unhashed, tmp_path, draw):
     """Whatever is drawn, the last step is done again, and its weights are compared with the checkpoint's."""
@@ -447,37 +422,6 @@ def test_the_newest_checkpoint_of_a_run_that_was_cut_is_bound_too(unhashed, tmp_
     )
 
 
-def chain_again(path: Path, step: int, change: Callable[[dict[str, str]], Any]) -> None:
-    """Change the hashes of a step in the ledger, and make the sums and the chain from there on again."""
-    head, *lines = [json.loads(line) for line in (path / "ledger.jsonl").read_text().splitlines()]
-    chain = head["chain"]
-    for number, line in enumerate(lines):
-        line.pop("sum")
-        quantities = dict(line["quantities"])
-        if number == step:
-            change(quantities)
-            line |= {"leaves": {}, "quantities": list(quantities.items())}
-        parts = [chain, line["step"], line["keys"], line["quantities"], line["updates"]]
-        chain = line["chain"] = hash_json(parts)
-        line["sum"] = hash_json(line)
-    (path / "ledger.jsonl").write_text("".join(json.dumps(line) + "\n" for line in (head, *lines)))
-    for folder in (path / "checkpoints").glob("step-*"):
-        newest = int(folder.name[-6:])
-        logs = {
-            name: hashlib.sha256(
-                b"".join((path / name).read_bytes().splitlines(True)[: newest * n])
-            ).hexdigest()
-            for name, n in (("metrics.jsonl", 1), ("rollouts.jsonl", 9))
-        }
-        chain = lines[newest - 1]["chain"]
-        _forge(folder, "trainer/state.json", lambda x, c=chain, g=logs: x.update(chain=c, logs=g))
-    newest = max((path / "checkpoints").glob("step-*"))
-    checkpoint, damage = open_checkpoint(newest)
-    assert checkpoint, damage
-    history = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
-    write_summary(path, derived_summary(read_ledger(path / "ledger.jsonl").whole(), history, checkpoint))
-
-
 @pytest.mark.parametrize("draw", range(4))
 def test_a_last_step_that_is_wholly_forged_is_found_in_every_draw(run, tmp_path, draw):
     path = tmp_path / "run"
@@ -486,25 +430,6 @@ def test_a_last_step_that_is_wholly_forged_is_found_in_every_draw(run, tmp_path,
     assert failed(verify_run(path, 0, draw, {})) == []
     (line,) = failed(verify_run(path, 1, draw, {}))
     assert line.startswith(f"replay of step {STEPS - 1}: differs at step {STEPS - 1}: gradient")
-
-
-def forge_rollouts(path: Path, step: int, change: Callable[[list[dict]], Any]) -> None:
-    """Change the rollouts of a step, and hash all again: ledger, metrics, checkpoints, summary."""
-    lines = [json.loads(line) for line in (path / "rollouts.jsonl").read_text().splitlines()]
-    of_step = [line for line in lines if line["step"] == step]
-    change(of_step)
-    (path / "rollouts.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    logged = read_step(of_step, 3)
-    rows = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
-    rows[step] |= {k: v for k, v in rollout_metrics(logged.episodes).items() if k in rows[step]}
-    (path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    hashes = hash_rollouts(logged.rollouts) | hash_rewards(logged.episodes.rewards, logged.advantages)
-    chain_again(path, step, lambda quantities: quantities.update(hashes))
-
-
-def all_solved(lines: list[dict]) -> None:
-    for line in lines:
-        line |= {"reward": 1.0, "advantage": 0.0}
 
 
 def another_problem(lines: list[dict]) -> None:
@@ -535,7 +460,7 @@ def test_what_follows_from_tokens_is_derived_in_every_step(run, tmp_path, what):
 
 
 def into_config(**changes: Any) -> Callable[[Path], Any]:
-    return lambda folder: _forge(folder, "config.json", lambda x: x.update(changes))
+    return lambda folder: forge_file(folder, "config.json", lambda x: x.update(changes))
 
 
 def other_tensor(folder: Path) -> None:
