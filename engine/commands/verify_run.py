@@ -188,7 +188,9 @@ def _rollouts(run: _Run) -> Finding:
 
 def _files(run: _Run, model: Path) -> Iterator[Finding]:
     """Each checkpoint with a small file that does not follow from the run's first model, in `model`."""
-    places = {run_config(run.path, {}).model, str(model), str(model.absolute())}
+    made_here = run.config.model.startswith("init:")
+    places = {str(environment.get("process.model")) for _, environment in run.ledger.starts}
+    places |= {str(model), str(model.absolute())}
     for checkpoint in run.checkpoints:
         try:
             fault = other_content(checkpoint, model, run.ledger.head)
@@ -197,8 +199,10 @@ def _files(run: _Run, model: Path) -> Iterator[Finding]:
         if fault:
             yield Finding(checkpoint.folder.name, fault, False)
         elif base := other_base(checkpoint, places):
-            words = f"not checked: the base of its adapter, which it calls {base}, and the run has {model}"
-            yield Finding(checkpoint.folder.name, words, True, checked=False)
+            words = f"the base of its adapter, which it calls {base}, and the run has {model}"
+            # A base that was made in the run's folder has moved with it.
+            words = f"not checked: {words}" if made_here else f"is not the run's: {words}"
+            yield Finding(checkpoint.folder.name, words, made_here, checked=False)
 
 
 def _texts(run: _Run, state: TrainState) -> Finding:
