@@ -78,15 +78,13 @@ def _turns(rollout: Rollout, start: int) -> int:
 
 
 def derives_rewards(state: TrainState) -> bool:
-    """Whether rewards follow from the tokens of a run.
+    """Whether a run's rewards follow from its tokens: not where the probability of an answer is the reward."""
+    return _can_be_played(state) and not isinstance(state.player, AnswerPlayer)
 
-    They do not where the probability of an answer is the reward. Where dynamic sampling left out groups of
-    trajectories, nobody knows the keys of the others.
-    """
-    resampled = state.config.loss.resolve().max_resamples > 1
-    return not isinstance(state.player, AnswerPlayer) and not (
-        resampled and isinstance(state.player, TurnPlayer)
-    )
+
+def _can_be_played(state: TrainState) -> bool:
+    """Whether the keys of a step's trajectories are known: not where dynamic sampling left out some."""
+    return state.config.loss.resolve().max_resamples == 1 or not isinstance(state.player, TurnPlayer)
 
 
 def derives_advantages(config: Config) -> bool:
@@ -98,8 +96,7 @@ def derives_advantages(config: Config) -> bool:
 
 def derived_fault(step: int, logged: LoggedStep, state: TrainState) -> str | None:
     """The first prompt, end, reward or advantage that does not follow from the tokens; None if all do."""
-    resampled = state.config.loss.resolve().max_resamples > 1
-    if not (resampled and isinstance(state.player, TurnPlayer)):
+    if _can_be_played(state):
         try:
             problems = _problems(step, logged, state)
             params, key = state.generation_params, RngKey(state.config.seed, step)

@@ -131,13 +131,21 @@ def _checkpoints(run: _Run) -> Iterator[Finding]:
         bits = ", and the ledger's bits"
         if checkpoint:
             run.checkpoints.insert(0, checkpoint)
-            damage = foreign_part(checkpoint, run.ledger.head)
+            damage = _fault(lambda c=checkpoint: foreign_part(c, run.ledger.head))
             bits = "; the ledger has not all of its bits" if unchecked(checkpoint, run.ledger) else bits
         result = damage or f"every hash right, no foreign file, its place in the chain{bits}"
         yield Finding(folder.name, result, not damage)
     steps = len(run.ledger.lines)
     if run.ended and not (run.path / "checkpoints" / f"step-{steps:06d}").exists():
         yield Finding("checkpoints", f"step-{steps:06d} is missing, which a run writes at its end", False)
+
+
+def _fault(check: Callable[[], str | None]) -> str | None:
+    """What a check finds, or why it could not read what it checks."""
+    try:
+        return check()
+    except (OSError, ValueError) as error:
+        return str(error)
 
 
 def _log_fault(log: Log, run: _Run) -> str | None:
@@ -192,11 +200,7 @@ def _files(run: _Run, model: Path) -> Iterator[Finding]:
     places = {str(environment.get("process.model")) for _, environment in run.ledger.starts}
     places |= {str(model), str(model.absolute())}
     for checkpoint in run.checkpoints:
-        try:
-            fault = other_content(checkpoint, model, run.ledger.head)
-        except (OSError, ValueError) as error:
-            fault = str(error)
-        if fault:
+        if fault := _fault(lambda c=checkpoint: other_content(c, model, run.ledger.head)):
             yield Finding(checkpoint.folder.name, fault, False)
         elif base := other_base(checkpoint, places):
             words = f"the base of its adapter, which it calls {base}, and the run has {model}"
@@ -289,7 +293,12 @@ def _replays(
         faults: list[str] = []
         reached: list[Finding] = []
 
-        def compare(record: StepRecord, step: int = step, faults=faults, reached=reached) -> None:
+        def compare(
+            record: StepRecord,
+            step: int = step,
+            faults: list[str] = faults,
+            reached: list[Finding] = reached,
+        ) -> None:
             if record.metrics["step"] == step:
                 metrics = record.metrics | (base if step == 0 else {}) | held_out(step).metrics()[0]
                 again = replayer.last_line
