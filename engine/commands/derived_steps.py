@@ -78,7 +78,7 @@ def _turns(rollout: Rollout, start: int) -> int:
 
 
 def derives_rewards(state: TrainState) -> bool:
-    """Whether a run's rewards follow from its tokens: not where the probability of an answer is the reward."""
+    """Whether rewards follow from tokens: not where the probability of an answer is the reward."""
     return _can_be_played(state) and not isinstance(state.player, AnswerPlayer)
 
 
