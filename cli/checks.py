@@ -93,13 +93,14 @@ def verify_run(
     draw: int | None = None,
     settings: Settings = NO_SETTINGS,
 ) -> int:
-    """Check a run: the chain of its ledger, the hashes of its checkpoints, and some of its steps, done again.
+    """Check a run: the chain of its ledger, the files of its checkpoints, and some of its steps, done again.
 
     The exit code is 0 when all checks hold, and 1 when not. Settings that decide no bit can follow.
 
     Args:
         path: Run folder.
-        replays: Number of steps to do again; they are drawn at random.
+        replays: Number of steps to do again; they are drawn at random, and the last step comes on top. 0 does
+            none again.
         draw: Seed of this draw; by default every call draws other steps.
     """
     from ..engine.commands.verify_run import verify_run
@@ -115,11 +116,14 @@ def _show(findings: Iterable["Finding"]) -> int:
     """Print each finding when it is known. Returns the exit code."""
     from ..engine.display.terminal import console
 
-    holds = True
+    code = ExitCode.DONE
     for finding in findings:
-        holds = holds and finding.holds
+        if not finding.holds:
+            code = ExitCode.DIFFERS
+        elif finding.is_open and code == ExitCode.DONE:
+            code = ExitCode.UNCONFIRMED
         console.print(f"{finding.mark:<4}  {finding.what}: {finding.result}")
-    return ExitCode.DONE if holds else ExitCode.DIFFERS
+    return code
 
 
 @attest_app.default
@@ -134,7 +138,7 @@ def attest(run: str, /, *, key: str, out: str, replays: int = 3) -> int:
         run: Run folder.
         key: SSH key that signs, a private one or a public one whose private key an agent holds.
         out: Folder to write; it must not exist.
-        replays: Number of steps to sample.
+        replays: Number of steps to sample, beside the last one.
     """
     from ..engine.commands.attest_bundle import attest
     from ..engine.display.terminal import console
@@ -142,6 +146,7 @@ def attest(run: str, /, *, key: str, out: str, replays: int = 3) -> int:
     statement = attest(Path(run), Path(key), Path(out), replays)
     steps = ", ".join(map(str, statement["sampled"]))
     console.print(f"{out}: steps {steps} of {statement['steps']}, fingerprint {statement['fingerprint']}")
+    console.print(f"digest {statement['digest']}, of the fingerprint and its machines")
     console.print(f"check it           zerokl attest verify {out}")
     return ExitCode.DONE
 
@@ -150,8 +155,9 @@ def attest(run: str, /, *, key: str, out: str, replays: int = 3) -> int:
 def attest_verify(bundle: str, /, *, signers: str = "", settings: Settings = NO_SETTINGS) -> int:
     """Check a bundle: the signature, every byte, the run, and the sampled steps, done again here.
 
-    The exit code is 0 when all checks hold, and 1 when not. Another kind of machine has other bits: a step
-    that differs there is said, and is no failure. Settings that decide no bit can follow.
+    The exit code is 0 when all checks hold and every sampled step came out, and 1 when a check fails. Another
+    kind of machine has other bits: where a step's numbers differ there and nothing else does, the code is 3.
+    Settings that decide no bit can follow.
 
     Args:
         bundle: Folder that `zerokl attest` wrote.

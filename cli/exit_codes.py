@@ -14,6 +14,8 @@ class ExitCode(IntEnum):
     """Something that was compared differs: a bit, a run, an audit beyond its tolerance or with a fault."""
     REFUSED = 2
     """It could not be done, for a reason that the line on stderr gives: input, a file, the machine."""
+    UNCONFIRMED = 3
+    """Nothing was found wrong, and not all was confirmed: steps of another kind of machine."""
     INTERNAL = 70
     """An error that nobody foresaw: a fault of zerokl's."""
     INTERRUPTED = 130

@@ -143,10 +143,11 @@ def weights(a: str, b: str = "", /, *, out: str = "") -> int:
         write_hashes(first, Path(out))
         console.print(f"hashes of {len(first)} tensors in {out}")
         return 0
-    differences = compare_hashes(first, read_hashes(b))
+    second = read_hashes(b)
+    differences = compare_hashes(first, second)
     for line in differences:
         console.print(line, markup=False)
-    console.print(f"{len(differences)} of {len(first)} tensors differ")
+    console.print(f"{len(differences)} of {len(first.keys() | second.keys())} tensors differ")
     return ExitCode.DIFFERS if differences else ExitCode.DONE
 
 

@@ -22,11 +22,11 @@ from ..files.writing import os_error_line, sync, write_manifest
 from .config import ModelConfig
 from .decoder import COMPUTE, Decoder, Numerics
 from .tensor_checks import but_for_the_prefix, check_finite
-from .weight_files import opened, weight_files
+from .weight_files import INDEX, opened, weight_files
 from .weights import Layout
 
 # Files that a checkpoint takes over from the model it came from, beside the weights.
-_COMPANIONS = (
+COMPANIONS = (
     "tokenizer.json",
     "tokenizer_config.json",
     "special_tokens_map.json",
@@ -70,7 +70,7 @@ def resolve_model(name: str) -> Path:
         return Path(
             snapshot_download(
                 name,
-                allow_patterns=["*.safetensors", "*.safetensors.index.json", "config.json", *_COMPANIONS],
+                allow_patterns=["*.safetensors", "*.safetensors.index.json", "config.json", *COMPANIONS],
             )
         )
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
@@ -352,7 +352,7 @@ def write_folder(
     try:
         temporary.mkdir()
         fill(temporary)
-        for name in _COMPANIONS:
+        for name in COMPANIONS:
             if companions is not None and (companions / name).exists():
                 shutil.copyfile(companions / name, temporary / name)
         for name, content in (extra or {}).items():
@@ -382,14 +382,18 @@ def different_companion(a: Path, b: Path) -> str | None:
     def content(path: Path) -> bytes | None:
         return read_bytes(path) if path.exists() else None
 
-    return next((name for name in _COMPANIONS if content(a / name) != content(b / name)), None)
+    return next((name for name in COMPANIONS if content(a / name) != content(b / name)), None)
+
+
+def config_fields(config: ModelConfig, dtype: torch.dtype) -> dict[str, Any]:
+    """The config.json that was read, with `dtype` in place of the old dtype."""
+    fields = {name: value for name, value in config.raw.items() if name != "torch_dtype"}
+    return fields | {"dtype": str(dtype).split(".")[1]}
 
 
 def write_config(folder: Path, config: ModelConfig, dtype: torch.dtype) -> None:
-    """Write the config.json that was read, with `dtype` in place of the old dtype."""
-    fields = {name: value for name, value in config.raw.items() if name != "torch_dtype"}
-    fields |= {"dtype": str(dtype).split(".")[1]}
-    (folder / "config.json").write_text(json.dumps(fields, indent=2) + "\n")
+    """Write config.json; see config_fields."""
+    (folder / "config.json").write_text(json.dumps(config_fields(config, dtype), indent=2) + "\n")
 
 
 def _write_tensors(folder: Path, views: Mapping[str, torch.Tensor], shard_bytes: int) -> None:
@@ -412,4 +416,4 @@ def _write_tensors(folder: Path, views: Mapping[str, torch.Tensor], shard_bytes:
         weight_map |= dict.fromkeys(shard, file)
     total = sum(view.nbytes for view in views.values())
     index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
+    (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")

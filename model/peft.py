@@ -167,13 +167,14 @@ def write_adapter(
     def fill(folder: Path) -> None:
         views = {name: x.detach().cpu().contiguous() for name, x in layout.checkpoint_views(flat).items()}
         save_file(views, folder / WEIGHTS, metadata={"format": "pt"})
-        (folder / CONFIG).write_text(json.dumps(_config(layout.lora, base), indent=2) + "\n")
+        (folder / CONFIG).write_text(json.dumps(adapter_fields(layout.lora, base), indent=2) + "\n")
 
     of_base = {"trainer/config.json": json.dumps(layout.model.config.raw, indent=2) + "\n"}
     write_folder(target, fill, companions, of_base | dict(extra or {}), state)
 
 
-def _config(lora: Lora, base: str) -> dict[str, Any]:
+def adapter_fields(lora: Lora, base: str) -> dict[str, Any]:
+    """The adapter_config.json of adapters. base: folder or hub name of the model that they belong to."""
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",

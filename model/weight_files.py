@@ -13,6 +13,8 @@ from safetensors import SafetensorError, safe_open
 from ..files.inputs import check_input
 from ..files.reading import read_json, shown
 
+# Names the file of each weight, where they lie in several.
+INDEX = "model.safetensors.index.json"
 # Names of files of weights.
 _WEIGHTS = ("*.safetensors", "pytorch_model*.bin", "consolidated*.pth", "*.gguf", "*.h5", "*.msgpack")
 
@@ -28,7 +30,7 @@ def tensor_files(folder: Path) -> dict[str, list[str]]:
 
 def weight_files(folder: Path) -> dict[str, list[str] | None]:
     """The names of the tensors to read from each file, by file name; None is all of them."""
-    index = folder / "model.safetensors.index.json"
+    index = folder / INDEX
     if index.exists():
         if (folder / "model.safetensors").exists():
             raise ValueError(
@@ -74,7 +76,7 @@ def open_tensors(path: str | Path) -> Iterator[Any]:
 
 @contextmanager
 def opened(path: Path, names: list[str] | None) -> Iterator[tuple[Any, Iterable[str]]]:
-    """A safetensors file, opened, and the names of the tensors to read from it (names: see _files).
+    """A safetensors file, opened, and the names of the tensors to read from it (names: see weight_files).
 
     Raises ValueError, also for what goes wrong inside this context because the file is corrupt.
     """

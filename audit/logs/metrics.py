@@ -13,7 +13,7 @@ from ..formats.lines import json_rows
 
 # What a clock or a machine decides. Two equal runs differ in it.
 MACHINE = re.compile(
-    r"time|duration|elapsed|throughput|per_sec|perf/|memory|runtime|timestamp|mfu|flops|wall", re.I
+    r"time|timing|duration|elapsed|throughput|per_sec|perf/|memory|runtime|timestamp|mfu|flops|wall", re.I
 )
 LEARNING_RATE = re.compile(r"(^|[/_.])(lr|learning_rate)([/_.]|$)", re.I)
 LOSS_SCALE = re.compile(r"^scale$|(loss|grad|amp|fp16|scaler|scaling)[/_.]?.*scale$", re.I)
@@ -80,8 +80,17 @@ def number(value: Any) -> float | None:
 def read_metrics(path: Path) -> Iterator[tuple[int | None, Row, int]]:
     """The step of each row, None where it names none, the row, and its number from 1. Raises ValueError."""
     for index, row in enumerate(_rows(path), 1):
+        row = _flat(row)
         named = next((number(row[name]) for name in STEPS if name in row), None)
         yield (int(named) if named is not None and named.is_integer() else None), row, index
+
+
+def _flat(row: Row, prefix: str = "") -> Row:
+    """A row without nested objects, such as the `data` of verl's file logger: data/actor/lr."""
+    flat: Row = {}
+    for name, value in row.items():
+        flat |= _flat(value, f"{prefix}{name}/") if isinstance(value, dict) else {f"{prefix}{name}": value}
+    return flat
 
 
 def _rows(path: Path) -> Iterable[Row]:

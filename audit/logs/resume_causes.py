@@ -11,8 +11,10 @@ from dataclasses import dataclass
 from math import isfinite
 from typing import Any
 
+from .factors import factor_words
 from .first_difference import Difference, common_steps, unequal_metrics
 from .metrics import GRADIENT_NORM, LEARNING_RATE, LOSS_SCALE, number
+from .prompt_order import loader_words, moved
 from .side import Side
 
 
@@ -70,56 +72,12 @@ def conclude(logs: Logs, found: Difference) -> Iterator[str]:
 
 def _loader(logs: Logs, found: Difference) -> Iterator[str]:
     """Other prompts: where do those of B stand in A?"""
-    mine = {step: logs.a.steps[step].prompts for step in logs.a.steps}
-    others = {step: s.prompts for step, s in logs.b.steps.items() if step >= found.step}
-    if not all(others.values()) or not logs.a.numbered:
-        yield "So the two were given other prompts, or their tokenizers differ: no engine computed yet."
-        return
-    if others.get(found.step) == mine.get(found.step):
-        yield "So the step has the same prompts in another order: they were shuffled or handed out otherwise."
-    elif (start := _moved(mine, others, found.step)) is not None:
-        yield _moved_words(logs, found.step, start, others)
-    else:
-        known = {p for step, prompts in mine.items() for p in prompts}
-        asked = [p for prompts in others.values() for p in prompts]
-        share = sum(p in known for p in asked)
-        if not share:
-            yield (
-                "So the two were given other prompts: none of B's stands anywhere in A. Other data, another "
-                "template or tokenizer, or a part of the data that A had not reached."
-            )
-        else:
-            yield (
-                f"{share} of {len(asked)} prompts of B from step {found.step} on stand in A, at other "
-                "steps and in another order: the data was shuffled with another seed, or its order was not "
-                "restored."
-            )
+    yield from loader_words(logs.a, logs.b, found.step)
     if logs.a.metrics and logs.b.metrics:
         yield (
             "Not concluded: whether optimizer and generators were restored. All that follows from other "
             "prompts differs."
         )
-
-
-def _moved(mine: dict[int, list], others: dict[int, list], step: int) -> int | None:
-    """The step of A at which B's prompts from `step` on stand, all of them; None where there is none."""
-
-    def fits(start: int) -> bool:
-        pairs = [(mine.get(start + s - step), prompts) for s, prompts in others.items()]
-        return pairs[0][0] is not None and all(p is None or p == q for p, q in pairs)
-
-    return next((start for start in sorted(mine) if start != step and fits(start)), None)
-
-
-def _moved_words(logs: Logs, step: int, start: int, others: dict[int, list]) -> str:
-    until = min(max(logs.a.steps), start + max(others) - step)
-    same = f"steps {start} to {until}" if until > start else f"step {start}"
-    here = f"B's prompts from step {step} on are those of A's {same}"
-    if start == min(logs.a.steps):
-        return f"{here}: the data loader was not restored, and restarted at its beginning."
-    way = "skipped" if start > step else "repeated"
-    count = abs(start - step)
-    return f"{here}: the data loader {way} {count} {'step' if count == 1 else 'steps'}."
 
 
 def _schedule(logs: Logs) -> Iterator[str]:
@@ -136,7 +94,7 @@ def _schedule(logs: Logs) -> Iterator[str]:
             if (value := number(row.get(name))) is not None
         }
         again = {s: y for s, (_, y) in rates.items() if s >= first and y is not None}
-        start = _moved({s: [x] for s, x in mine.items()}, {s: [y] for s, y in again.items()}, first)
+        start = moved({s: [x] for s, x in mine.items()}, {s: [y] for s, y in again.items()}, first)
         if start is None:
             yield (
                 f"The learning rate ({name}) differs from step {first + logs.shift} on, and is none of A's: "
@@ -172,6 +130,10 @@ def _of_metrics(logs: Logs, found: Difference) -> Iterator[str]:
         )
         return
     rest = [n for n in found.metrics if n not in scales and not LEARNING_RATE.search(n)]
+    rows = [logs.rows(s) for s in logs.common if s >= found.step]
+    if words := factor_words([row for row in rows if all(row)], rest):
+        yield words
+        return
     if not rest or (scales and set(rest) == set(norms)):
         return
     if found.step in logs.a.steps and found.step in logs.b.steps:

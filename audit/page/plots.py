@@ -178,7 +178,8 @@ def _tick(x: float, words: str) -> str:
         x, anchor = _WIDTH - 4, "end"
     elif len(words) > 4 and x < _LEFT + _EDGE:
         x, anchor = _LEFT, "start"
-    return f'<text x="{x:.1f}" y="{_HEIGHT - _BOTTOM + 16}" text-anchor="{anchor}">{html.escape(visible(words))}</text>'
+    place = f'x="{x:.1f}" y="{_HEIGHT - _BOTTOM + 16}" text-anchor="{anchor}"'
+    return f"<text {place}>{html.escape(visible(words))}</text>"
 
 
 def _svg(label: str, body: str) -> str:

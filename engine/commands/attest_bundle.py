@@ -5,8 +5,11 @@
     BUNDLE/contents/run          configuration, ledger, metrics, rollouts, summary, some checkpoints
     BUNDLE/contents/model        the model that the run began with; reference and adapter beside it
 
-The steps are drawn by the last value of the ledger's chain, so that nobody chooses them. Of the checkpoints
-there are the newest, and the one before each sampled step.
+The steps are drawn by the last value of the ledger's chain, so that nobody chooses them; the last step is
+always one of them. Of the checkpoints there are the newest, and the one before each sampled step.
+
+The chain has no environment in it, so that equal runs of two machines have one fingerprint. The digest of a
+bundle binds the two: it is the hash of the fingerprint and of the environments that the run had.
 """
 
 import json
@@ -18,7 +21,7 @@ from typing import Any
 
 from ...files.inputs import check_folder, read_bytes
 from ...files.reading import parse_json
-from ...files.writing import MANIFEST, check_writable, write_manifest, write_whole
+from ...files.writing import MANIFEST, check_writable, hash_json, write_manifest, write_whole
 from ...model.checkpoint import resolve_model
 from ...verify.divergence import open_run
 from ...verify.ledger import LedgerFile
@@ -32,7 +35,7 @@ from ..runs.summary import SUMMARY
 from .signature import sign
 from .verify_run import drawn_steps, verify_run
 
-FORMAT = 1
+FORMAT = 2
 STATEMENT, CONTENTS = "statement.json", "contents"
 # Settings that are places, and the folder of the bundle that takes theirs.
 _PLACES = {"model": "model", "loss.ref_model": "ref_model", "lora.adapter": "adapter"}
@@ -40,9 +43,19 @@ _DATA = "task"
 _NAMED_CODE = re.compile(r"\w+(\.\w+)*:\w+(\.\w+)*")
 
 
+def environments(ledger: LedgerFile) -> list[list[Any]]:
+    """[step, environment] of each start of a run in another environment, as JSON holds them."""
+    return [list(start) for start in ledger.starts]
+
+
 def draw_of(ledger: LedgerFile) -> int:
     """The seed of the draw of the sampled steps: the first 32 bits of the run's fingerprint."""
     return int(ledger.chain[:8], 16)
+
+
+def digest_of(ledger: LedgerFile) -> str:
+    """The hash that binds a run's fingerprint and the environment of each of its starts."""
+    return hash_json([ledger.chain, environments(ledger)])
 
 
 def sampled_steps(ledger: LedgerFile, replays: int) -> list[int]:
@@ -97,12 +110,13 @@ def _statement(
     return {
         "format": FORMAT,
         "fingerprint": ledger.chain,
+        "digest": digest_of(ledger),
         "steps": len(ledger.lines),
         "replays": replays,
         "sampled": steps,
         "contents": manifest["sha256"],
         "needs": needed_code(config),
-        "environment": ledger.environment,
+        "environments": environments(ledger),
     }
 
 

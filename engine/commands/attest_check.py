@@ -2,8 +2,8 @@
 
 The signature and every byte are checked first. Where they do not hold, nothing else of the bundle is looked
 at. Then the bundle's run is checked as `zerokl verify run` checks any run, with the steps that its ledger
-chooses. Another kind of machine has other bits. Where a step differs and the machines do too, that is said
-and not failed.
+chooses. Another kind of machine has other numbers. Where numbers of a step differ and the machines do too,
+the step is open: neither confirmed nor refuted. What follows from tokens is the same on all machines.
 """
 
 from collections.abc import Iterator, Mapping
@@ -21,13 +21,27 @@ from ...verify.divergence import open_run
 from ...verify.environment import DECIDES, PACKAGE_ROOT, environment
 from ...verify.ledger import LedgerFile
 from ..runs.resume import run_config
-from .attest_bundle import CONTENTS, FORMAT, STATEMENT, bundle_settings, draw_of, needed_code, sampled_steps
+from .attest_bundle import (
+    CONTENTS,
+    FORMAT,
+    STATEMENT,
+    bundle_settings,
+    digest_of,
+    draw_of,
+    environments,
+    needed_code,
+    sampled_steps,
+)
 from .signature import SUFFIX, SignatureError, check_signature
 from .verify_run import Finding, verify_run
 
 # Of these a difference explains that a step differs.
 _DECIDES = (*DECIDES, "vllm", "device")
-_FIELDS = {"format", "fingerprint", "steps", "replays", "sampled", "contents", "needs", "environment"}
+# Quantities that follow from the tokens, whatever machine computes.
+_OF_TOKENS = ("random keys", "prompts", "between_turns", "ends", "rewards", "advantages")
+_REPLAY = "replay of step "
+_FIELDS = {"format", "fingerprint", "digest", "steps", "replays", "sampled", "contents", "needs"}
+_FIELDS |= {"environments"}
 
 
 def check_bundle(bundle: Path, signers: Path | None, given: Mapping[str, Any]) -> Iterator[Finding]:
@@ -61,8 +75,9 @@ def check_bundle(bundle: Path, signers: Path | None, given: Mapping[str, Any]) -
     if fault := _statement_fault(statement, ledger, needed_code(config)):
         yield Finding("statement", fault, False)
         return
+    yield Finding("digest", f"{statement['digest']}, of the fingerprint and its machines", True)
     steps = ", ".join(map(str, statement["sampled"]))
-    yield Finding("sampled steps", f"{steps}, those that the ledger's last hash chooses", True)
+    yield Finding("sampled steps", f"{steps}, those that the ledger's last hash chooses, and the last", True)
     if statement["needs"] and "task.directory" not in given:
         raise ValueError(
             f"attest: the run calls code that the bundle does not carry ({', '.join(statement['needs'])}); "
@@ -103,10 +118,11 @@ def _statement_fault(statement: dict[str, Any], ledger: LedgerFile, code: list[s
         return f"replays is {shown(replays)}"
     true = {
         "fingerprint": ledger.chain,
+        "digest": digest_of(ledger),
         "steps": len(ledger.lines),
         "sampled": sampled_steps(ledger, replays),
         "needs": code,
-        "environment": ledger.environment,
+        "environments": environments(ledger),
     }
     for name, value in true.items():
         if statement[name] != value:
@@ -118,26 +134,34 @@ def _steps(
     run: Path, statement: dict[str, Any], ledger: LedgerFile, settings: dict[str, Any]
 ) -> Iterator[Finding]:
     """The checks of the run, and what they show together."""
-    other = _other_machine(ledger, run_config(run, settings).device)
-    if other:
-        yield Finding("machine", f"another kind than the run's: {'; '.join(other)}", True, checked=False)
-    same, differ = [], []
+    here = environment(PACKAGE_ROOT, torch.device(find_device(run_config(run, settings).device)), {})
+    for first, was in ledger.starts:
+        if other := _differences(here, was):
+            words = f"from step {first} on another kind than this one: {'; '.join(other)}"
+            yield Finding("machine", words, True, checked=False)
+    same, is_open = [], []
     for finding in verify_run(run, statement["replays"], draw_of(ledger), settings):
-        replayed = finding.what.startswith("replay of step ")
-        step = finding.what.removeprefix("replay of step ")
-        if replayed and finding.holds:
-            same.append(step)
-        elif replayed and finding.result.startswith("differs at") and other:
-            differ.append(step)
-            finding = replace(finding, holds=True, checked=False)
+        where = finding.divergence
+        if (
+            where
+            and where.quantity not in _OF_TOKENS
+            and _differences(here, _environment_of(ledger, where.step))
+        ):
+            is_open.append(finding.what)
+            finding = replace(finding, holds=True, is_open=True)
+        elif finding.what.startswith(_REPLAY) and finding.holds:
+            same.append(finding.what.removeprefix(_REPLAY))
         yield finding
-    yield from _shown(statement, same, differ)
+    yield from _shown(statement, same, is_open)
 
 
-def _other_machine(ledger: LedgerFile, device: str) -> list[str]:
-    """How this machine differs from the run's in what decides bits."""
-    here = environment(PACKAGE_ROOT, torch.device(find_device(device)), {})
-    was = ledger.environment
+def _environment_of(ledger: LedgerFile, step: int) -> Mapping[str, Any]:
+    """The environment in which a step was done."""
+    return next(was for first, was in reversed(ledger.starts) if first <= step)
+
+
+def _differences(here: Mapping[str, Any], was: Mapping[str, Any]) -> list[str]:
+    """How this machine differs from a run's in what decides bits."""
     return [
         f"{key} {one_line(str(here.get(key)))}, was {one_line(str(was.get(key)))}"
         for key in _DECIDES
@@ -145,7 +169,7 @@ def _other_machine(ledger: LedgerFile, device: str) -> list[str]:
     ]
 
 
-def _shown(statement: dict[str, Any], same: list[str], differ: list[str]) -> Iterator[Finding]:
+def _shown(statement: dict[str, Any], same: list[str], is_open: list[str]) -> Iterator[Finding]:
     """What all of it shows, and what it does not."""
     if same:
         yield Finding(
@@ -156,15 +180,15 @@ def _shown(statement: dict[str, Any], same: list[str], differ: list[str]) -> Ite
             True,
             checked=False,
         )
-    if differ:
+    if is_open:
         yield Finding(
             "not shown",
-            f"steps {', '.join(differ)}: this kind of machine has other bits, so they are neither "
+            f"{', '.join(is_open)}: this kind of machine has other bits, so they are neither "
             "confirmed nor refuted; check the bundle on the run's kind of machine",
             True,
             checked=False,
         )
-    left = statement["steps"] - len(same) - len(differ)
+    left = statement["steps"] - len({*map(int, same), *statement["sampled"]})
     yield Finding(
         "not shown",
         f"the other {left} steps; when it was signed; that the signer did not compute other ledgers first, "

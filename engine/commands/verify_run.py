@@ -1,8 +1,9 @@
 """`zerokl verify run`: is a run what it says it is?
 
-The ledger's chain, the hashes of the checkpoints and every field of the summary are checked. Each step of
-rollouts.jsonl is hashed again and compared with the ledger, and metrics are derived from the rollouts. Some
-steps, drawn at random, are done again: every bit is compared with the ledger, and every field with the logs.
+The ledger's chain, the files of the checkpoints and every field of the summary are checked. Each step of
+rollouts.jsonl is hashed again and compared with the ledger; prompts, rewards, advantages and metrics are
+derived from its tokens. Some steps, drawn at random, and the last one are done again: every bit is compared
+with the ledger and with the checkpoints, and every field with the logs.
 """
 
 import json
@@ -14,20 +15,22 @@ from typing import Any
 
 from ...files.reading import shown
 from ...kernels.philox import Stream, permutation
-from ...model.checkpoint import different_companion
-from ...verify.divergence import run_ledger
+from ...verify.divergence import Divergence, run_ledger
 from ...verify.ledger import LedgerFile, Line, read_ledger
 from ..config import Config
 from ..display.progress import duration
+from ..runs.checkpoint_files import foreign_part, other_base, other_content, other_state
 from ..runs.checkpoints import Checkpoint, checked_checkpoint, checkpoint_folders, unchecked
 from ..runs.evaluation import HeldOut
 from ..runs.folder import METRICS, ROLLOUTS, finite
+from ..runs.held_out import BASE_REWARD, MEAN_REWARD
 from ..runs.ledger_head import altered_free_setting
 from ..runs.logs import Log, read_log
 from ..runs.resume import derived_summary, run_config
 from ..runs.rollout_lines import rollout_line
 from ..runs.summary import numbers, read_summary, wrong_fields
 from ..train.state import StepRecord, TrainState
+from .derived_steps import derived_fault, derives_advantages, derives_rewards
 from .logged_steps import LoggedStep, metrics_fault, read_step, rollouts_fault, texts_fault
 from .replay import Replayer
 
@@ -45,11 +48,15 @@ class Finding:
     result: str
     holds: bool
     checked: bool = True  # False: a note, which says something and checks nothing
+    divergence: Divergence | None = None  # of a step that was done again
+    is_open: bool = False  # neither confirmed nor refuted; holds is True
 
     @property
     def mark(self) -> str:
-        """The word in front of the line: ok, FAIL or note."""
-        return "FAIL" if not self.holds else "ok" if self.checked else "note"
+        """The word in front of the line: ok, FAIL, open or note."""
+        if not self.holds:
+            return "FAIL"
+        return "open" if self.is_open else "ok" if self.checked else "note"
 
 
 @dataclass(frozen=True)
@@ -70,10 +77,10 @@ class _Run:
 
 
 def verify_run(path: Path, replays: int, seed: int, overrides: Mapping[str, Any]) -> Iterator[Finding]:
-    """Check a run, and do `replays` of its steps again, drawn at random with `seed`.
+    """Check a run, and do `replays` of its steps again, drawn at random with `seed`, and the last one.
 
-    Yields each finding when it is known. Raises ValueError for a folder without a run, for an override that
-    decides bits, and for a number out of range.
+    With 0 no step is done again. Yields each finding when it is known. Raises ValueError for a folder without
+    a run, for an override that decides bits, and for a number out of range.
     """
     if replays < 0:
         raise ValueError(f"verify run: --replays ({replays}) must not be negative")
@@ -96,9 +103,12 @@ def verify_run(path: Path, replays: int, seed: int, overrides: Mapping[str, Any]
         yield Finding("replay", str(error), False)
         return
     with replayer:
-        yield from _companions(run, replayer.model)
+        yield from _files(run, replayer.model)
         yield _texts(run, replayer.state)
-        yield from _replays(run, replayer, replays, seed)
+        yield _derived(run, replayer.state)
+        held_out = _held_out(run, replayer)
+        yield _evaluations(run, held_out)
+        yield from _replays(run, replayer, held_out, drawn_steps(len(ledger.lines), replays, seed))
 
 
 def _ledger(run: _Run) -> Finding:
@@ -118,15 +128,24 @@ def _checkpoints(run: _Run) -> Iterator[Finding]:
     """Each checkpoint. Intact ones are added to the run."""
     for folder in reversed(checkpoint_folders(run.path)):
         checkpoint, damage = checked_checkpoint(folder, run.ledger)
-        result = damage or "every hash right, its place in the chain, and the ledger's bits"
-        yield Finding(folder.name, result, not damage)
+        bits = ", and the ledger's bits"
         if checkpoint:
             run.checkpoints.insert(0, checkpoint)
-            if left_out := unchecked(checkpoint, run.ledger):
-                yield Finding(folder.name, f"not checked: {', '.join(left_out)}", True, checked=False)
+            damage = _fault(lambda c=checkpoint: foreign_part(c, run.ledger.head))
+            bits = "; the ledger has not all of its bits" if unchecked(checkpoint, run.ledger) else bits
+        result = damage or f"every hash right, no foreign file, its place in the chain{bits}"
+        yield Finding(folder.name, result, not damage)
     steps = len(run.ledger.lines)
     if run.ended and not (run.path / "checkpoints" / f"step-{steps:06d}").exists():
         yield Finding("checkpoints", f"step-{steps:06d} is missing, which a run writes at its end", False)
+
+
+def _fault(check: Callable[[], str | None]) -> str | None:
+    """What a check finds, or why it could not read what it checks."""
+    try:
+        return check()
+    except (OSError, ValueError) as error:
+        return str(error)
 
 
 def _log_fault(log: Log, run: _Run) -> str | None:
@@ -175,11 +194,19 @@ def _rollouts(run: _Run) -> Finding:
     return Finding(ROLLOUTS, fault or f"{log.stop} steps, with the ledger's hashes", not fault)
 
 
-def _companions(run: _Run, model: Path) -> Iterator[Finding]:
-    """Each checkpoint with a tokenizer or chat file that is not that of the run's first model, in `model`."""
+def _files(run: _Run, model: Path) -> Iterator[Finding]:
+    """Each checkpoint with a small file that does not follow from the run's first model, in `model`."""
+    made_here = run.config.model.startswith("init:")
+    places = {str(environment.get("process.model")) for _, environment in run.ledger.starts}
+    places |= {str(model), str(model.absolute())}
     for checkpoint in run.checkpoints:
-        if name := different_companion(checkpoint.folder, model):
-            yield Finding(checkpoint.folder.name, f"its {name} is not the one of {model}", False)
+        if fault := _fault(lambda c=checkpoint: other_content(c, model, run.ledger.head)):
+            yield Finding(checkpoint.folder.name, fault, False)
+        elif base := other_base(checkpoint, places):
+            words = f"the base of its adapter, which it calls {base}, and the run has {model}"
+            # A base that was made in the run's folder has moved with it.
+            words = f"not checked: {words}" if made_here else f"is not the run's: {words}"
+            yield Finding(checkpoint.folder.name, words, made_here, checked=False)
 
 
 def _texts(run: _Run, state: TrainState) -> Finding:
@@ -214,35 +241,95 @@ def _summary(run: _Run) -> Finding:
     )
 
 
+def _derived(run: _Run, state: TrainState) -> Finding:
+    """What every step of rollouts.jsonl has beside tokens and their numbers, derived from its tokens."""
+    for step, logged in run.rollouts.items():
+        if fault := derived_fault(step, logged, state):
+            return Finding("rewards", f"{ROLLOUTS}, step {step}: {fault}", False)
+    names = {"rewards": derives_rewards(state), "advantages": derives_advantages(run.config)}
+    derived, left = ([name for name, is_derived in names.items() if is_derived == x] for x in (True, False))
+    words = f"{' and '.join(derived)}: those of the tokens, in {len(run.rollouts)} steps" if derived else ""
+    words += "; " if derived and left else ""
+    words += f"{' and '.join(left)} are compared in the steps that are done again" if left else ""
+    return Finding("rewards", words, True, checked=bool(derived))
+
+
+def _evaluations(run: _Run, held_out: Callable[[int], HeldOut]) -> Finding:
+    """Whether metrics.jsonl has the held-out rewards where the settings ask for them."""
+    count = 0
+    for step, metrics in run.metrics.items():
+        wanted, present = held_out(step).due(step), {BASE_REWARD, MEAN_REWARD} & metrics.keys()
+        if wrong := min(wanted ^ present, default=None):
+            words = "lacks" if wrong in wanted else "has no place for"
+            return Finding("evaluations", f"step {step} {words} {wrong} in {METRICS}", False)
+        count += MEAN_REWARD in wanted
+    if count:
+        return Finding("evaluations", f"{count}, wherever the settings ask for one", True)
+    words = "none: evaluation is off, or the task has no held-out problems; no hash says that it always was"
+    return Finding("evaluations", words, True, checked=False)
+
+
 def drawn_steps(recorded: int, n: int, seed: int) -> list[int]:
-    """Up to n of the recorded steps, drawn at random with `seed`, ascending."""
-    return sorted(permutation(recorded, seed, Stream.ORDER, 0)[:n].tolist()) if recorded else []
+    """Up to n of the recorded steps, drawn at random with `seed`, and the last one, ascending; none for 0."""
+    drawn = permutation(recorded, seed, Stream.ORDER, 0)[:n].tolist() if recorded else []
+    return sorted({*drawn, recorded - 1}) if drawn else []
 
 
-def _replays(run: _Run, replayer: Replayer, n: int, seed: int) -> Iterator[Finding]:
-    """Up to n steps of the run, drawn at random and done again in ascending order."""
-    steps = drawn_steps(len(replayer.ledger.lines), n, seed)
-    if not steps:
-        return
-    held_out = _held_out(run, replayer)
-    # No step is done yet, so this evaluates the model that the run began with.
-    base = held_out(0).base_metrics() if steps[0] == 0 else {}
-    yield Finding("replays", _plan(run, steps, replayer.passes(steps)), True, checked=False)
+def _replays(
+    run: _Run, replayer: Replayer, held_out: Callable[[int], HeldOut], drawn: Sequence[int]
+) -> Iterator[Finding]:
+    """Steps of the run, done again in ascending order, and the checkpoints that are reached beside them."""
+    left = {c.step: c for c in reversed(run.checkpoints) if unchecked(c, run.ledger)}
+    # A run that was cut may have gone on after its newest checkpoint.
+    newest = {max(left) - 1} if left and max(left) == run.checkpoints[0].step and max(left) else set()
+    steps = sorted({*drawn, *newest}) if drawn else []
+    if steps:
+        # No step is done yet, so this evaluates the model that the run began with.
+        base = held_out(0).base_metrics() if steps[0] == 0 else {}
+        yield Finding("replays", _plan(run, steps, replayer.passes(steps)), True, checked=False)
+    else:
+        yield Finding("replays", "none: no step is done again, nor is the last one", True, checked=False)
     for step in steps:
         faults: list[str] = []
+        reached: list[Finding] = []
 
-        def compare(record: StepRecord, step: int = step, faults: list[str] = faults) -> None:
+        def compare(
+            record: StepRecord,
+            step: int = step,
+            faults: list[str] = faults,
+            reached: list[Finding] = reached,
+        ) -> None:
             if record.metrics["step"] == step:
                 metrics = record.metrics | (base if step == 0 else {}) | held_out(step).metrics()[0]
                 again = replayer.last_line
                 faults += filter(None, [_logged_fault(run, replace(record, metrics=metrics), again)])
+            if checkpoint := left.pop(replayer.state.step, None):
+                reached.append(_reached(run, checkpoint, replayer.state))
 
         replay = replayer.replay(step, after=compare)
+        what, result = f"replay of step {step}", faults[0] if faults else "the same bits"
         if replay.divergence:
-            yield Finding(f"replay of step {step}", f"differs at {replay.divergence}", False)
+            yield Finding(what, f"differs at {replay.divergence}", False, divergence=replay.divergence)
         else:
-            result = faults[0] if faults else "the same bits"
-            yield Finding(f"replay of step {step}", result, not faults)
+            yield Finding(what, result, not faults)
+        yield from reached
+    for checkpoint in left.values():
+        words = f"not checked: {', '.join(unchecked(checkpoint, run.ledger))}"
+        yield Finding(checkpoint.folder.name, words, True, checked=False)
+
+
+def _reached(run: _Run, checkpoint: Checkpoint, state: TrainState) -> Finding:
+    """A checkpoint of whose bits the ledger lacks a hash, beside the state after its steps."""
+    name, parts = checkpoint.folder.name, ", ".join(unchecked(checkpoint, run.ledger))
+    try:
+        different = other_state(checkpoint, run.ledger.head, state)
+    except (OSError, ValueError) as error:
+        return Finding(name, str(error), False)
+    if different:
+        words = f"its {different} are not those of step {checkpoint.step - 1}, done again"
+        where = Divergence(checkpoint.step - 1, different)
+        return Finding(name, words, False, divergence=where)
+    return Finding(name, f"{parts}: those of step {checkpoint.step - 1}, done again", True)
 
 
 def _plan(run: _Run, steps: Sequence[int], passes: Sequence[tuple[int, int]]) -> str:
@@ -251,8 +338,8 @@ def _plan(run: _Run, steps: Sequence[int], passes: Sequence[tuple[int, int]]) ->
     seconds = [_seconds(run.metrics.get(step, {}), name) for step in again for name in _STEP_SECONDS]
     ranges = " and ".join(f"{first} to {last}" for first, last in passes)
     return (
-        f"{', '.join(map(str, steps))}, drawn at random; to reach them, steps {ranges} are done again, "
-        f"{duration(sum(seconds))} at the run's own speed"
+        f"{', '.join(map(str, steps))}, drawn at random, and the last; to reach them, steps {ranges} are "
+        f"done again, {duration(sum(seconds))} at the run's own speed"
     )
 
 

@@ -185,7 +185,7 @@ def checked_checkpoint(folder: Path, ledger: LedgerFile) -> tuple[Checkpoint | N
         if wrong := _wrong_state(checkpoint, ledger):
             return None, f"{folder}: {wrong}; the file was altered"
         line = ledger.lines[checkpoint.step - 1] if checkpoint.step else None
-        different = _different_bits(folder, ledger.head, line.quantities if line else {})
+        different = different_bits(folder, ledger.head, line.quantities if line else {})
     except (ValueError, OSError) as error:
         return None, str(error)
     if different:
@@ -231,7 +231,7 @@ def usable_checkpoint(folder: Path, ledger: LedgerFile, config: Config) -> tuple
     return checked_checkpoint(folder, ledger)
 
 
-def _different_bits(folder: Path, head: Head, hashes: Mapping[str, str]) -> str | None:
+def different_bits(folder: Path, head: Head, hashes: Mapping[str, str]) -> str | None:
     """The first quantity whose bits in the checkpoint differ from its hash; None where no quantity does.
 
     head: of the ledger; it has the hashes of the frozen weights. hashes: name -> hash, from the step's line
@@ -319,7 +319,7 @@ def _older_tensors(before: Sequence[Snapshot]) -> dict[str, torch.Tensor]:
     return tensors
 
 
-def _read_older(checkpoint: Checkpoint, lag: int, numel: int) -> Iterator[Snapshot]:
+def read_older(checkpoint: Checkpoint, lag: int, numel: int) -> Iterator[Snapshot]:
     """The weights of the steps before a checkpoint, oldest first.
 
     Raises ValueError where they are not those of `lag` steps, as far as there were so many, or not of a model
@@ -352,7 +352,7 @@ def restore(state: TrainState, checkpoint: Checkpoint) -> None:
     """
     optimizer, older, folder = state.optimizer, state.older_weights, checkpoint.folder
     if older is not None:
-        older.reset(_read_older(checkpoint, older.lag, state.policy.layout.numel))
+        older.reset(read_older(checkpoint, older.lag, state.policy.layout.numel))
     if not isinstance(optimizer, ShardedOptimizer):
         optimizer.load(read_trained(folder, optimizer.layout), checkpoint.updates)
         has_moments = False

@@ -44,6 +44,14 @@ class HeldOut:
         self._warned = False
         state.player.check(self._problems, config.sampling.max_tokens, state.policy.config.max_positions)
 
+    def due(self, step: int) -> set[str]:
+        """The mean rewards that the metrics of step number `step` hold, by name."""
+        done, cfg = step + 1, self._config
+        if not self._problems:
+            return set()
+        is_due = done == cfg.steps or done % cfg.evaluation.every == 0
+        return ({MEAN_REWARD} if is_due else set()) | ({BASE_REWARD} if step == 0 else set())
+
     def base_metrics(self) -> dict[str, float]:
         """The mean reward of the policy that the run begins with; nothing where a step is done already.
 
@@ -62,8 +70,7 @@ class HeldOut:
         The second is a line for people where the two policies differ by more than chance. It is None where
         they do not, and where such a line was given before, until the last step.
         """
-        done, cfg = self._state.step, self._config
-        if not self._problems or not (done == cfg.steps or done % cfg.evaluation.every == 0):
+        if MEAN_REWARD not in self.due(self._state.step - 1):
             return {}, None
         result = self._of_held_out(self._state.evaluator)
         accuracy = {} if result.accuracy is None else {ACCURACY: result.accuracy}

@@ -17,6 +17,7 @@ from ...kernels.philox import Stream, permutation
 from ..loss.advantage import all_equal
 from ..rollout.episodes import Episodes, joined
 from ..rollout.types import RngKey, Sampler
+from ..tasks.base import Problem
 from .state import TrainState
 
 
@@ -81,12 +82,16 @@ def _classes(state: TrainState, episodes: Episodes) -> list[list[int]] | None:
 
 def _play(state: TrainState, step: int, sampler: Sampler, draw: int, rng_key: RngKey) -> Episodes:
     """The P groups of draw number `draw` of a step. rng_key: of the first of them."""
-    cfg, player = state.config, state.player
-    n = cfg.prompts // player.players
+    return state.player.play(sampler, drawn_problems(state, step, draw), state.generation_params, rng_key)
+
+
+def drawn_problems(state: TrainState, step: int, draw: int) -> list[Problem]:
+    """The problems of draw number `draw` of a step."""
+    cfg = state.config
+    n = cfg.prompts // state.player.players
     draws_before = step * cfg.loss.max_resamples + draw
     chosen = step_problems(len(state.problems), n, cfg.seed, draws_before)
-    problems = [state.problems[i] for i in chosen]
-    return player.play(sampler, problems, state.generation_params, rng_key)
+    return [state.problems[i] for i in chosen]
 
 
 def _choose(groups: Sequence[Episodes], P: int) -> list[Episodes]:

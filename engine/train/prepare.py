@@ -17,6 +17,7 @@ from ..loss.reward_shaping import completion_kl, shaped_rewards
 from ..loss.semantic_entropy import scaled_by_entropy
 from ..loss.verifree import answer_advantages, answer_metrics
 from ..rollout.answers import answer_length
+from ..rollout.episodes import Episodes
 from ..rollout.types import Rollout
 from .collect import RolloutBatch
 from .metrics import loss_metrics
@@ -99,9 +100,14 @@ def _advantages(
         answers = [answer_length(rollout) for rollout in batch.rollouts]
         lengths = [len(logp) for logp in logprobs]
         return answer_advantages(shaped, lengths, answers), answer_metrics(logprobs, answers)
-    if batch.cuts is not None:
-        return cut_advantages(shaped, batch.lengths, batch.cuts), {}
-    A = advantages(shaped, loss.advantage, batch.trained, loss.k)
+    A = reward_advantages(loss, batch, shaped)
     if batch.classes is not None:
         A = scaled_by_entropy(A, batch.classes, loss.semantic_entropy)
     return A, {}
+
+
+def reward_advantages(loss: LossConfig, episodes: Episodes, shaped: np.ndarray) -> StepAdvantages:
+    """The advantages of a step that follow from its rewards alone. loss: resolved. shaped [P, G]: rewards."""
+    if episodes.cuts is not None:
+        return cut_advantages(shaped, episodes.lengths, episodes.cuts)
+    return advantages(shaped, loss.advantage, episodes.trained, loss.k)

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
 from zerokl.cli import main
 from zerokl.engine.commands.verify_run import Finding, verify_run
 from zerokl.engine.runs import run as run_module
@@ -23,6 +24,7 @@ from zerokl.engine.runs.summary import write_summary
 from zerokl.files.writing import MANIFEST, hash_json, write_manifest
 from zerokl.verify.ledger import read_ledger
 
+from tests.forged_run import all_solved, chain_again, forge_file, forge_rollouts, forge_weight
 from tests.helpers import contents, property_settings
 
 # Fields and metrics that only a replay can derive. Those that are measured cannot be derived at all.
@@ -251,15 +253,6 @@ def test_an_altered_setting_is_refused_before_the_model_is_read(cut, tmp_path, c
     assert "seed is 1 in" in capsys.readouterr().err
 
 
-def _forge(folder: Path, file: str, change: Callable[[dict], Any]) -> None:
-    """Change a JSON file of a checkpoint, and write a manifest that fits."""
-    values = json.loads((folder / file).read_text())
-    change(values)
-    (folder / file).write_text(json.dumps(values))
-    (folder / MANIFEST).unlink()
-    write_manifest(folder)
-
-
 FORGED = {
     "updates": ("trainer/state.json", lambda x: x.update(updates=x["updates"] + 500)),
     "version": ("trainer/state.json", lambda x: x.update(version=x["version"] + 1)),
@@ -277,7 +270,7 @@ FORGED = {
 def test_a_checkpoint_whose_small_files_are_forged_is_found(run, cut, tmp_path, what):
     path = tmp_path / "run"
     shutil.copytree(cut, path)
-    _forge(path / "checkpoints" / "step-000004", *FORGED[what])
+    forge_file(path / "checkpoints" / "step-000004", *FORGED[what])
     lines = failed(verify_run(path, 0, 0, {}))
     assert any("step-000004" in line and what.removeprefix("rms_norm_") in line for line in lines), lines
     resume(path)  # from the checkpoint before it, or with a tokenizer that the ledger's tokens contradict
@@ -303,7 +296,7 @@ def test_counters_of_a_run_with_skipped_updates_are_bound(skipping, tmp_path, na
     assert 0 < updates[-1] < STEPS, "some updates were skipped"
     path = tmp_path / "run"
     shutil.copytree(skipping, path)
-    _forge(path / "checkpoints" / "step-000004", *FORGED[name])
+    forge_file(path / "checkpoints" / "step-000004", *FORGED[name])
     (line,) = failed(verify_run(path, 0, 0, {}))
     assert re.search(rf"step-000004: .*{name} is .*, and .* in the ledger; the file was altered$", line)
 
@@ -311,7 +304,7 @@ def test_counters_of_a_run_with_skipped_updates_are_bound(skipping, tmp_path, na
 def test_a_scale_that_is_forged_in_checkpoint_and_ledger_is_found_by_the_replay(skipping, tmp_path):
     path = tmp_path / "run"
     shutil.copytree(skipping, path)
-    _forge(path / "checkpoints" / "step-000004", *FORGED["scale"])
+    forge_file(path / "checkpoints" / "step-000004", *FORGED["scale"])
     lines = [json.loads(line) for line in (path / "ledger.jsonl").read_text().splitlines()]
     lines[4]["notes"]["scaler"]["scale"] = 2.0
     lines[4]["sum"] = hash_json({name: value for name, value in lines[4].items() if name != "sum"})
@@ -383,12 +376,151 @@ def test_a_run_that_is_cut_is_not_finished(run, tmp_path):
     assert failed(verify_run(path, 0, 0, {})) == ["summary: of a run of 5 steps, of which the ledger holds 4"]
 
 
-def test_what_no_hash_binds_is_said_and_is_no_ok(config, run, tmp_path):
-    train(config(steps=2, ledger__state_every=3, checkpoint__every=1), tmp_path / "run")
-    notes = [f for f in verify_run(tmp_path / "run", 0, 0, {}) if not f.checked]
+def notes(path: Path, replays: int) -> dict[str, str]:
+    return {f.what: f.result for f in verify_run(path, replays, 0, {}) if f.mark == "note"}
+
+
+@pytest.fixture(scope="module")
+def unhashed(config, tmp_path_factory) -> Path:
+    """A run whose ledger has no hash of any state."""
+    path = tmp_path_factory.mktemp("unhashed") / "run"
+    train(config(steps=STEPS, ledger__state_every=9, checkpoint__every=2, evaluation__every=2), path)
+    return path
+
+
+def test_what_no_hash_binds_is_said_and_is_no_ok(run, unhashed):
     message = "not checked: weights, optimizer's moments"
-    assert [(f.what, f.result, f.mark) for f in notes] == [
-        ("step-000001", message, "note"),
-        ("step-000002", message, "note"),
+    assert [r for w, r in notes(unhashed, 0).items() if w.startswith("step-")] == [message] * 3
+    assert notes(unhashed, 0)["replays"].startswith("none: ")
+    assert set(notes(run, 0)) == {"replays"}
+    assert set(notes(unhashed, STEPS)) == {"replays"}
+
+
+@pytest.mark.parametrize("draw", range(4))
+def test_final_weights_without_a_hash_are_those_of_the_last_step(unhashed, tmp_path, draw):
+    """Whatever is drawn, the last step is done again, and its weights are compared with the checkpoint's."""
+    path = tmp_path / "run"
+    shutil.copytree(unhashed, path)
+    assert failed(verify_run(path, 1, draw, {})) == []
+    forge_weight(path, STEPS)
+    assert failed(verify_run(path, 0, draw, {})) == []  # it is noted that nothing was compared
+    assert failed(verify_run(path, 1, draw, {})) == [
+        f"step-{STEPS:06d}: its weights are not those of step {STEPS - 1}, done again"
     ]
-    assert all(f.checked for f in verify_run(run, 0, 0, {}))
+
+
+def test_the_newest_checkpoint_of_a_run_that_was_cut_is_bound_too(unhashed, tmp_path):
+    path = tmp_path / "run"
+    shutil.copytree(unhashed, path)
+    shutil.rmtree(path / "checkpoints" / f"step-{STEPS:06d}")
+    (path / "summary.json").unlink()
+    assert failed(verify_run(path, 1, 0, {})) == []
+    forge_weight(path, 4)
+    (path / "summary.json").unlink()
+    assert "step-000004: its weights are not those of step 3, done again" in failed(
+        verify_run(path, 1, 0, {})
+    )
+
+
+@pytest.mark.parametrize("draw", range(4))
+def test_a_last_step_that_is_wholly_forged_is_found_in_every_draw(run, tmp_path, draw):
+    path = tmp_path / "run"
+    shutil.copytree(run, path)
+    chain_again(path, STEPS - 1, lambda hashes: hashes.update(gradient="f" * 64))
+    assert failed(verify_run(path, 0, draw, {})) == []
+    (line,) = failed(verify_run(path, 1, draw, {}))
+    assert line.startswith(f"replay of step {STEPS - 1}: differs at step {STEPS - 1}: gradient")
+
+
+def another_problem(lines: list[dict]) -> None:
+    """The same prompt three times, where the step has three."""
+    for i, line in enumerate(lines):
+        line |= {k: lines[i % 3][k] for k in ("problem", "prompt_text", "prompt_ids")}
+
+
+ROLLOUTS = {
+    "reward": (all_solved, "reward is 1.0, and its problem and tokens give 0."),
+    "advantage": (
+        lambda lines: lines[4].update(advantage=0.5),
+        "sample 1: advantage is 0.5, and the rewards give",
+    ),
+    "problem": (another_problem, "the ids before turn 0 are not those of its problem"),
+}
+
+
+@pytest.mark.parametrize("what", ROLLOUTS)
+def test_what_follows_from_tokens_is_derived_in_every_step(run, tmp_path, what):
+    """No step is done again here: every hash is right, and rewards do not follow from the tokens."""
+    path, (change, words) = tmp_path / "run", ROLLOUTS[what]
+    shutil.copytree(run, path)
+    forge_rollouts(path, 1, change)
+    (line,) = failed(verify_run(path, 0, 0, {}))
+    assert line.startswith("rewards: rollouts.jsonl, step 1: prompt ")
+    assert words in line
+
+
+def into_config(**changes: Any) -> Callable[[Path], Any]:
+    return lambda folder: forge_file(folder, "config.json", lambda x: x.update(changes))
+
+
+def other_tensor(folder: Path) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"] * 2
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+FOREIGN = {
+    "auto_map": into_config(auto_map={"AutoModelForCausalLM": "modeling_x.Model"}),
+    "modeling_x.py": lambda folder: (folder / "modeling_x.py").write_text("class Model: ..."),
+    "pytorch_model.bin": lambda folder: (folder / "pytorch_model.bin").write_bytes(b"pickle"),
+    "trainer/rng.pt": lambda folder: (folder / "trainer" / "rng.pt").write_bytes(b"pickle"),
+    "eos_token_id": into_config(eos_token_id=7),
+    "pad_token_id": into_config(pad_token_id=7),
+    "max_position_embeddings": into_config(max_position_embeddings=1 << 20),
+    "model-00002-of-00002.safetensors": lambda folder: shutil.copy(
+        folder / "model.safetensors", folder / "model-00002-of-00002.safetensors"
+    ),
+    "nowhere": lambda folder: (folder / "nowhere").symlink_to("/nowhere"),
+    "lm_head.weight": other_tensor,
+}
+
+
+@pytest.mark.parametrize("what", FOREIGN)
+def test_what_a_loader_would_read_of_a_checkpoint_is_bound(run, tmp_path, what):
+    path = tmp_path / "run"
+    shutil.copytree(run, path)
+    folder = path / "checkpoints" / "step-000004"
+    FOREIGN[what](folder)
+    (folder / MANIFEST).unlink(missing_ok=True)
+    write_manifest(folder)
+    lines = failed(verify_run(path, 0, 0, {}))
+    assert [what in line and line.startswith("step-000004: ") for line in lines] == [True]
+
+
+def without_evaluations(path: Path, setting: bool) -> None:
+    """No evaluation in the metrics; with `setting`, the run says that it had none."""
+    rows = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
+    rows = [{k: v for k, v in row.items() if not k.startswith("eval/")} for row in rows]
+    (path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    if setting:
+        config = path / "config.toml"
+        config.write_text(re.sub(r"(\[evaluation\]\nevery = )2", r"\g<1>0", config.read_text()))
+        head, *lines = (path / "ledger.jsonl").read_text().splitlines()
+        values = json.loads(head)
+        values.pop("sum")
+        values["environment"]["process.evaluation.every"] = 0
+        head = json.dumps(values | {"sum": hash_json(values)})
+        (path / "ledger.jsonl").write_text("\n".join([head, *lines]) + "\n")
+    chain_again(path, 0, lambda quantities: None)
+
+
+@pytest.mark.full
+def test_evaluations_that_vanish_are_no_ok(run, tmp_path):
+    assert "evaluations" not in notes(run, 0)
+    for setting in (False, True):
+        path = tmp_path / str(setting)
+        shutil.copytree(run, path)
+        without_evaluations(path, setting)
+        faults = failed(verify_run(path, 0, 0, {}))
+        assert faults == ([] if setting else ["evaluations: step 0 lacks eval/base_reward in metrics.jsonl"])
+        assert notes(path, 0).get("evaluations", "").startswith("none: evaluation is off" if setting else "")

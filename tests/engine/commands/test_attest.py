@@ -4,18 +4,22 @@ import dataclasses
 import json
 import shutil
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 from zerokl.cli import main
 from zerokl.engine.commands import attest_check
-from zerokl.engine.commands.attest_bundle import needed_code, sampled_steps
+from zerokl.engine.commands.attest_bundle import digest_of, environments, needed_code, sampled_steps
 from zerokl.engine.commands.signature import sign
+from zerokl.engine.commands.verify_run import Finding
 from zerokl.engine.config import Config
 from zerokl.engine.runs.run import train
 from zerokl.files.writing import MANIFEST, hash_json, write_manifest
+from zerokl.verify.divergence import Divergence
 from zerokl.verify.ledger import Line, read_ledger
+
+from tests.forged_run import all_solved, forge_rollouts
 
 pytestmark = pytest.mark.full
 STEPS = 6
@@ -82,8 +86,9 @@ def test_a_bundle_holds_where_run_and_model_are_gone(bundle, check):
     assert "ok    signature: by me@example.org, ED25519 key SHA256:" in words
     for step in steps:
         assert f"ok    replay of step {step}: the same bits" in words
-    assert f"note  shown: steps {steps[0]}, {steps[1]} follow to the bit" in words
-    assert "note  not shown: the other 4 steps" in words
+    assert STEPS - 1 in steps
+    assert f"note  shown: steps {', '.join(map(str, steps))} follow to the bit" in words
+    assert f"note  not shown: the other {STEPS - len(steps)} steps" in words
     # Only the checkpoints that these steps need, and the newest.
     held = {int(p.name[-6:]) for p in (bundle / "contents/run/checkpoints").iterdir()}
     assert held == {STEPS} | {step - step % 2 for step in steps} - {0}
@@ -228,29 +233,126 @@ def test_a_forged_chain_is_found_where_the_hash_looks(bundle, check, keys):
     chained_again(run, lambda line: True)
     ledger = read_ledger(run / "ledger.jsonl").whole()
     steps = sampled_steps(ledger, 2)
-    sign_again(bundle, keys / "mine", fingerprint=ledger.chain, sampled=steps)
+    sign_again(bundle, keys / "mine", fingerprint=ledger.chain, sampled=steps, digest=digest_of(ledger))
     code, words = check(bundle)
     assert code == 1
     assert any("replay of step" in line and "gradient" in line for line in failures(words)), words
 
 
-def test_another_kind_of_machine_is_said_and_not_failed(bundle, check, monkeypatch):
-    plain = attest_check.environment
-    monkeypatch.setattr(attest_check, "environment", lambda *a: plain(*a) | {"cpu": "another one"})
-    code, words = check(bundle)
-    assert code == 0
-    assert "note  machine: another kind than the run's: cpu another one, was " in words
-    monkeypatch.setattr(
-        attest_check,
-        "verify_run",
-        lambda *a: iter([attest_check.Finding("replay of step 1", "differs at step 1: tokens", False)]),
+def differs(quantity: str) -> Callable[..., Iterator[Finding]]:
+    """Findings of a run in which one step differs, and another is the same."""
+    where = Divergence(1, quantity)
+    return lambda *_: iter(
+        [
+            Finding("replay of step 0", "the same bits", True),
+            Finding("replay of step 1", f"differs at {where}", False, divergence=where),
+        ]
     )
+
+
+@pytest.fixture
+def machine(monkeypatch) -> Callable[[str], None]:
+    """machine(cpu): from now on this machine has this CPU; empty is its own."""
+    plain = attest_check.environment
+
+    def becomes(cpu: str) -> None:
+        monkeypatch.setattr(attest_check, "environment", lambda *a: plain(*a) | ({"cpu": cpu} if cpu else {}))
+
+    return becomes
+
+
+@pytest.mark.parametrize(
+    "quantity", ["tokens", "sampling_logprobs", "trainer_logprobs", "gradient", "weights"]
+)
+def test_numbers_of_another_kind_of_machine_are_open_and_confirm_nothing(
+    bundle, check, monkeypatch, machine, quantity
+):
+    monkeypatch.setattr(attest_check, "verify_run", differs(quantity))
+    machine("another one")
     code, words = check(bundle)
-    assert code == 0
-    assert "note  replay of step 1: differs at step 1: tokens" in words
+    assert code == 3
+    assert "note  machine: from step 0 on another kind than this one: cpu another one, was " in words
+    assert "open  replay of step 1: differs at step 1: " in words
     assert "they are neither confirmed nor refuted" in words
-    monkeypatch.setattr(attest_check, "environment", plain)
+    machine("")
     assert check(bundle)[0] == 1
+
+
+@pytest.mark.parametrize(
+    "quantity", ["prompts", "between_turns", "ends", "rewards", "advantages", "random keys"]
+)
+def test_what_follows_from_tokens_fails_on_any_machine(bundle, check, monkeypatch, machine, quantity):
+    monkeypatch.setattr(attest_check, "verify_run", differs(quantity))
+    machine("another one")
+    assert check(bundle)[0] == 1
+
+
+def test_another_machine_with_the_same_bits_confirms(bundle, check, machine):
+    machine("another one")
+    assert check(bundle)[0] == 0
+
+
+def test_a_run_that_went_on_elsewhere_is_judged_by_the_machine_of_each_step(
+    bundle, check, keys, monkeypatch, machine
+):
+    """Steps 0 and 1 were done on another machine; from step 2 on the run was on this one."""
+    lines = (bundle / "contents/run/ledger.jsonl").read_text().splitlines()
+    head = json.loads(lines[0])
+    note = {"kind": "resumed", "step": 2, "environment": head["environment"]}
+    lines.insert(3, json.dumps(note | {"sum": hash_json(note)}))
+    head["environment"] = head.pop("environment") | {"cpu": "an older one"}
+    head.pop("sum")
+    lines[0] = json.dumps(head | {"sum": hash_json(head)})
+    (bundle / "contents/run/ledger.jsonl").write_text("\n".join(lines) + "\n")
+    ledger = read_ledger(bundle / "contents/run/ledger.jsonl").whole()
+    sign_again(bundle, keys / "mine", environments=environments(ledger), digest=digest_of(ledger))
+    assert check(bundle)[0] == 0
+    monkeypatch.setattr(attest_check, "verify_run", differs("tokens"))
+    assert check(bundle)[0] == 3
+    where = Divergence(2, "tokens")
+    finding = Finding("replay of step 2", f"differs at {where}", False, divergence=where)
+    monkeypatch.setattr(attest_check, "verify_run", lambda *_: iter([finding]))
+    assert check(bundle)[0] == 1
+
+
+def claim_machine(run: Path, **changes: str) -> None:
+    """Another environment in the head of the ledger, which no link of the chain holds."""
+    head, *lines = (run / "ledger.jsonl").read_text().splitlines()
+    values = json.loads(head)
+    values.pop("sum")
+    values["environment"] |= changes
+    head = json.dumps(values | {"sum": hash_json(values)})
+    (run / "ledger.jsonl").write_text("\n".join([head, *lines]) + "\n")
+
+
+@pytest.mark.parametrize("claim", [{"cpu": "another one"}, {"torch": "1.0"}, {"device": "cuda"}])
+def test_forged_rewards_and_a_claimed_machine_are_no_excuse(bundle, check, keys, claim):
+    """Every reward is 1 and every hash is made again, as for a machine that nobody has."""
+    run = bundle / "contents" / "run"
+    for step in range(STEPS):
+        forge_rollouts(run, step, all_solved)
+    claim_machine(run, **claim)
+    ledger = read_ledger(run / "ledger.jsonl").whole()
+    changes = {"fingerprint": ledger.chain, "sampled": sampled_steps(ledger, 2)}
+    changes |= {"environments": environments(ledger), "digest": digest_of(ledger)}
+    sign_again(bundle, keys / "mine", **changes)
+    code, words = check(bundle)
+    assert code == 1
+    assert "and its problem and tokens give" in "".join(failures(words))
+
+
+def test_the_digest_binds_fingerprint_and_machine(bundle, check, keys):
+    """The fingerprint of a claimed machine is the run's own, and the digest that was told before is not."""
+    digest = json.loads((bundle / "statement.json").read_text())["digest"]
+    assert f"ok    digest: {digest}" in check(bundle)[1]
+    claim_machine(bundle / "contents" / "run", cpu="another one")
+    sign_again(bundle, keys / "mine")
+    assert "FAIL  statement: digest is " in check(bundle)[1]
+    ledger = read_ledger(bundle / "contents/run/ledger.jsonl").whole()
+    sign_again(bundle, keys / "mine", environments=environments(ledger), digest=digest_of(ledger))
+    code, words = check(bundle)
+    assert code == 0  # the steps come out here, whatever the signer says of his machine
+    assert digest not in words
 
 
 def test_without_signers_nobody_says_whose_key_it_is(bundle, check, keys):

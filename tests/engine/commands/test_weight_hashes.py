@@ -52,6 +52,14 @@ def test_the_tensor_that_differs_is_named(model, tmp_path, capsys, change, said)
     assert "1 of " in out
 
 
+def test_no_more_tensors_differ_than_there_are(model, tmp_path, capsys):
+    """Each name of the second is another one: both sides' tensors count."""
+    other = changed(model, tmp_path / "other.safetensors", lambda t: {f"base.{k}": v for k, v in t.items()})
+    count = len(load_file(other))
+    assert main(["weights", str(model), str(other)]) == 1
+    assert f"{2 * count} of {2 * count} tensors differ" in capsys.readouterr().out
+
+
 def test_a_sync_in_bf16_is_no_difference(model, tmp_path, capsys):
     synced = changed(model, tmp_path / "bf16.safetensors", lambda t: {k: v.bfloat16() for k, v in t.items()})
     assert main(["weights", str(model), str(synced)]) == 0

@@ -19,6 +19,7 @@ from zerokl.engine.runs.run import resume, train
 from zerokl.files.writing import MANIFEST, write_manifest
 from zerokl.verify.divergence import open_run
 
+from tests.forged_run import forge_file
 from tests.helpers import fingerprint
 
 LORA = LoraConfig(rank=3, alpha=9.0)
@@ -136,6 +137,22 @@ def test_another_base_is_refused_by_name(cut, tmp_path, name):
         resume(cut)
     with pytest.raises(ValueError, match=f"what it started from is another now.* frozen.{name}: 'sha256:"):
         Replayer(cut)
+
+
+@pytest.mark.parametrize(
+    ("file", "field", "value"),
+    [
+        ("adapter_config.json", "base_model_name_or_path", "/another/base"),
+        ("adapter_config.json", "target_modules", ["q_proj"]),
+        ("adapter_config.json", "auto_mapping", {"base_model_class": "X"}),
+        ("trainer/config.json", "max_position_embeddings", 1 << 20),
+    ],
+)
+def test_what_a_loader_reads_beside_the_adapter_is_bound(cut, file, field, value):
+    forge_file(cut / "checkpoints" / "step-000002", file, lambda x: x.update({field: value}))
+    lines = [f"{f.what}: {f.result}" for f in verify_run(cut, 0, 0, {}) if not f.holds]
+    assert [line.startswith("step-000002: ") for line in lines] == [True]
+    assert str(value) in lines[0] or field in lines[0]
 
 
 def test_a_checkpoint_with_another_adapter_is_not_used(run, cut, capsys):

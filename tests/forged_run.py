@@ -1,0 +1,89 @@
+"""Runs that are forged with care: what is changed is hashed again, in all files that have a hash of it."""
+
+import hashlib
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import load_file, save_file
+from zerokl.engine.commands.logged_steps import read_step
+from zerokl.engine.runs.checkpoints import open_checkpoint
+from zerokl.engine.runs.resume import derived_summary
+from zerokl.engine.runs.summary import write_summary
+from zerokl.engine.train.metrics import rollout_metrics
+from zerokl.engine.train.recorder import hash_rewards, hash_rollouts
+from zerokl.files.writing import MANIFEST, hash_json, write_manifest
+from zerokl.verify.ledger import read_ledger
+
+
+def forge_file(folder: Path, file: str, change: Callable[[dict], Any]) -> None:
+    """Change a JSON file of a checkpoint, and write a manifest that fits."""
+    values = json.loads((folder / file).read_text())
+    change(values)
+    (folder / file).write_text(json.dumps(values))
+    (folder / MANIFEST).unlink()
+    write_manifest(folder)
+
+
+def forge_weight(path: Path, step: int, name: str = "model.norm.weight") -> None:
+    """Another weight in a checkpoint, with a manifest that fits, and a summary that fits it."""
+    folder = path / "checkpoints" / f"step-{step:06d}"
+    tensors = load_file(folder / "model.safetensors")
+    tensors[name] *= 1.5
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / MANIFEST).unlink()
+    write_manifest(folder)
+    checkpoint, _ = open_checkpoint(folder)
+    history = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
+    write_summary(path, derived_summary(read_ledger(path / "ledger.jsonl"), history, checkpoint))
+
+
+def chain_again(path: Path, step: int, change: Callable[[dict[str, str]], Any]) -> None:
+    """Change the hashes of a step in the ledger, and make the sums and the chain from there on again."""
+    head, *lines = [json.loads(line) for line in (path / "ledger.jsonl").read_text().splitlines()]
+    chain = head["chain"]
+    for number, line in enumerate(lines):
+        line.pop("sum")
+        quantities = dict(line["quantities"])
+        if number == step:
+            change(quantities)
+            line |= {"leaves": {}, "quantities": list(quantities.items())}
+        parts = [chain, line["step"], line["keys"], line["quantities"], line["updates"]]
+        chain = line["chain"] = hash_json(parts)
+        line["sum"] = hash_json(line)
+    (path / "ledger.jsonl").write_text("".join(json.dumps(line) + "\n" for line in (head, *lines)))
+    for folder in (path / "checkpoints").glob("step-*"):
+        newest = int(folder.name[-6:])
+        logs = {
+            name: hashlib.sha256(
+                b"".join((path / name).read_bytes().splitlines(True)[: newest * n])
+            ).hexdigest()
+            for name, n in (("metrics.jsonl", 1), ("rollouts.jsonl", 9))
+        }
+        chain = lines[newest - 1]["chain"]
+        forge_file(folder, "trainer/state.json", lambda x, c=chain, g=logs: x.update(chain=c, logs=g))
+    newest = max((path / "checkpoints").glob("step-*"))
+    checkpoint, damage = open_checkpoint(newest)
+    assert checkpoint, damage
+    history = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
+    write_summary(path, derived_summary(read_ledger(path / "ledger.jsonl").whole(), history, checkpoint))
+
+
+def forge_rollouts(path: Path, step: int, change: Callable[[list[dict]], Any]) -> None:
+    """Change the rollouts of a step, and hash all again: ledger, metrics, checkpoints, summary."""
+    lines = [json.loads(line) for line in (path / "rollouts.jsonl").read_text().splitlines()]
+    of_step = [line for line in lines if line["step"] == step]
+    change(of_step)
+    (path / "rollouts.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    logged = read_step(of_step, 3)
+    rows = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
+    rows[step] |= {k: v for k, v in rollout_metrics(logged.episodes).items() if k in rows[step]}
+    (path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    hashes = hash_rollouts(logged.rollouts) | hash_rewards(logged.episodes.rewards, logged.advantages)
+    chain_again(path, step, lambda quantities: quantities.update(hashes))
+
+
+def all_solved(lines: list[dict]) -> None:
+    for line in lines:
+        line |= {"reward": 1.0, "advantage": 0.0}
