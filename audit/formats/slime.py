@@ -80,6 +80,7 @@ def parse(row: dict[str, Any], path: Path) -> Iterator[LoggedRollout]:
         step=fields.optional_integer("rollout_id", row.get("rollout_id")),
         prompt=fields.label("group_index", row.get("group_index")),
         sample=fields.label("index", _either(row, "index", "sample_index")),
+        truncated=fields.truncated("status", row.get("status")),
     )
 
 
