@@ -5,9 +5,11 @@ from typing import TYPE_CHECKING
 
 from .as_json import OPTIONAL
 from .figures.drawn_from import Distribution
+from .figures.measure import Figures, WorstToken
 from .hypotheses.fit import Tried
 from .hypotheses.log_checks import DOUBLED
 from .hypotheses.log_fault import LogFault
+from .page.token_texts import TokenTexts
 
 if TYPE_CHECKING:
     from .sections import ExpertsDifference
@@ -27,6 +29,15 @@ class TrainerColumn(Tried):
     """The log's own trainer column beside a model, and beside the sampler's column."""
 
     distribution: Distribution
+
+
+@dataclass(frozen=True)
+class TwoColumns:
+    """The log's own two columns, compared as the two sides of an audit are."""
+
+    figures: Figures
+    worst: list[WorstToken]
+    token_texts: TokenTexts
 
 
 @dataclass(frozen=True)
@@ -52,6 +63,8 @@ class LogSection:
     rounding: Rounding | None = field(default=None, metadata=OPTIONAL)
     # where the log has one and a model is at hand
     trainer_column: TrainerColumn | None = field(default=None, metadata=OPTIONAL)
+    # the log's own two columns, where it has both and a model is at hand
+    columns: "TwoColumns | None" = field(default=None, metadata=OPTIONAL)
     # of a mixture of experts, where the log names the experts
     experts: "ExpertsDifference | None" = field(default=None, metadata=OPTIONAL)
     # where both columns are the log's

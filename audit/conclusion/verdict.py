@@ -14,13 +14,18 @@ def verdict(report: Report) -> str:
     if report.cause.kind == EQUAL_COLUMNS:
         sentences += [f"The log: {report.cause.text}", f"What to do: {report.cause.remedy}"]
     elif report.cause.kind != "equal":
-        sentences += [f"Likely cause: {report.cause.text}", f"What to do: {report.cause.remedy}"]
+        sentences += [f"{cause_heading(report)}: {report.cause.text}", f"What to do: {report.cause.remedy}"]
     return "\n".join(filter(None, sentences))
 
 
-def headline(measured: Measurements) -> str:
+def cause_heading(report: Report) -> str:
+    """What stands over the cause. Two columns without a model show a suspicion."""
+    return "Suspicion, without a model" if report.cause.suspicion else "Likely cause"
+
+
+def headline(report: Report) -> str:
     """The tokens with equal bits, and how far the others are apart."""
-    sampler, trainer, figures = measured.sampler, measured.trainer, measured.figures
+    sampler, trainer, figures, *_ = report.shown
     if figures.equal:
         return (
             f"All {figures.tokens:,} tokens have the same log-probability, bit for bit, "
