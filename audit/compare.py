@@ -23,7 +23,7 @@ from .figures.repeats import Drawn, group_of
 from .hypotheses.log_causes import log_causes
 from .hypotheses.scorer import Scorer
 from .hypotheses.value_checks import ColumnValues, may_cut
-from .log_section import LogSection, is_doubled
+from .log_section import LogSection, TwoColumns, is_doubled
 from .logs.scan import Log, with_both
 from .operations.experts import experts_of_log
 from .operations.locate import locate
@@ -80,6 +80,7 @@ def compare_log(
         log_faults=[*log.values.faults(), *scores_fault, *log.signal.faults, *causes.log_faults],
         rounding=rounding(trainer_logprobs, sampling_logprobs, log.tolerances, log.decimals),
         trainer_column=causes.trainer_column,
+        columns=_two_columns(rollouts, log, tokenizer),
         experts=experts_of_log(log.lines, [r.pair for r, _ in rollouts], scorer.model()),
     )
     ways = {trainer.name: own_invariance(trainer, rollouts, drawn=False)}
@@ -106,6 +107,27 @@ def _with_both(
         raise ValueError(f"audit: no token is left to compare: {values.fault().name}, {values.fault().text}")
     lists = {name: [getattr(log, name)[i] for i in kept] for name in ("tolerances", "lines", "places")}
     return [rollouts[i] for i in kept], [scored[i] for i in kept], replace(log, **lists)
+
+
+def _two_columns(rollouts: Rollouts, log: Log, tokenizer: Tokenizer) -> TwoColumns | None:
+    """The log's own two columns, of the rollouts that have tokens with both; None where none has."""
+    nothing = np.array([np.nan], np.float32)
+    trainer = [nothing if x.trainer_logprobs is None else x.trainer_logprobs for x in log.lines]
+    both = [~np.isnan(r.logprobs) & ~np.isnan(t) for (r, _), t in zip(rollouts, trainer, strict=True)]
+    known = [i for i, x in enumerate(both) if x.any()]
+    if not known:
+        return None
+    rollouts, trainer = ([x[i] for i in known] for x in (rollouts, trainer))
+    positions = [np.flatnonzero(both[i]) for i in known]
+    columns = [x[p] for x, p in zip(trainer, positions, strict=True)]
+    sampler = [r.logprobs[p] for (r, _), p in zip(rollouts, positions, strict=True)]
+    compared = _compared(rollouts, tokenizer, trainer, columns, sampler, positions)
+    texts = [replace(x, sequence=known[x.sequence]) for x in compared.token_texts.sequences]
+    return TwoColumns(
+        compared.figures,
+        [replace(x, sequence=known[x.sequence]) for x in compared.worst],
+        replace(compared.token_texts, sequences=texts),
+    )
 
 
 def compare_engines(

@@ -10,3 +10,5 @@ class Finding:
     kind: str
     text: str
     remedy: str
+    trainer_column: bool = False  # whether it is of a log's own trainer column
+    suspicion: bool = False  # whether it rests on a log's two columns alone, without a model

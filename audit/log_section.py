@@ -5,11 +5,13 @@ from typing import TYPE_CHECKING
 
 from .as_json import OPTIONAL
 from .figures.drawn_from import Distribution
+from .figures.measure import Figures, WorstToken
 from .hypotheses.fit import Tried
 from .hypotheses.log_checks import DOUBLED
 from .hypotheses.log_fault import LogFault
 from .hypotheses.signal_checks import Signal
 from .hypotheses.value_checks import NoLogprobs
+from .page.token_texts import TokenTexts
 
 if TYPE_CHECKING:
     from .sections import ExpertsDifference
@@ -29,6 +31,15 @@ class TrainerColumn(Tried):
     """The log's own trainer column beside a model, and beside the sampler's column."""
 
     distribution: Distribution
+
+
+@dataclass(frozen=True)
+class TwoColumns:
+    """The log's own two columns, compared as the two sides of an audit are."""
+
+    figures: Figures
+    worst: list[WorstToken]
+    token_texts: TokenTexts
 
 
 @dataclass(frozen=True)
@@ -58,6 +69,8 @@ class LogSection:
     rounding: Rounding | None = field(default=None, metadata=OPTIONAL)
     # where the log has one and a model is at hand
     trainer_column: TrainerColumn | None = field(default=None, metadata=OPTIONAL)
+    # the log's own two columns, where it has both and a model is at hand
+    columns: "TwoColumns | None" = field(default=None, metadata=OPTIONAL)
     # of a mixture of experts, where the log names the experts
     experts: "ExpertsDifference | None" = field(default=None, metadata=OPTIONAL)
     # where both columns are the log's

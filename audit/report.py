@@ -1,6 +1,7 @@
 """The report of an audit: what was measured, and what follows from it. as_json.py makes audit.json of it."""
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from ..verify.gradient_bias import DrawnBias
 from .as_json import OPTIONAL, OPTIONAL_PART, PART
@@ -55,6 +56,16 @@ class Measurements:
         return self.engines is None
 
 
+class Shown(NamedTuple):
+    """Two sides by name, and their figures and tokens."""
+
+    sampler: str
+    trainer: str
+    figures: Figures
+    worst: list[WorstToken]
+    token_texts: TokenTexts
+
+
 @dataclass(frozen=True, kw_only=True)
 class Report(Measurements):
     """What an audit measured, and what it concludes."""
@@ -62,3 +73,17 @@ class Report(Measurements):
     outcome: Outcome
     cause: Finding
     notes: list[str]
+
+    @property
+    def is_of_columns(self) -> bool:
+        """Whether the cause is of the log's own two columns, though a model is at hand."""
+        return bool(self.cause.trainer_column and self.log.columns)
+
+    @property
+    def shown(self) -> Shown:
+        """The sides that headline, figures and tokens speak of: those that the cause is about."""
+        if self.is_of_columns:
+            columns = self.log.columns
+            sides = f"the sampler's column of {self.sampler}", "its trainer's column"
+            return Shown(*sides, columns.figures, columns.worst, columns.token_texts)
+        return Shown(self.sampler, self.trainer, self.figures, self.worst, self.token_texts)

@@ -34,6 +34,7 @@ FIELDS = (
     "step",
     "prompt",
     "sample",
+    "finish_reason",
     "prompt_text",
     "completion_text",
 )

@@ -1,7 +1,7 @@
 """What the hypotheses about a log say, in words."""
 
 from ..finding import Finding
-from ..hypotheses.fit import Tried
+from ..hypotheses.fit import Row, Tried
 from ..log_section import TrainerColumn
 from ..report import Measurements
 
@@ -35,7 +35,7 @@ def _trainer_column(tried: TrainerColumn, beside_model: bool) -> str:
     if not tried.distance or tried.is_rounding:
         return "The log's trainer column is the model's, to within rounding."
     if row := tried.found:
-        return f"{distance}, and {row.name} fits it: {row.what}."
+        return f"{distance}, and {row.name} fits it: {row.what}{chosen_among(row)}."
     return f"{distance}, and no hypothesis fits it.{_sits(tried)}"
 
 
@@ -56,9 +56,9 @@ def trainer_column_fault(measured: Measurements) -> Finding | None:
     beside = tried.distribution.found
     text = _trainer_column(tried, not measured.columns_alone)
     if beside and beside.kind.startswith("trainer"):
-        return None if measured.columns_alone else Finding(beside.kind, text, beside.remedy)
+        return None if measured.columns_alone else Finding(beside.kind, text, beside.remedy, True)
     if tried.found and not tried.is_rounding and not _sampler_is_nearer(measured):
-        return Finding(f"the log's trainer column, {tried.found.name}", text, tried.found.remedy)
+        return Finding(f"the log's trainer column, {tried.found.name}", text, tried.found.remedy, True)
     return None
 
 
@@ -87,7 +87,15 @@ def guilty_trainer(measured: Measurements) -> Finding | None:
         return None
     nearest = _nearest(tried)
     what = "The sampler's column is the model's, so the trainer's is at fault."
-    return Finding("unknown", f"{_trainer_column(tried, True)} {what} {nearest.text}", nearest.remedy)
+    return Finding("unknown", f"{_trainer_column(tried, True)} {what} {nearest.text}", nearest.remedy, True)
+
+
+def chosen_among(row: Row) -> str:
+    """How many candidates a hypothesis had, as a part of a sentence; empty where it had no choice."""
+    if row.candidates == 1:
+        return ""
+    chance = 1.0 - row.left_by_chance
+    return f", the best of {row.candidates:,} candidates, which explain {chance:.0%} of shuffled numbers"
 
 
 def fitting(measured: Measurements) -> Finding | None:
@@ -96,12 +104,15 @@ def fitting(measured: Measurements) -> Finding | None:
     if not row:
         return None
     of_lines = f" in {row.lines} of {row.lines_tried} lines" if row.lines_tried > 1 else ""
+    of_lines += " that were searched" if row.searched else ""
+    sits = _sits(measured.log.hypotheses) if row.searched else ""
     also = measured.log.hypotheses.also
     other = f" As near: {'; '.join(also[:2])}." if also else ""
     return Finding(
         row.name,
-        f"{row.name}: {row.what}. It explains {row.explained:.3g} of the "
-        f"{row.distance:.3g} nats by which a token differs{of_lines}.{other}",
+        f"{row.name}: {row.what}. It {'may explain' if measured.columns_alone else 'explains'} "
+        f"{row.explained:.3g} of the {row.distance:.3g} nats by which a token differs{of_lines}"
+        f"{chosen_among(row)}.{sits}{other}",
         row.remedy,
     )
 
@@ -112,6 +123,13 @@ def none_fits(measured: Measurements) -> Finding | None:
     if not tried or not tried.tried:
         return None
     if tried.is_rounding:
+        if tried.of_both:
+            return Finding(
+                "rounding",
+                f"rounding alone, of the audit's dtype: {tried.of_both}, and so did the trainer, whose "
+                "column agrees with it.",
+                "Nothing is broken. Score in the dtype of the log (--dtype), and audit again.",
+            )
         how = "as a log of this size has it" if measured.columns_alone else "as measured on this model"
         return Finding(
             "rounding",

@@ -14,19 +14,24 @@ def verdict(report: Report) -> str:
     if report.cause.kind == EQUAL_COLUMNS:
         sentences += [f"The log: {report.cause.text}", f"What to do: {report.cause.remedy}"]
     elif report.cause.kind != "equal":
-        sentences += [f"Likely cause: {report.cause.text}", f"What to do: {report.cause.remedy}"]
+        sentences += [f"{cause_heading(report)}: {report.cause.text}", f"What to do: {report.cause.remedy}"]
     return "\n".join(filter(None, sentences))
 
 
-def headline(measured: Measurements) -> str:
+def cause_heading(report: Report) -> str:
+    """What stands over the cause. Two columns without a model show a suspicion."""
+    return "Suspicion, without a model" if report.cause.suspicion else "Likely cause"
+
+
+def headline(report: Report) -> str:
     """The tokens with equal bits, and how far the others are apart."""
-    sampler, trainer, figures = measured.sampler, measured.trainer, measured.figures
+    sampler, trainer, figures, *_ = report.shown
     if figures.equal:
         return (
-            f"All {figures.tokens:,} tokens{_of_file(measured)} have the same log-probability, bit for bit, "
+            f"All {figures.tokens:,} tokens{_of_file(report, figures.tokens)} have the same log-probability, bit for bit, "
             f"in {sampler} and in {trainer}."
         )
-    tokens = f"{percent(figures.frac_equal)} of {figures.tokens:,} tokens{_of_file(measured)}"
+    tokens = f"{percent(figures.frac_equal)} of {figures.tokens:,} tokens{_of_file(report, figures.tokens)}"
     text = f"{sampler} and {trainer} agree to the bit on {tokens}"
     if not figures.known:
         return f"{text}; no token has a finite ratio."
@@ -38,11 +43,11 @@ def headline(measured: Measurements) -> str:
     )
 
 
-def _of_file(measured: Measurements) -> str:
-    """That a part of a log was compared; empty where it was all of it."""
-    if not measured.log or measured.log.drawn_tokens == measured.figures.tokens:
+def _of_file(report: Report, tokens: int) -> str:
+    """That a part of a log was compared, so many tokens; empty where it was all of it."""
+    if not report.log or report.log.drawn_tokens == tokens:
         return ""
-    return f" (of {measured.log.drawn_tokens:,} drawn ones in the file)"
+    return f" (of {report.log.drawn_tokens:,} drawn ones in the file)"
 
 
 def parting(measured: Measurements) -> str:

@@ -60,6 +60,15 @@ def text(name: str, value: Any) -> str | None:
     return value
 
 
+def truncated(name: str, value: Any) -> bool | None:
+    """Whether the reason for which a completion ended is a limit of tokens; None where none is given.
+
+    SGLang's reason is an object with a type.
+    """
+    reason = text(name, value.get("type") if type(value) is dict else value)
+    return None if reason is None else reason in ("length", "truncated")
+
+
 def mapping(name: str, value: Any) -> dict[str, Any]:
     """A JSON object; empty where there is none."""
     if value is not None and type(value) is not dict:

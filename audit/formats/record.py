@@ -51,6 +51,7 @@ class LoggedRollout:
     prompt: int | str | None = None  # which prompt of the step; completions of one prompt are a group
     sample: int | str | None = None  # which completion of the group
     turn: int | None = None  # which turn of the completion, where each turn has a prompt of its own
+    truncated: bool | None = None  # whether a limit of tokens ended it
     prompt_text: str | None = None
     completion_text: str | None = None
 

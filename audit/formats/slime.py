@@ -129,6 +129,7 @@ def parse(row: dict[str, Any], path: Path) -> Iterator[LoggedRollout]:
         step=fields.optional_integer("rollout_id", row.get("rollout_id")),
         prompt=fields.label("group_index", row.get("group_index")),
         sample=fields.label("index", _first(row, "index", "sample_index", "sample_indices")),
+        truncated=fields.truncated("status", row.get("status")),
     )
 
 

@@ -37,6 +37,7 @@ def parse(row: dict[str, Any], path: Path) -> Iterator[LoggedRollout]:
             step=fields.optional_integer("scope.iteration", scope.get("iteration")),
             prompt=fields.label("scope.group_idx", scope.get("group_idx")),
             sample=fields.label("scope.traj_idx", scope.get("traj_idx", index)),
+            truncated=fields.truncated("stop_reason", sample.get("stop_reason")),
         )
 
 

@@ -27,6 +27,7 @@ _OF_A_TURN = (
     "sampling_mask",
     "routed_experts",
     "advantage",
+    "finish_reason",
 )
 
 
@@ -97,6 +98,7 @@ def _completion(row: dict[str, Any], turn: int | None) -> LoggedRollout:
         prompt=fields.label("prompt", row.get("prompt")),
         sample=fields.label("sample", row.get("sample")),
         turn=turn,
+        truncated=fields.truncated("finish_reason", row.get("finish_reason") or row.get("finish")),
         prompt_text=fields.text("prompt_text", row.get("prompt_text")),
         completion_text=fields.text("completion_text", row.get("completion_text")),
     )
@@ -135,6 +137,7 @@ def as_row(rollout: LoggedRollout) -> dict[str, Any]:
         "step": rollout.step,
         "prompt": rollout.prompt,
         "sample": rollout.sample,
+        "finish_reason": {True: "length", False: "stop"}.get(rollout.truncated),
         "prompt_text": rollout.prompt_text,
         "completion_text": rollout.completion_text,
     }

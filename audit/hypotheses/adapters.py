@@ -25,7 +25,7 @@ from ...model.peft import read_adapter, stored_lora
 from .evidence import Evidence
 from .prediction import Prediction
 from .scorer import decoder_scores
-from .weights import line_search, with_weights
+from .weights import SEARCHED_SHARES, line_search, with_weights
 
 # By the name of a weight in its layer: the operation that it computes, and the one that this reads.
 _PLACES = {
@@ -134,7 +134,8 @@ def another_scale(evidence: Evidence) -> Iterator[Prediction]:
     model = evidence.scorer.model()
     base = evidence.scorer.base_weights().to(model.device, model.dtype)
     share, scores = line_search(evidence, base, model.flat.detach())
-    yield Prediction(f"the sampler scales the adapter by {share:.2g} of its own scale", scores)
+    what = f"the sampler scales the adapter by {share:.2g} of its own scale"
+    yield Prediction(what, scores, SEARCHED_SHARES)
 
 
 def merged_otherwise(evidence: Evidence) -> Iterator[Prediction]:

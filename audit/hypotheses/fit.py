@@ -16,6 +16,7 @@ import numpy as np
 
 from ...engine.display.progress import silent
 from . import noise as rounding_of
+from .chance import is_beyond_chance, shuffled_logs
 from .compared import MOST, Compared, apart, shifted
 from .evidence import Evidence, Line, Scores
 from .noise import Noise, beyond_slack, is_rounding
@@ -25,7 +26,7 @@ from .registry import AT_ONCE, DIMMED, HYPOTHESES, LATE, ROUNDINGS, SECOND, WHOL
 from .slope import slope
 
 # An exact fit leaves this share of the difference at most.
-_LEFT = 0.1
+EXACT = 0.1
 # A fit that leaves this share at most, and no more than rounding, needs no other one beside it.
 _SETTLED = 0.25
 # A fit under rounding: the slope, its errors away from 0, and the share that it leaves at most. Where the
@@ -63,6 +64,10 @@ class Row:
     slope: float  # of the difference on the predicted one
     errors: float  # by which the slope is away from 0
     fits: bool
+    searched: bool = False  # whether only the lines farthest apart were tried
+    candidates: int = 1  # of which this is the one nearest to the log
+    # The share that the best candidate leaves of shuffled numbers; 1 where there is no choice.
+    left_by_chance: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -77,6 +82,7 @@ class Tried:
     rounding: float = _FP32  # what rounding makes of a token, of the dtypes that were tried
     rounds_like: str = ""  # the dtype whose rounding the whole difference is; empty where it is not
     where: Where | None = None  # where the difference sits; None where it is everywhere
+    of_both: str = ""  # the dtype that the log's two columns share, in words, where the audit's is another
     tried: int = 0
     need_a_model: int = 0
     found: Row | None = None
@@ -100,6 +106,7 @@ class _Judge:
     base: Scores  # the column nearest to the log: the model's in one dtype
     noise: Noise | None  # of the dtypes that round most
     alike: Noise | None  # the least noise that the whole difference is like
+    is_least: bool = False  # whether it is that of the dtypes that round least
 
     @cached_property
     def gaps(self) -> list[tuple[np.ndarray, np.ndarray]]:
@@ -151,9 +158,9 @@ def explain(
         return result
     judge = _judge(_by_nearest_engine(evidence))
     rows = _in_stages(judge, predictors, stage)
-    nearest = _nearest([row for row, _ in rows if row.fits])
+    nearest, pairs = _nearest([row for row, _ in rows if row.fits]), []
     if not nearest and not judge.alike and (both := _second(judge, rows, predictors, stage)):
-        nearest = [both]
+        nearest = pairs = [both]
     tried = sum(hypothesis.name in predictors for hypothesis in HYPOTHESES)
     return replace(
         result,
@@ -164,14 +171,14 @@ def explain(
         need_a_model=len(HYPOTHESES) - tried,
         found=nearest[0] if nearest else None,
         also=[row.what for row in nearest[1:]],
-        rows=sorted(_best(rows), key=lambda row: row.share_left),
+        rows=[*pairs, *sorted(_best(rows), key=lambda row: row.share_left)],
     )
 
 
 def _in_stages(judge: _Judge, predictors: Mapping[str, Predictor], stage: Callable[[str], None]) -> _Rows:
     """How well the hypotheses fit: the likely ones first, the others where none of these does."""
     early = [h.name for h in HYPOTHESES if h.name not in LATE]
-    if judge.alike and judge.alike.dtype == "float32" and judge.evidence.side == "trainer":
+    if judge.is_least and judge.evidence.side == "trainer":
         early = [name for name in early if name in WHOLE_LOG]
     rows = _tried(judge, predictors, early, stage)
     if judge.alike or any(row.fits for row, _ in rows):
@@ -195,7 +202,8 @@ def _judge(evidence: Evidence) -> _Judge:
     def total(scores: Scores) -> float:
         return sum(np.nansum(apart(x, scores[i])) for i, x in enumerate(evidence.lines))
 
-    return _Judge(evidence, min(columns, key=total), noise, alike)
+    is_least = alike is not None and alike is noises[0]
+    return _Judge(evidence, min(columns, key=total), noise, alike, is_least)
 
 
 def _measured(evidence: Evidence) -> list[Noise]:
@@ -237,8 +245,38 @@ def _tried(
             continue
         stage(f"trying what may explain it: {' and '.join(filter(None, (first, hypothesis.name)))}")
         if not small or _promises(hypothesis, predict, small):
-            rows += [(row, p) for p in predict(judge.evidence) if (row := _fit(hypothesis, p, judge))]
+            rows += _rows_of(hypothesis, predict, judge)
     return rows
+
+
+def _rows_of(hypothesis: Hypothesis, predict: Predictor, judge: _Judge) -> _Rows:
+    """How well the predictions of a hypothesis fit. None fits that explains no more than its freedom does."""
+    predictions = list(predict(judge.evidence))
+    count = sum(p.choices for p in predictions)
+    rows = [(row, p) for p in predictions if (row := _fit(hypothesis, p, judge))]
+    if count == 1 or not any(row.fits for row, _ in rows):
+        return [(replace(row, candidates=count), p) for row, p in rows]
+    nats = _left_by_chance(hypothesis, predict, predictions, judge)
+    judged = []
+    for row, p in rows:
+        left = min(1.0, nats / row.distance)
+        fits = row.fits and is_beyond_chance(row.share_left, left)
+        judged.append((replace(row, fits=fits, candidates=count, left_by_chance=left), p))
+    return judged
+
+
+def _left_by_chance(
+    hypothesis: Hypothesis, predict: Predictor, predictions: Sequence[Prediction], judge: _Judge
+) -> float:
+    """What the best prediction leaves of shuffled logs, in nats a token. It is chosen again for each."""
+    least = math.inf
+    chosen_by_log = any(p.choices > 1 for p in predictions)
+    for evidence in shuffled_logs(judge.evidence, any(p.by_line for p in predictions)):
+        shuffled = replace(judge, evidence=evidence)
+        for p in predict(evidence) if chosen_by_log else predictions:
+            if row := _fit(hypothesis, p, shuffled):
+                least = min(least, row.share_left * row.distance)
+    return least
 
 
 def _leaves_rounding(row: Row, judge: _Judge) -> bool:
@@ -324,12 +362,13 @@ def _together(first: Row, second: Row, share: float) -> Row:
         distance=first.distance,
         explained=first.distance - second.left,
         share_left=share,
+        candidates=first.candidates * second.candidates,
     )
 
 
 def _nearest(fitting: Sequence[Row]) -> list[Row]:
     """Those that leave the least. To within rounding they cannot be told apart; the first is the simplest."""
-    exact = [row for row in fitting if row.share_left <= _LEFT]
+    exact = [row for row in fitting if row.share_left <= EXACT]
     fitting = exact or fitting
     least = min((row.left for row in fitting), default=0.0)
     return [row for row in fitting if row.left <= 1.1 * least + 0.1 * _FP32]
@@ -404,7 +443,7 @@ def _fit(hypothesis: Hypothesis, prediction: Prediction, judge: _Judge) -> Row |
     follows = least <= angle <= _SLOPE[1] and share <= _LESS
     follows = follows and errors >= (_SURE if judge.alike else _ERRORS)
     follows = follows and not (judge.alike and hypothesis.name in ROUNDINGS)
-    fits = exact <= _LEFT or (follows and judge.is_rounding(compared.left, compared.scores, prediction.noise))
+    fits = exact <= EXACT or (follows and judge.is_rounding(compared.left, compared.scores, prediction.noise))
     left = compared.after if exact <= share else compared.after_base
     return Row(
         name=hypothesis.name,
@@ -420,6 +459,7 @@ def _fit(hypothesis: Hypothesis, prediction: Prediction, judge: _Judge) -> Row |
         slope=angle,
         errors=errors if math.isfinite(errors) else 1e9,
         fits=bool(fits and most),
+        searched=prediction.searched,
     )
 
 

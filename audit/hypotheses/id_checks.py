@@ -122,18 +122,19 @@ def drawn_parts(lines: Sequence[LoggedRollout], tokenizer: "Tokenizer") -> list[
 
 
 def cut_short(lines: Sequence[LoggedRollout], tokenizer: "Tokenizer") -> LogFault | None:
-    """Completions that end without an end token, before any limit, while others have one."""
+    """Completions that end without an end token, before any limit, while others have one.
+
+    A limit is of the completion, of the whole sequence, or of a turn, which tokens of tools end.
+    """
     lines = [x for x in lines if x.turn is None]
     ended = [x for x in lines if x.completion_ids[-1] in tokenizer.stop_ids]
-    cut = [x for x in lines if x.completion_ids[-1] not in tokenizer.stop_ids]
-    lengths = Counter(len(x.completion_ids) for x in cut)
-    totals = Counter(len(x.completion_ids) + len(x.prompt_ids) for x in cut)
-    limits = {max(lengths, default=0)}, {max(totals, default=0)}
+    cut = [x for x in lines if x.completion_ids[-1] not in tokenizer.stop_ids and x.drawn()[-1]]
+    sizes = [_sizes(x) for x in cut]
+    limits = [max(of_all) for of_all in zip(*sizes, strict=True)]
     early = [
         x
-        for x in cut
-        if len(x.completion_ids) not in limits[0]
-        and len(x.completion_ids) + len(x.prompt_ids) not in limits[1]
+        for x, size in zip(cut, sizes, strict=True)
+        if not x.truncated and not any(n == limit for n, limit in zip(size, limits, strict=True))
     ]
     stop_strings = len({x.completion_ids[-1] for x in early}) == 1
     if not ended or len(early) < max(_LINES, _SHARE * len(lines)) or stop_strings:
@@ -146,6 +147,13 @@ def cut_short(lines: Sequence[LoggedRollout], tokenizer: "Tokenizer") -> LogFaul
         remedy="Hand on the completion as it was drawn, or mark it as truncated and leave it out. "
         "Where completions end at stop strings, nothing is wrong.",
     )
+
+
+def _sizes(x: LoggedRollout) -> tuple[int, int, int]:
+    """Tokens of the completion, of the whole sequence, and of the last turn."""
+    undrawn = np.flatnonzero(~x.drawn())
+    count, before = len(x.completion_ids), int(undrawn[-1]) + 1 if len(undrawn) else 0
+    return count, len(x.prompt_ids) + count, count - before
 
 
 def end_without_logprob(lines: Sequence[LoggedRollout], tokenizer: "Tokenizer") -> LogFault | None:

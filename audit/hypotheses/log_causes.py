@@ -20,13 +20,16 @@ from ..figures.repeats import Drawn, group_of
 from ..formats.record import LoggedRollout
 from ..log_section import TrainerColumn
 from .column_causes import said
+from .compared import apart
+from .cuts import undeclared_cut
 from .evidence import Evidence, Line
-from .fit import Tried, explain
+from .fit import EXACT, Tried, explain
 from .id_checks import drawn_parts
 from .log_checks import check_log
 from .log_fault import LogFault
 from .predictors import PREDICTORS
 from .scorer import ModelAdapters, Scorer
+from .settings_search import rows_of
 from .streams import one_stream
 
 # Lines whose random numbers are compared.
@@ -70,12 +73,29 @@ def log_causes(
         of_trainer = explain(_of_trainer(evidence, lines), PREDICTORS, stage)
         distribution = check(_both_columns(rollouts, lines))
         trainer_column = TrainerColumn(**vars(of_trainer), distribution=distribution)
-    hypotheses = explain(evidence, PREDICTORS, stage)
+    hypotheses = _in_their_dtype(explain(evidence, PREDICTORS, stage), evidence, lines)
     log_faults = check_log(lines, scorer.tokenizer)
     if hypotheses.is_rounding or not hypotheses.distance:
+        rows = rows_of(_first(evidence))
         # A stream that lines share may also double lines, so it stands first.
-        log_faults = [*([fault] if (fault := one_stream(_first(evidence))) else []), *log_faults]
+        of_draws = (one_stream(rows), undeclared_cut(rows))
+        log_faults = [*(fault for fault in of_draws if fault), *log_faults]
     return LogCauses(hypotheses, log_faults, trainer_column)
+
+
+def _in_their_dtype(tried: Tried, evidence: Evidence, lines: Sequence[LoggedRollout]) -> Tried:
+    """Another dtype than the audit's is no fault of the sampler where the log's trainer column has it too."""
+    if not tried.found or tried.found.name != "another dtype" or not tried.is_rounding:
+        return tried
+    left = before = 0.0
+    for x, line in zip(evidence.lines, lines, strict=True):
+        if line.trainer_logprobs is not None:
+            both = np.stack([apart(x, line.trainer_logprobs), apart(x, x.scored)])
+            a, b = both[:, ~np.isnan(both).any(0)].sum(1)
+            left, before = left + a, before + b
+    if not before or left > EXACT * before:
+        return tried
+    return replace(tried, found=None, also=[], of_both=tried.found.what)
 
 
 def _drawn_only(line: Line, part: slice) -> Line:

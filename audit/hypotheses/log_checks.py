@@ -66,7 +66,7 @@ def _drawn_at_random(line: LoggedRollout) -> bool:
 def _end_left_out(lines: Sequence[LoggedRollout], tokenizer: "Tokenizer") -> LogFault | None:
     """No completion ends with an end token, though they end at different lengths."""
     lengths = [len(x.completion_ids) for x in lines]
-    short = [x for x in lines if len(x.completion_ids) < max(lengths, default=0)]
+    short = [x for x in lines if len(x.completion_ids) < max(lengths, default=0) and not x.truncated]
     if len(short) < _FEWEST or any(tokenizer.stop_ids & set(x.completion_ids) for x in lines):
         return None
     if any(x.turn is not None for x in lines):

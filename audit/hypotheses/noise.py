@@ -58,12 +58,16 @@ def measured(dtype: str, rounded: Sequence[np.ndarray], exact: Sequence[np.ndarr
 
 def pairs(trainer: str, by_dtype: Mapping[str, Noise]) -> list[Noise]:
     """The noise beside a trainer of a dtype, of a sampler of each dtype, the least first."""
-    own = by_dtype[trainer].size
+    own = by_dtype[trainer]
     both = [
-        noise._replace(size=math.hypot(noise.size, own), tail=max(noise.tail, by_dtype[trainer].tail))
+        Noise(max(own, noise, key=_size).dtype, math.hypot(noise.size, own.size), max(noise.tail, own.tail))
         for noise in by_dtype.values()
     ]
-    return sorted(both, key=lambda noise: noise.size)
+    return sorted(both, key=_size)
+
+
+def _size(noise: Noise) -> float:
+    return noise.size
 
 
 def band(d: Sequence[np.ndarray], logp: Sequence[np.ndarray]) -> list[Noise]:

@@ -116,7 +116,7 @@ def zeros(evidence: Evidence) -> Iterator[Prediction]:
 
 def another_lines_numbers(evidence: Evidence) -> Iterator[Prediction]:
     """The numbers of another line: of one as long, or of one of the same prompt, as many as that one has."""
-    scores: Scores = {}
+    scores, most = {}, 1
     for i, line in enumerate(evidence.lines):
         n = len(line.scored)
         candidates = [
@@ -125,8 +125,8 @@ def another_lines_numbers(evidence: Evidence) -> Iterator[Prediction]:
             if other.index != line.index and (len(other.scored) == n or other.prompt_ids == line.prompt_ids)
         ]
         if candidates:
-            scores[i] = closest(line, candidates)
-    yield Prediction("logged numbers belong to another line of the log", scores)
+            scores[i], most = closest(line, candidates), max(most, len(candidates))
+    yield Prediction("logged numbers belong to another line of the log", scores, choices=most, by_line=True)
 
 
 def closest(line: Line, candidates: list[np.ndarray]) -> np.ndarray:

@@ -35,14 +35,14 @@ def another_rotation(evidence: Evidence) -> Iterator[Prediction]:
             if theta != config.rope_theta:
                 words = f"{what}, and its rope_theta is {theta:g}"
                 yield _with_config(evidence, words, replace(config, rope_llama3=None, rope_theta=theta))
-    theta = _nearest_theta(evidence, config)
+    theta, tried = _nearest_theta(evidence, config)
     if theta != config.rope_theta:
         what = f"the sampler's rope_theta is about {theta:.2g}, the checkpoint's {config.rope_theta:g}"
-        yield _with_config(evidence, what, replace(config, rope_theta=theta))
+        yield replace(_with_config(evidence, what, replace(config, rope_theta=theta)), choices=tried)
 
 
-def _nearest_theta(evidence: Evidence, config: ModelConfig) -> float:
-    """The base that comes nearest to the log, searched on a few lines."""
+def _nearest_theta(evidence: Evidence, config: ModelConfig) -> tuple[float, int]:
+    """The base that comes nearest to the log, searched on a few lines, and of how many."""
     few = replace(evidence, lines=evidence.lines[:: max(1, len(evidence.lines) // _FEW)][:_FEW])
     tried: dict[float, float] = {}
 
@@ -60,7 +60,7 @@ def _nearest_theta(evidence: Evidence, config: ModelConfig) -> float:
         at = known.index(min(known, key=loss))
         ends = known[max(at - 1, 0)], known[min(at + 1, len(known) - 1)]
         points = [math.sqrt(known[at] * end) for end in ends if end != known[at]]
-    return min(points + list(tried), key=loss)
+    return min(points + list(tried), key=loss), len(tried)
 
 
 def another_epsilon(evidence: Evidence) -> Iterator[Prediction]:

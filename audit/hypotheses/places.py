@@ -31,6 +31,8 @@ _LINE, _LINES = 0.5, 3
 # The least F1 of odd lines and those of a version, of some prompts, or every k-th one.
 _SAME = 0.85
 _PERIODS = range(2, 129)
+# Lines of a batch.
+_BATCHES = (4, 8, 16, 32, 64)
 _EARLIER = range(1, 9)
 # Of its difference, what a line keeps at most where other numbers come much nearer to it.
 _MUCH = 0.2
@@ -210,10 +212,21 @@ def _line_words(whole: Sequence[bool], lines: Sequence[Line]) -> str:
     for name, length in _LENGTHS:
         if (least := min(map(length, odd))) > max(map(length, sound)):
             return f"{words}, all those with {name} of {least} tokens or more"
-    first, last = odd[0].index, odd[-1].index
-    if not any(first < x.index < last for x in sound):
-        return f"{words}, from line {first + 1} to line {last + 1}"
+    if block := _block(odd, lines):
+        return f"{words}, {block}"
     return f"{words} ({listed})"
+
+
+def _block(odd: Sequence[Line], lines: Sequence[Line]) -> str:
+    """The lines from the first odd one to the last, or a batch, that the odd ones are; empty for neither."""
+    first, last = odd[0].index, odd[-1].index
+    if _are_those(odd, lines, lambda x: first <= x.index <= last):
+        return f"from line {first + 1} to line {last + 1}"
+    for size in _BATCHES:
+        batch, _ = Counter(x.index // size for x in odd).most_common(1)[0]
+        if _are_those(odd, lines, lambda x, n=size, b=batch: x.index // n == b):
+            return f"nearly all from line {batch * size + 1} to line {(batch + 1) * size}, a batch of {size}"
+    return ""
 
 
 def _are_those(odd: Sequence[Line], lines: Sequence[Line], test: Callable[[Line], bool]) -> bool:
@@ -261,11 +274,14 @@ def wrong_numbers(evidence: Evidence, numbers: Iterable[Number] | None = None) -
     for number, change in _numbers(evidence) if numbers is None else numbers:
         new = [change(i).astype(np.float32) for i in range(len(evidence.lines))]
         able = [_is_odd(line, x, usual) for line, x in zip(evidence.lines, new, strict=True)]
-        for words, masks, _ in _alike(odd, classes, able) or [_all(odd)]:
+        alike = _alike(odd, classes, able) or [_all(odd)]
+        choices = max(1, len(classes) // len(alike))
+        for words, masks, _ in alike:
             at_end = words.startswith(("the end", "the last"))
             if number == "0" and evidence.side == "sampler" and not at_end:
                 continue  # tokens that were not drawn, which another hypothesis names
-            yield Prediction(f"in {words} the sampler's number is {number}", _changed(evidence, masks, new))
+            what = f"in {words} the sampler's number is {number}"
+            yield Prediction(what, _changed(evidence, masks, new), choices)
         if whole := _nearer_lines(evidence, new):
             everywhere = [np.full(len(x), w) for x, w in zip(new, whole, strict=True)]
             words = f"in {_line_words(whole, evidence.lines)} the sampler's number is {number}"

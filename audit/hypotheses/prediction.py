@@ -22,6 +22,9 @@ class Prediction:
 
     what: str
     scores: Scores
+    # Of so many candidates this is the one nearest to the log; and whether each line has a choice of its own.
+    choices: int = 1
+    by_line: bool = False
     searched: bool = False  # whether only the lines farthest apart were tried
     # What a second cause is tried on: other sampling parameters than the log's, and another model.
     params: Mapping[str, Any] = field(default_factory=dict)

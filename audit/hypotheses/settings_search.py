@@ -42,6 +42,7 @@ _BIAS = np.array([-8.0, -4.0, -2.0, -1.0, -0.5, 0.5, 1.0, 2.0, 3.0, 5.0, 8.0])
 _PADDED = (8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 2048, 4096)
 _BIASED = 3  # tokens for which a bias is searched
 
+Found = tuple[float, Scores, int]  # the number, what the log would hold, and how many numbers were tried
 Transform = Callable[[torch.Tensor, Line, float], torch.Tensor]
 Change = Callable[[SamplingParams, float], SamplingParams]
 
@@ -106,8 +107,8 @@ def rows_of(evidence: Evidence) -> Rows:
 
 def searched(
     rows: Rows, grid: Sequence[float], transform: Transform | None = None, change: Change | None = None
-) -> tuple[float, Scores]:
-    """The number of a hypothesis that comes nearest to the log, and what the log would hold."""
+) -> Found:
+    """The number of a hypothesis that comes nearest to the log."""
     few, tried = rows.few, {}
 
     def loss(x: float) -> float:
@@ -123,14 +124,14 @@ def searched(
         low, high = known[max(at - 1, 0)], known[min(at + 1, len(known) - 1)]
         points = [best, *np.linspace(low, high, _POINTS + 2)[1:-1].tolist()]
     best = min(tried, key=tried.get)
-    return best, rows.scores(transform, change, best)
+    return best, rows.scores(transform, change, best), len(tried)
 
 
-def one_of(rows: Rows, values: Sequence[float], transform: Transform | None, change: Change | None):
+def one_of(rows: Rows, values: Sequence[float], transform: Transform | None, change: Change | None) -> Found:
     """As `searched`, of given numbers alone."""
     few = rows.few
     best = min(values, key=lambda x: few.loss(few.scores(transform, change, x)))
-    return best, rows.scores(transform, change, best)
+    return best, rows.scores(transform, change, best), len(values)
 
 
 # --- the transforms ---
@@ -183,19 +184,21 @@ def _biased(token: int) -> Transform:
 
 def another_temperature(evidence: Evidence) -> Iterator[Prediction]:
     """Another temperature than the log says."""
-    t, scores = searched(rows_of(evidence), _TEMPERATURES, None, lambda p, t: p._replace(temperature=t))
-    yield Prediction(f"the sampler's temperature was {_shown(t)}", scores, params={"temperature": t})
+    t, scores, tried = searched(
+        rows_of(evidence), _TEMPERATURES, None, lambda p, t: p._replace(temperature=t)
+    )
+    yield Prediction(f"the sampler's temperature was {_shown(t)}", scores, tried, params={"temperature": t})
 
 
 def another_cut(evidence: Evidence) -> Iterator[Prediction]:
     """Another top-p, top-k or min-p than the log says."""
     rows = rows_of(evidence)
-    p, scores = searched(rows, _TOP_P, None, lambda s, p: s._replace(top_p=min(p, 1.0)))
-    yield Prediction(f"the sampler drew with top-p {_shown(p)}", scores, params={"top_p": p})
-    m, scores = searched(rows, _MIN_P, None, lambda s, m: s._replace(min_p=m))
-    yield Prediction(f"the sampler drew with min-p {_shown(m)}", scores, params={"min_p": m})
-    k, scores = one_of(rows, _TOP_K, None, lambda s, k: s._replace(top_k=int(k)))
-    yield Prediction(f"the sampler drew with top-k {k}", scores, params={"top_k": int(k)})
+    p, scores, tried = searched(rows, _TOP_P, None, lambda s, p: s._replace(top_p=min(p, 1.0)))
+    yield Prediction(f"the sampler drew with top-p {_shown(p)}", scores, tried, params={"top_p": p})
+    m, scores, tried = searched(rows, _MIN_P, None, lambda s, m: s._replace(min_p=m))
+    yield Prediction(f"the sampler drew with min-p {_shown(m)}", scores, tried, params={"min_p": m})
+    k, scores, tried = one_of(rows, _TOP_K, None, lambda s, k: s._replace(top_k=int(k)))
+    yield Prediction(f"the sampler drew with top-k {k}", scores, tried, params={"top_k": int(k)})
 
 
 def penalties(evidence: Evidence) -> Iterator[Prediction]:
@@ -206,8 +209,8 @@ def penalties(evidence: Evidence) -> Iterator[Prediction]:
         ("presence penalty", presence, _PRESENCE),
         ("frequency penalty", frequency, _PRESENCE),
     ):
-        x, scores = searched(rows, grid, transform)
-        yield Prediction(f"the sampler applies a {words} of {_shown(x)}", scores)
+        x, scores, tried = searched(rows, grid, transform)
+        yield Prediction(f"the sampler applies a {words} of {_shown(x)}", scores, tried)
 
 
 def logit_bias(evidence: Evidence) -> Iterator[Prediction]:
@@ -217,9 +220,11 @@ def logit_bias(evidence: Evidence) -> Iterator[Prediction]:
         scores = rows.scores(None, lambda p, _: p._replace(logit_bias=()), 0.0)
         yield Prediction("the sampler leaves out the logit bias that the log declares", scores)
     for token in _suspects(rows):
-        x, scores = searched(rows, _BIAS, _biased(token))
+        x, scores, tried = searched(rows, _BIAS, _biased(token))
         shown = evidence.scorer.tokenizer.pieces([token])[0]
-        yield Prediction(f"the sampler adds {_shown(x)} to the logit of token {token} ({shown!r})", scores)
+        yield Prediction(
+            f"the sampler adds {_shown(x)} to the logit of token {token} ({shown!r})", scores, tried
+        )
 
 
 def _suspects(rows: Rows) -> list[int]:
@@ -239,14 +244,14 @@ def _suspects(rows: Rows) -> list[int]:
 
 def capped_logits(evidence: Evidence) -> Iterator[Prediction]:
     """Logits that one side soft-caps."""
-    x, scores = searched(rows_of(evidence), _CAPS, _softcap)
-    yield Prediction(f"the sampler's logits are soft-capped at {_shown(x)}", scores)
+    x, scores, tried = searched(rows_of(evidence), _CAPS, _softcap)
+    yield Prediction(f"the sampler's logits are soft-capped at {_shown(x)}", scores, tried)
 
 
 def padded_vocabulary(evidence: Evidence) -> Iterator[Prediction]:
     """Columns of a padded vocabulary in the log-sum-exp."""
-    n, scores = one_of(rows_of(evidence), _PADDED, _padded, None)
-    yield Prediction(f"the sampler's log-sum-exp runs over {n} columns of a padded vocabulary", scores)
+    n, scores, tried = one_of(rows_of(evidence), _PADDED, _padded, None)
+    yield Prediction(f"the sampler's log-sum-exp runs over {n} columns of a padded vocabulary", scores, tried)
 
 
 def generation_config(evidence: Evidence) -> Iterator[Prediction]:

@@ -25,7 +25,7 @@ _EPSILONS = (0.0, 1e-8, 1e-6, 1e-5, 1e-4, 1e-3)
 _FEWEST, _FOLLOW = 4, 0.5
 # Witnesses that make a fault; one alone does where almost all other advantages follow the rule.
 _WITNESSES, _ALMOST_ALL = 2, 0.9
-# Completions that must have one length to be called cut.
+# Completions that must have one length to be called cut, where the log does not say how they ended.
 _CUT = 8
 # Lines that a fault names.
 _NAMED = 4
@@ -47,6 +47,7 @@ class Completion:
     numbers: bool  # whether every advantage of a drawn token is a number
     tokens: int
     last: int  # the last id
+    truncated: bool | None  # whether a limit ended it, where the log says so
 
 
 @dataclass(frozen=True)
@@ -136,6 +137,7 @@ def _completion(place: str, line: LoggedRollout) -> Completion:
         numbers,
         int(drawn.sum()),
         line.completion_ids[-1],
+        line.truncated,
     )
 
 
@@ -384,14 +386,24 @@ def _distance(parts: _Parts, expected: np.ndarray, follows: np.ndarray) -> float
 # --- cut ---
 
 
-def _cut_without_signal(signal: Signal, completions: Sequence[Completion]) -> LogFault | None:
-    """Completions that were all cut at one length, where no group has a signal.
+def _are_all_cut(completions: Sequence[Completion]) -> bool:
+    """Whether a limit ended all completions: the log says so, or they have one length and no end in common.
 
-    Completions that end by themselves end at many lengths, or with one token. Groups that are all solved at
-    one length have no signal either, and nothing is wrong with them.
+    Completions that end by themselves end at many lengths, or with one token.
     """
+    reasons = {x.truncated for x in completions}
+    if reasons != {None}:
+        return reasons == {True}
     lengths, last = {x.tokens for x in completions}, Counter(x.last for x in completions)
-    if len(completions) < _CUT or len(lengths) > 1 or 2 * last.most_common(1)[0][1] > len(completions):
+    return len(completions) >= _CUT and len(lengths) == 1 and 2 * max(last.values()) <= len(completions)
+
+
+def _cut_without_signal(signal: Signal, completions: Sequence[Completion]) -> LogFault | None:
+    """Completions that were all cut, where no group has a signal.
+
+    Groups that are all solved have no signal either, and nothing is wrong with them.
+    """
+    if not _are_all_cut(completions):
         return None
     if any(x.reward is not None and x.reward > 0.0 for x in completions):
         return None
@@ -404,7 +416,7 @@ def _cut_without_signal(signal: Signal, completions: Sequence[Completion]) -> Lo
         return None
     return LogFault(
         name="all completions cut, and no signal",
-        text=f"all {len(completions):,} completions have {lengths.pop():,} tokens and end with different "
-        f"ones, so a limit cut them before they ended; {what}. Nothing can be learned from them.",
+        text=f"a limit cut all {len(completions):,} completions before they ended, after "
+        f"{max(x.tokens for x in completions):,} tokens at most; {what}. Nothing can be learned from them.",
         remedy="Raise the limit of tokens, or choose prompts that the model answers within it.",
     )

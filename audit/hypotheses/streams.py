@@ -2,9 +2,9 @@
 
 A sampler that inverts the distribution draws the token v with F(v - 1) <= u < F(v), where F sums the
 probabilities in the order of the ids, or of falling probability. So each token tells an interval of u. Of
-two lines with one stream the intervals meet at every place; of two others they meet by chance, and how
-often is measured between different places of the log. Samplers that draw by noise on the logits do not show
-this.
+two lines with one stream the intervals meet at every place. Those of two others meet by chance, the more
+often the longer they are: a token that is all but certain is met by any. Samplers that draw by noise on the
+logits do not show this.
 
 Shapes: C completion tokens, V vocabulary.
 """
@@ -20,7 +20,7 @@ from ...kernels.sampling_params import SamplingParams
 from ...kernels.truncation import scaled_logits
 from .evidence import Evidence
 from .log_fault import LogFault
-from .settings_search import rows_of
+from .settings_search import Rows
 
 # Places of a line that are compared, and the fewest; the share of them that must meet; the rounding of F.
 _PLACES, _FEWEST, _MEET, _SLACK = 40, 12, 0.9, 0.01
@@ -30,12 +30,12 @@ _EVIDENCE, _PAIRS = 14.0, 3
 Intervals = list[np.ndarray]  # of each line, [C, 2]
 
 
-def one_stream(evidence: Evidence) -> LogFault | None:
+def one_stream(rows: Rows) -> LogFault | None:
     """Whether lines share a stream; their tokens were drawn from the model's distribution, or nearly so."""
+    evidence = rows.evidence
     lines = [x for x in evidence.lines if (x.params or SamplingParams()).temperature > 0.0]
     if len(lines) < _FEWEST // 2:
         return None
-    rows = rows_of(evidence)
     for order in (_by_id, _by_probability):
         intervals = [_intervals(evidence, i, z, order) for i, z in rows.logits.items()]
         pairs = _pairs(intervals, [evidence.lines[i].completion_ids for i in rows.logits])
@@ -76,16 +76,14 @@ def _intervals(
 
 def _pairs(intervals: Intervals, ids: list[tuple[int, ...]]) -> list[tuple[int, int]]:
     """The pairs of lines whose intervals meet at all places, where chance makes that all but impossible."""
-    chance = _chance(intervals)
-    found = []
+    found, needed = [], _EVIDENCE + math.log(max(len(intervals), 1) ** 2)
     for a, b in combinations(range(len(intervals)), 2):
         n = min(len(intervals[a]), len(intervals[b]))
         if n < _FEWEST or ids[a][:n] == ids[b][:n]:
             continue
-        meet = _meet(intervals[a][:n], intervals[b][:n])
-        if meet.mean() >= _MEET and -meet.sum() * math.log(chance) >= _EVIDENCE + math.log(
-            len(intervals) ** 2
-        ):
+        x, y = intervals[a][:n], intervals[b][:n]
+        meet = _meet(x, y)
+        if meet.mean() >= _MEET and -np.log(_chances(x, y)[meet]).sum() >= needed:
             found.append((a, b))
     return found
 
@@ -94,14 +92,7 @@ def _meet(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     return (a[:, 0] <= b[:, 1] + _SLACK) & (b[:, 0] <= a[:, 1] + _SLACK)
 
 
-def _chance(intervals: Intervals) -> float:
-    """How often the intervals of different places of different lines meet."""
-    met = total = 0
-    for shift in (1, 2, 3):
-        for k, a in enumerate(intervals):
-            b = intervals[(k + shift) % len(intervals)]
-            n = min(len(a), len(b)) - shift
-            if n > 0 and len(intervals) > shift:
-                meet = _meet(a[:n], b[shift : shift + n])
-                met, total = met + int(meet.sum()), total + n
-    return min(max((met + 1) / (total + 2), 1e-3), 1.0 - 1e-9)
+def _chances(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """How often intervals of these lengths meet where their places are independent, [C]."""
+    lengths = a[:, 1] - a[:, 0] + b[:, 1] - b[:, 0]
+    return np.minimum(lengths + 2.0 * _SLACK, 1.0)

@@ -48,7 +48,7 @@ def _searched(
 ) -> Iterator[Prediction]:
     """The best of other pairs for the lines farthest apart. Neighbours in the log are tried first."""
     lines, others, scorer = evidence.lines, evidence.all_lines, evidence.scorer
-    scores = {}
+    scores, most = {}, 1
     if _mean_gap(evidence.lines) < _LEAST:
         return
     for i in _farthest(evidence):
@@ -58,9 +58,9 @@ def _searched(
         pairs = [p for p in pairs if _fits(evidence, p)][:_CANDIDATES]
         if pairs:
             params = [evidence.params()[i]] * len(pairs)
-            scores[i] = closest(line, scorer.score(pairs, params))
+            scores[i], most = closest(line, scorer.score(pairs, params)), max(most, len(pairs))
     if scores:
-        yield Prediction(what, scores, searched=True)
+        yield Prediction(what, scores, searched=True, choices=most, by_line=True)
 
 
 def _mean_gap(lines: Sequence[Line]) -> float:
@@ -171,12 +171,16 @@ Length = Callable[[Line], int]
 
 
 def _padded_lengths(evidence: Evidence) -> Iterator[tuple[str, Length]]:
-    """To what length a prompt may be padded, in words and as a function of its line; each length once."""
-    seen = {tuple(len(x.prompt_ids) for x in evidence.lines)}
+    """To what length a prompt may be padded, in words and as a function of its line.
+
+    What gives all lines the same lengths is not told apart, and is one length with the words of all.
+    """
+    seen: dict[tuple[int, ...], tuple[list[str], Length]] = {}
     for words, length in _lengths(evidence):
-        if (lengths := tuple(map(length, evidence.lines))) not in seen:
-            seen.add(lengths)
-            yield words, length
+        seen.setdefault(tuple(map(length, evidence.lines)), ([], length))[0].append(words)
+    seen.pop(tuple(len(x.prompt_ids) for x in evidence.lines), None)
+    for all_words, length in seen.values():
+        yield " or ".join(all_words), length
 
 
 def _lengths(evidence: Evidence) -> Iterator[tuple[str, Length]]:

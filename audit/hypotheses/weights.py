@@ -150,8 +150,13 @@ def between_checkpoints(evidence: Evidence) -> Iterator[Prediction]:
         if not torch.equal(older, exact):
             scale, scores = line_search(evidence, older, exact)
             yield Prediction(
-                f"the sampler's weights hold {scale:.2g} of the step from {folder} to the model", scores
+                f"the sampler's weights hold {scale:.2g} of the step from {folder} to the model",
+                scores,
+                SEARCHED_SHARES,
             )
+
+
+SEARCHED_SHARES = 3  # that a line search computes with
 
 
 def line_search(evidence: Evidence, older: torch.Tensor, exact: torch.Tensor) -> tuple[float, Scores]:

@@ -11,7 +11,7 @@ from typing import Any
 
 from ...verify.gradient_bias import DrawnBias
 from ..conclusion.outcome import Outcome
-from ..conclusion.verdict import headline, jump, parting
+from ..conclusion.verdict import cause_heading, headline, jump, parting
 from ..report import Report
 from ..run_report import RunReport
 from ..sections import TraceSection
@@ -57,7 +57,7 @@ _SECTIONS = {
 
 def page(report: Report) -> str:
     """The whole page."""
-    title = f"{report.sampler} against {report.trainer}"
+    title = f"{report.shown.sampler} against {report.shown.trainer}"
     folded = {
         "tried": _hypotheses(report),
         "figures": _figures(report),
@@ -143,7 +143,7 @@ def _first_screen(report: Report) -> str:
     plot = _main_plot(report)
     plot = f'<div class="card plot">{plot}</div>' if plot else ""
     return (
-        f'<section id="cause" class="screen" tabindex="-1">{_card("Likely cause", body)}'
+        f'<section id="cause" class="screen" tabindex="-1">{_card(cause_heading(report), body)}'
         f'<div class="keys">{cards}</div>{plot}</section>'
     )
 
@@ -159,9 +159,10 @@ def _key_figure(name: str, value: str, meaning: str) -> str:
 
 def _main_plot(report: Report) -> str:
     """Where two engines part, operation by operation; of a log, where in a completion; nothing if equal."""
-    if report.figures.equal:
+    figures = report.shown.figures
+    if figures.equal:
         return ""
-    return operations_plot(report.trace) if report.trace else positions_plot(report.figures.by_position)
+    return operations_plot(report.trace) if report.trace else positions_plot(figures.by_position)
 
 
 def _hypotheses(report: Report) -> str:
@@ -178,7 +179,7 @@ def _figures(report: Report) -> str:
         body += "<h3>The whole vocabulary</h3>" + _table(headings, rows)
     body += "<h3>Each engine against itself</h3>" + _table(headings, own_rows(report))
     body += "<h3>By position in the completion, from 0</h3>"
-    figures = report.figures
+    figures = report.shown.figures
     if not figures.equal and report.trace:
         body += _figure(positions_plot(figures.by_position))
     body += _table(headings, position_rows(report))
@@ -219,7 +220,7 @@ def _table_of(head: str, rows: Iterable[str]) -> str:
 
 
 def _tokens(report: Report) -> str:
-    texts, worst = report.token_texts, report.worst
+    *_, worst, texts = report.shown
     linked = {(w.sequence, w.position) for w in worst}
     opened = {(worst[0] if worst else texts.sequences[0]).sequence}
     body = _legend() + (_worst(report) if worst else "<p>Every token is equal to the bit.</p>")
@@ -236,10 +237,10 @@ def _legend() -> str:
 
 
 def _worst(report: Report) -> str:
-    shown = {(s.sequence, i) for s in report.token_texts.sequences for i in range(len(s.tokens))}
+    shown = {(s.sequence, i) for s in report.shown.token_texts.sequences for i in range(len(s.tokens))}
     head = "".join(f'<th scope="col">{h}</th>' for h in WORST)
     rows = []
-    for w, cells in zip(report.worst, worst_rows(report), strict=True):
+    for w, cells in zip(report.shown.worst, worst_rows(report), strict=True):
         parts = [*map(_cell, cells)]
         parts[2] = f'<td class="text">{_text(cells[2])}</td>'
         if (w.sequence, w.position) in shown:

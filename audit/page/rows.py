@@ -1,6 +1,7 @@
 """The figures of a report in words and rows: for the terminal, and for audit.html."""
 
 from ..figures.measure import Bucket, Estimate, Spread
+from ..hypotheses.fit import Tried
 from ..report import Report
 from ..run_report import RunReport
 from ..sections import FullVocab
@@ -28,7 +29,7 @@ PLUS_MINUS = (
 # Headings of the tokens that differ most.
 WORST = ("sequence", "position", "text before", "token", "sampler", "trainer")
 # Headings of the hypotheses about a log, in nats a token.
-HYPOTHESES = ("hypothesis", "what it says", "nats explained", "nats left", "lines")
+HYPOTHESES = ("hypothesis", "what it says", "nats explained", "nats left", "lines", "candidates")
 # Headings of the checkpoints of a run.
 STEP_FIGURES = ("step", "equal", "largest |d|", "k3", "perplexity", "bits part at", "tokens", "cause")
 # Headings of what changed since an earlier audit.
@@ -44,7 +45,8 @@ OPERATIONS = (
 
 def key_rows(report: Report) -> list[Row]:
     """Name, value and meaning of the three figures that answer how far the two are apart."""
-    figures, k3 = report.figures, report.figures.k3
+    figures = report.shown.figures
+    k3 = figures.k3
     return [
         ("equal to the bit", percent(figures.frac_equal), f"of {figures.tokens:,} tokens"),
         ("largest difference", number(figures.max_abs, 3), "nats, of a token's log-probability"),
@@ -58,7 +60,7 @@ def key_rows(report: Report) -> list[Row]:
 
 def figure_rows(report: Report) -> list[Row]:
     """Name, value and meaning of the figures over all tokens."""
-    figures = report.figures
+    figures = report.shown.figures
     meaning = "of exp(trainer - sampler); 1 where both are sound"
     rows = [("mean ratio", _with_error(figures.mean_ratio), meaning)]
     if report.log:
@@ -89,12 +91,12 @@ def _left_out_rows(report: Report) -> list[Row]:
     rows = (
         (
             "outside",
-            report.figures.outside,
+            report.shown.figures.outside,
             "tokens that the trainer cannot draw; the estimates below leave them out",
         ),
         (
             "infinite",
-            report.figures.infinite,
+            report.shown.figures.infinite,
             "tokens whose ratio is infinite; the estimates below leave them out",
         ),
     )
@@ -184,7 +186,7 @@ def own_rows(report: Report) -> list[Row]:
 def position_rows(report: Report) -> list[Row]:
     """The difference by position in the completion. Positions count from 0."""
     rows = []
-    for bucket in report.figures.by_position:
+    for bucket in report.shown.figures.by_position:
         left_out = f"; {bucket.left_out} left out" if bucket.left_out else ""
         meaning = f"mean |d| of {bucket.tokens} tokens; largest {number(bucket.max_abs, 3)}{left_out}"
         rows.append((f"position {position_name(bucket)}", number(bucket.mean_abs), meaning))
@@ -207,7 +209,7 @@ def worst_rows(report: Report) -> list[Row]:
             logprob(w.sampler),
             logprob(w.trainer),
         )
-        for w in report.worst
+        for w in report.shown.worst
     ]
 
 
@@ -216,7 +218,7 @@ def hypothesis_rows(report: Report) -> list[Row]:
 
     None either where a fault is named and none of them explains a part of the difference.
     """
-    rows = report.log.hypotheses.rows if report.log else []
+    rows = _tried(report).rows if report.log else []
     if report.outcome.faults and not any(row.explained > 0 for row in rows):
         return []
     return [
@@ -226,9 +228,16 @@ def hypothesis_rows(report: Report) -> list[Row]:
             number(row.explained),
             number(row.left),
             f"{row.lines} of {row.lines_tried}",
+            f"{row.candidates:,}",
         )
         for row in rows
     ]
+
+
+def _tried(report: Report) -> Tried:
+    """What was tried on the column that the cause is about."""
+    trainer = report.cause.trainer_column and report.log.trainer_column
+    return trainer or report.log.hypotheses
 
 
 def operation_rows(report: Report) -> list[Row]:

@@ -7,7 +7,7 @@ from ..report import Report
 
 def summary(report: Report, band: str | None) -> str:
     """The outcome, the verdict and the figures as Markdown. band: the one that was asked for."""
-    corrections, figures = report.corrections, report.figures
+    corrections, figures = report.corrections, report.shown.figures
     rows = [
         ("tokens", f"{figures.tokens:,}"),
         ("sequences", f"{figures.sequences:,}"),

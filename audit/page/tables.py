@@ -30,9 +30,9 @@ from .visible import visible
 def report_tables(report: Report) -> list[Table]:
     """What the command line prints of a report: figures, worst tokens, hypotheses, settings, changes."""
     tables = [_figures(report)]
-    if report.worst:
+    if report.shown.worst:
         tables.append(_table(WORST, worst_rows(report)[:5], "tokens farthest apart"))
-    if (rows := hypothesis_rows(report)) and not report.figures.equal:
+    if (rows := hypothesis_rows(report)) and not report.shown.figures.equal:
         tables.append(_table(HYPOTHESES, rows[:5], "what would explain the difference, nearest first"))
     if report.gradient:
         tables.append(_gradient(report.gradient))
@@ -53,14 +53,17 @@ def run_tables(report: RunReport) -> list[Table]:
 
 
 def _figures(report: Report) -> Table:
-    sampler = f"{report.sampler} ({report.dtypes.sampler_dtype})"
+    dtypes = (
+        ("logged", "logged") if report.is_of_columns else (report.dtypes.sampler_dtype, report.dtypes.dtype)
+    )
+    sides = [f"{name} ({dtype})" for name, dtype in zip(report.shown[:2], dtypes, strict=True)]
     rows = (
         figure_rows(report),
         full_vocab_rows(report.full_vocab),
         own_rows(report),
         position_rows(report),
     )
-    title = f"{sampler} against {report.trainer} ({report.dtypes.dtype})"
+    title = " against ".join(sides)
     table = _table(("figure", "value", "meaning"), [row for some in rows for row in some], title)
     table.caption = PLUS_MINUS
     return table

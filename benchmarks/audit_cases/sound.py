@@ -94,6 +94,25 @@ def two_turns(w: World) -> Log:
 
 
 @sound
+def caps_of_requests(w: World) -> Log:
+    """Each request has a limit of its own, and the log says which completions it ended."""
+    lines = []
+    for i, x in enumerate(w.both(w.drawn())):
+        n = 8 + 5 * i
+        ended = {"finish_reason": "stop" if n >= len(x.completion) else "length"}
+        parts = {name: getattr(x, name)[:n] for name in ("completion", "sampler", "trainer")}
+        lines.append(replace(x, **parts, extra=ended))
+    return Log(lines, USUAL)
+
+
+@sound
+def fp32_by_the_default_dtype(w: World) -> Log:
+    """A stack in float32 whose two columns are equal; the audit scores in bfloat16."""
+    lines = [replace(x, trainer=x.sampler) for x in w.drawn(model=w.fp32)]
+    return Log(lines, USUAL, {"dtype": "bfloat16"})
+
+
+@sound
 def few_lines(w: World) -> Log:
     return Log(w.both(w.drawn()[:3]), USUAL)
 

@@ -117,9 +117,13 @@ def _turns(line: dict) -> dict:
     return {k: v for k, v in line.items() if k not in ("prompt_ids", "completion_ids", "logprobs")}
 
 
-def alarm(report: dict, cut: bool) -> str:
-    """What a report wrongly says of a sound log; empty where it says nothing. cut: it keeps few decimals."""
-    true = (*SOUND_KINDS, "unknown", *(["rounded log-probabilities"] if cut else []))
+def alarm(report: dict, cut: bool, two_dtypes: bool) -> str:
+    """What a report wrongly says of a sound log; empty where it says nothing.
+
+    cut: it keeps few decimals. two_dtypes: sampler and trainer compute in two.
+    """
+    named = {"rounded log-probabilities": cut, "another dtype": two_dtypes}
+    true = (*SOUND_KINDS, "unknown", *(name for name, is_so in named.items() if is_so))
     faults = [name for name in report["outcome"]["faults"] if name not in SOUND_KINDS]
     kind = report["cause"]["kind"]
     if faults or kind not in true:
@@ -145,7 +149,10 @@ def run(root: Path, logs: Sequence[int], with_model: int) -> None:
             audits["with the model"] = AuditSettings(model=model, dtype=kind.trainer)
         for how, settings in audits.items():
             report = as_json(run_audit(str(path), "", None, settings))
-            wrong, sure = alarm(report, cut=kind.decimals > 0), report["outcome"]["passed"]
+            wrong, sure = (
+                alarm(report, kind.decimals > 0, kind.sampler != kind.trainer),
+                report["outcome"]["passed"],
+            )
             counts[how, "alarm" if wrong else "clear" if sure else "unsure"] += 1
             if wrong or not sure:
                 print(f"{number} {how}: {kind}\n    {wrong or report['cause']['text'][:200]}", flush=True)

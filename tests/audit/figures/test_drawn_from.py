@@ -205,7 +205,10 @@ def test_a_fault_is_the_same_in_terminal_json_and_page(tmp_path, capsys):
     log = write_log(tmp_path / "log.jsonl", draw(0, P(1.0, 0, 0.95), P(1.0, 0, 0.95), RAW))
     assert main(["audit", str(log), "--out", str(tmp_path / "out")]) == 1
     report = json.loads((tmp_path / "out" / "audit.json").read_text())
-    assert report["cause"] == report["distribution"]["found"]
+    found = report["distribution"]["found"]
+    assert [report["cause"][name] for name in ("kind", "text")] == [found["kind"], found["text"]]
+    assert report["cause"]["suspicion"]
+    assert report["cause"]["remedy"].startswith("Confirm it with --model")
     assert "not the smaller one in 640 of 640 tokens" in report["cause"]["text"]
     assert "0.0513 at most (-log 0.95 is 0.0513)" in report["cause"]["text"]
     ratio = report["mean_ratio"]
@@ -223,7 +226,7 @@ def test_a_named_fault_is_read_last_and_hypotheses_that_explain_nothing_are_left
         return capsys.readouterr().out.splitlines(), (tmp_path / name / "audit.html").read_text()
 
     lines, shown = audited("named", RAW, 0.0)
-    of_cause = next(i for i, line in enumerate(lines) if line.startswith("Likely cause: "))
+    of_cause = next(i for i, line in enumerate(lines) if line.startswith("Suspicion, without a model: "))
     assert "the trainer's column is without the temperature" in " ".join(lines[of_cause:])
     assert not [line for line in lines[of_cause:] if line.startswith("A correction with the bound")]
     assert [line for line in lines[:of_cause] if line.startswith("A correction with the bound")]

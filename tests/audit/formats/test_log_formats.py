@@ -48,6 +48,7 @@ FULL = {
     "step": 2,
     "prompt": "sums",
     "sample": 1,
+    "finish_reason": "length",
     "prompt_text": "1+2=",
     "completion_text": "3",
 }

@@ -11,6 +11,7 @@ import pytest
 from zerokl.audit.formats.record import LoggedRollout
 from zerokl.audit.hypotheses.column_causes import try_columns
 from zerokl.audit.hypotheses.id_checks import after_the_end, cut_short, drawn_parts, end_without_logprob
+from zerokl.audit.hypotheses.log_checks import check_log
 
 from tests.audit.rounded_lines import END, rounded_lines
 
@@ -107,6 +108,18 @@ def test_what_the_lines_at_fault_have_in_common_is_said(words):
     assert "base 2" in tried.found.what
 
 
+@pytest.mark.parametrize("quiet", [(), (20,), (20, 27)])
+def test_a_batch_is_told_with_its_size_also_where_some_of_its_lines_show_little(quiet):
+    rollouts = sound(48)
+
+    def base_two(i, x):
+        return x.trainer_logprobs / np.log(2.0) if 16 <= i < 32 and i not in quiet else None
+
+    words = try_columns(with_trainer(rollouts, base_two))[1].where.words
+    assert f"{16 - len(quiet)} of 48 lines" in words
+    assert "from line 17 to line 32" in words
+
+
 def test_zeros_beyond_a_length_of_the_sequence_are_told_from_places_of_the_completion():
     def cut(i, x):
         return zeros_at(x, len(x.prompt_ids) + np.arange(len(x.completion_ids)) >= 40)
@@ -133,6 +146,55 @@ def test_a_number_that_is_cut_off_below_is_named():
     floor = np.float32(-4.5)
     cut = [replace(x, logprobs=np.maximum(x.logprobs, floor)) for x in rollouts]
     assert "-4.5, where it is cut off" in try_columns(cut)[0].found.what
+
+
+TOKENIZER = SimpleNamespace(
+    stop_ids={END}, special_ids=(END,), text=lambda ids: "\n", has_chat_template=False
+)
+
+
+def faults(rollouts) -> set[str]:
+    return {fault.name for fault in check_log(rollouts, TOKENIZER)}
+
+
+def short(x: LoggedRollout, n: int, **parts) -> LoggedRollout:
+    """The first n tokens of a line."""
+    columns = ("completion_ids", "logprobs", "trainer_logprobs", "mask")
+    first = {name: known[:n] for name in columns if (known := getattr(x, name)) is not None}
+    return replace(x, **first, **parts)
+
+
+def in_turns(x: LoggedRollout, cap: int, last: int) -> LoggedRollout:
+    """A line of turns of at most `cap` drawn tokens, with some of a tool after each but the last."""
+    n, mask = 0, []
+    while n < len(x.completion_ids) - cap - 3:
+        mask += [True] * cap + [False] * (3 + n % 4)
+        n = len(mask)
+    mask += [True] * last
+    ids = (*np.random.default_rng(n).integers(3, 400, len(mask)).tolist(),)
+    column = np.full(len(ids), -1.0, np.float32)
+    return LoggedRollout(x.prompt_ids, ids, column, column, np.array(mask))
+
+
+def test_completions_of_caps_of_their_own_are_not_cut_where_the_log_says_length():
+    rollouts = sound(18)
+    capped = [short(x, 5 + i, truncated=True) if i % 2 else x for i, x in enumerate(rollouts)]
+    assert faults(capped) == set()
+    assert faults([short(x, 5 + i, truncated=True) for i, x in enumerate(rollouts)]) == set()
+    unsaid = [replace(x, truncated=None) for x in capped]
+    assert faults(unsaid) == {"completions cut without an end token"}
+    assert faults([short(x, 5 + i) for i, x in enumerate(rollouts)]) == {"end token left out"}
+
+
+def test_turns_of_one_cap_are_not_cut():
+    rollouts = sound(18)
+    capped = [in_turns(x, 8, 8) if i % 2 else x for i, x in enumerate(rollouts)]
+    assert len({len(x.completion_ids) for x in capped[1::2]}) > 3
+    assert faults(capped) == set()
+    cut = [in_turns(x, 8, 1 + i % 7) if i % 2 else x for i, x in enumerate(rollouts)]
+    assert faults(cut) == {"completions cut without an end token"}
+    after_a_tool = [x if x.mask is None else short(x, -8) for x in capped]
+    assert faults(after_a_tool) == set()
 
 
 def test_ids_after_an_end_token_and_ends_without_a_number_are_seen_beside_the_tokenizer():

@@ -7,6 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from zerokl.audit.hypotheses.evidence import Evidence, Line
+from zerokl.audit.hypotheses.tokens import _padded_lengths
 from zerokl.cli import main
 from zerokl.kernels.logprob import linear_logprob
 from zerokl.kernels.sampling_params import SamplingParams
@@ -182,3 +184,12 @@ def test_doubled_lines_are_named(case, tmp_path, capsys):
     assert main(audit_words(case, log, tmp_path / "o")) == 1, "the log-probabilities are right"
     assert "lines doubled within a group: 4 completions" in " ".join(capsys.readouterr().out.split())
     assert "lines doubled within a group" in (tmp_path / "o" / "audit.html").read_text()
+
+
+def test_batches_that_pad_alike_are_all_named():
+    """Of lines 1 to 3 a batch of 6 and one of 16 have the same longest prompt."""
+    column = np.zeros(3, np.float32)
+    lines = [Line(i, (5,) * (9 if i % 48 < 2 else 4), (1, 2, 3), column, column) for i in range(96)]
+    words = [x for x, _ in _padded_lengths(Evidence(lines[:3], log=lines))]
+    (batches,) = [x for x in words if "batch of 6 lines" in x]
+    assert "batch of 16 lines" in batches
