@@ -14,7 +14,7 @@ from .as_json import as_json
 from .columns import audit_columns
 from .conclusion.outcome import Tolerances
 from .conclusion.verdict import verdict
-from .config import COMPLETIONS, AuditConfig, AuditSettings, check_requests
+from .config import COMPLETIONS, AuditConfig, AuditSettings, check, check_requests
 from .formats.registry import LOG_SUFFIXES, check_first_rows, holds_logs
 from .junit import audit_cases, junit
 from .page.page import page
@@ -72,13 +72,16 @@ def run_audit(
             stage(f"reading {log}")
             version, given = settings.weight_version, settings.given_params
             return audit_columns(log, settings.format, n or 0, version, given, settings.tolerances)
+    source = {"sampler": str(log)} if log else {"model": target, "trainer_model": trainer_model}
+    cfg = AuditConfig(**settings.model_dump() | source, n=n or COMPLETIONS)
+    if log is not None:
+        check(cfg)
         stage(f"reading the first rows of {log}")
         check_first_rows(log, settings.format)
     needs_torch("audit: --model" if log else f"audit: {target} is a model")
     from .audit import audit  # torch is loaded only where a model computes
 
-    source = {"sampler": str(log)} if log else {"model": target, "trainer_model": trainer_model}
-    return audit(AuditConfig(**settings.model_dump() | source, n=n or COMPLETIONS), stage)
+    return audit(cfg, stage)
 
 
 def _check_exists(target: str, must_be_log: bool) -> None:

@@ -26,13 +26,10 @@ def cause_heading(report: Report) -> str:
 def headline(report: Report) -> str:
     """The tokens with equal bits, and how far the others are apart."""
     sampler, trainer, figures, *_ = report.shown
+    tokens = f"{figures.tokens:,} tokens{_of_file(report, figures.tokens)}"
     if figures.equal:
-        return (
-            f"All {figures.tokens:,} tokens{_of_file(report, figures.tokens)} have the same log-probability, bit for bit, "
-            f"in {sampler} and in {trainer}."
-        )
-    tokens = f"{percent(figures.frac_equal)} of {figures.tokens:,} tokens{_of_file(report, figures.tokens)}"
-    text = f"{sampler} and {trainer} agree to the bit on {tokens}"
+        return f"All {tokens} have the same log-probability, bit for bit, in {sampler} and in {trainer}."
+    text = f"{sampler} and {trainer} agree to the bit on {percent(figures.frac_equal)} of {tokens}"
     if not figures.known:
         return f"{text}; no token has a finite ratio."
     scope = f" Over the {figures.known:,} with a finite ratio," if figures.known < figures.tokens else ""
