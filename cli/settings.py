@@ -58,7 +58,7 @@ def _grouped(shown: Collection[str]) -> type[Config]:
     for place, (name, field) in enumerate(Config.model_fields.items()):
         if name in sections():
             section, default = _given(name)
-            group = Group(name, help=section.__doc__ or "", sort_key=place)
+            group = Group(name, help=" ".join((section.__doc__ or "").split()), sort_key=place)
             fields[name] = Annotated[_hiding(section, f"{name}.", shown), Parameter(group=group)], default
         elif name not in shown:
             fields[name] = Annotated[field.annotation, Parameter(show=False)], field

@@ -7,6 +7,7 @@ import typing
 
 import cyclopts
 from zerokl.cli import app as cli
+from zerokl.cli.app import listed
 from zerokl.engine.config import Config
 
 from ._markdown import prose, table
@@ -15,13 +16,19 @@ from ._markdown import prose, table
 def commands() -> str:
     """Every command: its usage, what it says of itself, and its arguments."""
     parts: list[str] = []
-    for name in (n for n in cli if not n.startswith("-")):
+    for name in sorted((n for n in cli if not n.startswith("-")), key=_place):
         sub = cli[name]
         if sub.default_command:
             parts += _command(f"zerokl {name}", sub.default_command)
         for inner in (n for n in sub if not n.startswith("-")):
             parts += _command(f"zerokl {name} {inner}", sub[inner].default_command)
     return "\n".join(parts)
+
+
+def _place(name: str) -> tuple[int, int]:
+    """Where help lists a command: the place of its group, and its place there."""
+    place = listed(name)
+    return place["group"].sort_key, place["sort_key"]
 
 
 def _command(title: str, function) -> list[str]:
@@ -65,7 +72,7 @@ def _command(title: str, function) -> list[str]:
 
 def _setting(name: str, field) -> list[str]:
     """The row of a setting that a command takes as an option, and that no page of the configuration has."""
-    default = _argument_default(field.default)
+    default = _argument_default(field.get_default(call_default_factory=True))
     return [f"`--{name}`", _argument_type(field.annotation), default, prose(field.description or "")]
 
 
@@ -82,7 +89,7 @@ def _argument_type(hint: object) -> str:
 
 
 def _argument_default(default: object) -> str:
-    if default is None or default == "" or default == ():
+    if default in (None, "", ()) or default == {}:
         return ""
     if isinstance(default, tuple):
         return ", ".join(f"`{v}`" for v in default)

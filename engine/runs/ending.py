@@ -10,7 +10,7 @@ from .held_out import held_out_name
 from .ledger_head import is_free
 from .loaded import read_metrics
 from .signal import no_signal_steps
-from .summary import Summary
+from .summary import Summary, last_steps
 
 # The label of a command and the command, in two columns.
 _LABEL = 18
@@ -19,7 +19,8 @@ _LABEL = 18
 def figures(summary: Summary, folder: Path) -> Iterator[str]:
     """How a finished run in `folder` went, a line for each figure."""
     s = summary
-    yield f"reward {s.reward_first:.3f} -> {s.reward_last:.3f} (last 5 steps {s.reward_last5:.3f})"
+    last = f"{last_steps(s.steps)} {s.reward_last5:.3f}"
+    yield f"reward {s.reward_first:.3f} -> {s.reward_last:.3f} ({last})"
     if s.held_out_reward is not None:
         yield f"{held_out_name(s.held_out_accuracy is not None)} {s.held_out_reward:.3f}"
     if line := no_signal_steps(read_metrics(folder / METRICS).get("grad_norm", [])):

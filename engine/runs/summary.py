@@ -11,6 +11,7 @@ from ...files.writing import write_whole
 from .held_out import ACCURACY, MEAN_REWARD
 
 SUMMARY = "summary.json"
+LAST = 5  # steps whose mean reward is reward_last5, at most
 
 
 @dataclass(frozen=True)
@@ -31,11 +32,16 @@ class Summary:
     seconds: float
 
 
+def last_steps(steps: int) -> str:
+    """Of which steps reward_last5 is the mean, in words, in a run of so many steps."""
+    return "last step" if steps == 1 else f"last {min(steps, LAST)} steps"
+
+
 def summarise(
     history: Sequence[Mapping[str, Any]], fingerprint: str, weights: str, seconds: float
 ) -> Summary:
     """The summary of a finished run. history: the metrics of all its steps."""
-    last_rewards = [m["reward/mean"] for m in history[-5:]]
+    last_rewards = [m["reward/mean"] for m in history[-LAST:]]
     held_out = [m for m in history if MEAN_REWARD in m]
     return Summary(
         fingerprint=fingerprint,

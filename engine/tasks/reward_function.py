@@ -21,12 +21,20 @@ class RewardFunction:
     def __call__(self, problem: Problem, completion: str | None = None) -> float | str:
         """Raises whatever the reward or its check raises; a ValueError of a check is its answer."""
         if completion is not None:
-            return float(awaited(self._function(problem, completion)))
+            return _number(awaited(self._function(problem, completion)))
         try:
             awaited(self._check(problem))
         except ValueError as refusal:
             return str(refusal) or "reward: its check refuses the answer"
         return ""
+
+
+def _number(value: Any) -> float:
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        kind = type(value).__name__
+        raise TypeError(f"its value is of the type {kind}; it must be a number") from None
 
 
 def reward_function(name: str, task: str, options: Mapping[str, Any], directory: str) -> RewardFunction:

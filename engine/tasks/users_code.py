@@ -13,6 +13,7 @@ from functools import cache
 from typing import Any, TypeVar
 
 T = TypeVar("T")
+_HERE = os.path.dirname(__file__)
 
 
 def add_places(directory: str) -> list[str]:
@@ -86,7 +87,7 @@ def _line(error: BaseException) -> str:
     """The line of code that raised the exception, where it is not our own call."""
     if isinstance(error, SyntaxError):
         return f", in {error.filename} line {error.lineno}" if error.filename else ""
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename != __file__]
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if os.path.dirname(f.filename) != _HERE]
     frames = [f for f in frames if not f.filename.startswith("<frozen")]
     return f", in {frames[-1].filename} line {frames[-1].lineno}" if frames else ""
 

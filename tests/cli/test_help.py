@@ -43,6 +43,12 @@ def test_help_shows_what_most_runs_set_and_all_where_asked(monkeypatch, capsys):
     assert {"model", "loss.preset", "optimizer.lr", "task.name", "run_dir"} <= shown["--help"]
 
 
+def test_the_words_about_a_section_stand_together(monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "200")
+    assert main(["train", "--help"]) == 0
+    assert not re.search(r"^│ +│\n│ +│$", capsys.readouterr().out, re.M)
+
+
 def test_a_setting_that_help_hides_is_taken(refused):
     words = ("train", "--preset", "demo", "--run_dir", "run", "--optimizer.beta2", "2")
     assert "optimizer.beta2" in refused(*words)

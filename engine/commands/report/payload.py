@@ -278,7 +278,7 @@ def _commands(run: LoadedRun, ledger: LedgerFile | None) -> list[dict[str, str]]
         },
         {"what": "Compare the two, bit for bit", "command": f"zerokl diff {path} {again}"},
         {
-            "what": "Check it: chain, files, three steps done again",
+            "what": "Check it: chain, files, three steps and the last one done again",
             "command": f"zerokl verify run {path}",
         },
     ]

@@ -4,6 +4,7 @@ import json
 import math
 import os
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from zerokl.engine.runs.ending import figures
 from zerokl.engine.runs.loaded import load_run
 from zerokl.engine.runs.run import train
 from zerokl.engine.runs.setup import settled
+from zerokl.engine.runs.summary import summarise
 from zerokl.engine.tasks.loading import load_task
 from zerokl.model.checkpoint import load_decoder, write_checkpoint
 from zerokl.model.config import ModelConfig
@@ -284,3 +286,10 @@ def test_held_out_prompts_that_are_trained_on_are_counted_in_one_line(config, tm
     assert any(line.startswith("held-out accuracy ") for line in figures(summary, tmp_path / "run"))
     graded = replace(summary, held_out_accuracy=None)
     assert any(line.startswith("held-out mean reward ") for line in figures(graded, tmp_path / "run"))
+
+
+@pytest.mark.parametrize(("steps", "count"), [(1, "last step"), (3, "last 3 steps"), (9, "last 5 steps")])
+def test_the_mean_of_the_last_steps_says_of_how_many(steps, count):
+    row = {"reward/mean": 0.5, "tokens": 1, "mismatch/frac_equal": 1.0, "mismatch/max_abs": 0.0}
+    summary = summarise([row] * steps, "", "", 1.0)
+    assert next(figures(summary, Path())) == f"reward 0.500 -> 0.500 ({count} 0.500)"

@@ -30,7 +30,7 @@ function figures(run) {
   const collapsed = isNumber(f.collapse_step) && run.steps - f.collapse_step >= 5;
   return [
     figure(collapsed ? "bad" : "", "Training reward", arrow(f.reward_first, f.reward_last),
-      collapsed ? `it fell below 0.8 of its peak at step ${f.collapse_step}` : "first step → mean of the last five"),
+      collapsed ? `it fell below 0.8 of its peak at step ${f.collapse_step}` : `first step → mean of ${run.steps < 5 ? "all" : "the last five"}`),
     figure("", f.held_out_is_accuracy ? "Held-out accuracy" : "Held-out mean reward", isNumber(f.held_out_last) ? arrow(f.held_out_first, f.held_out_last) : "–",
       isNumber(f.sampler_held_out_last) ? `what is saved; the sampler's policy has ${fixed(f.sampler_held_out_last)}`
       : isNumber(f.held_out_last) ? (isNumber(f.held_out_first) ? `${run.held_out[0][0] === 0 ? "before the first step" : "first evaluation"} → last evaluation` : "the last evaluation") : "no evaluation yet"),
