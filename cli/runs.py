@@ -126,7 +126,7 @@ def _print_left_behind(settings: dict[str, Any], source: str | None) -> None:
     if settings:
         values = [f"{key} = {shown(value)}" for key, value in settings.items()]
         more = f" and {len(values) - _MOST_LEFT} more" if len(values) > _MOST_LEFT else ""
-        console.say(f"left behind of {source}: {', '.join(values[:_MOST_LEFT])}{more}")
+        console.say(f"not taken from {source}: {', '.join(values[:_MOST_LEFT])}{more}")
 
 
 def _print_lines(lines: Iterable[str]) -> None:

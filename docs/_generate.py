@@ -64,9 +64,10 @@ def filled(page: Path) -> str:
 
 
 def shown(file: Path, page: Path) -> str:
-    """A file as a part of a page: a block of code, or, for a page, its text with links from there."""
+    """A file as a part of a page: a block of code under its name, or a page's text with links from there."""
     if file.suffix != ".md":
-        return f"```{_LANGUAGES[file.suffix]}\n{file.read_text().rstrip()}\n```"
+        name = f"[`{file.relative_to(ROOT).as_posix()}`]({os.path.relpath(file, page.parent)})"
+        return f"{name}:\n\n```{_LANGUAGES[file.suffix]}\n{file.read_text().rstrip()}\n```"
 
     def link(target: re.Match) -> str:
         return f"]({os.path.relpath(file.parent / target[1], page.parent)}"

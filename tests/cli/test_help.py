@@ -6,6 +6,7 @@ import pytest
 from zerokl.cli import main
 from zerokl.cli.settings import sections
 from zerokl.engine.config_file import known_keys
+from zerokl.verify.environment import PACKAGE_ROOT
 
 
 def _commands(text: str) -> list[str]:
@@ -19,6 +20,9 @@ def test_commands_stand_in_the_order_of_use(monkeypatch, capsys):
     assert commands[:3] == ["train", "watch", "report"]
     assert commands.index("audit") < commands.index("record") < commands.index("capsule")
     assert len(commands) == len(set(commands)) == 18
+    page = (PACKAGE_ROOT / "docs/commands.md").read_text()
+    assert list(dict.fromkeys(re.findall(r"^## zerokl (\S+)", page, re.M))) == commands
+    assert "Undefined" not in page
 
 
 @pytest.mark.parametrize("name", ["loss", "task", "evaluation", "vllm"])

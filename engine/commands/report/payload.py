@@ -170,6 +170,7 @@ def _figures(run: LoadedRun) -> dict[str, Any]:
         "reward_first": rewards[0] if rewards else None,
         "reward_last": sum(rewards[-5:]) / len(rewards[-5:]) if rewards else None,
         "collapse_step": collapse_step(rewards),
+        "no_signal": sum(norm == 0.0 for norm in _finite(run, "grad_norm")),
         "held_out_first": held_out[0] if len(held_out) > 1 else None,
         "held_out_last": held_out[-1] if held_out else None,
         "sampler_held_out_last": next(reversed(_finite(run, SAMPLER_REWARD)), None),

@@ -29,11 +29,12 @@ function figures(run) {
   const f = run.figures;
   const collapsed = isNumber(f.collapse_step) && run.steps - f.collapse_step >= 5;
   return [
-    figure(collapsed ? "bad" : "", "Training reward", arrow(f.reward_first, f.reward_last),
-      collapsed ? `it fell below 0.8 of its peak at step ${f.collapse_step}` : `first step → mean of ${run.steps < 5 ? "all" : "the last five"}`),
+    figure(collapsed || (run.steps && f.no_signal === run.steps) ? "bad" : "", "Training reward", arrow(f.reward_first, f.reward_last),
+      [collapsed ? `it fell below 0.8 of its peak at step ${f.collapse_step}` : `first step → mean of ${run.steps < 5 ? "all" : "the last five"}`,
+        f.no_signal ? `; no signal in ${f.no_signal} of ${plural(run.steps, "step")}: their gradient was exactly 0` : ""]),
     figure("", f.held_out_is_accuracy ? "Held-out accuracy" : "Held-out mean reward", isNumber(f.held_out_last) ? arrow(f.held_out_first, f.held_out_last) : "–",
       isNumber(f.sampler_held_out_last) ? `what is saved; the sampler's policy has ${fixed(f.sampler_held_out_last)}`
-      : isNumber(f.held_out_last) ? (isNumber(f.held_out_first) ? `${run.held_out[0][0] === 0 ? "before the first step" : "first evaluation"} → last evaluation` : "the last evaluation") : "no evaluation yet"),
+      : isNumber(f.held_out_last) ? (isNumber(f.held_out_first) ? `${run.held_out[0][0] === 0 ? "before the first step" : "first evaluation"} → last evaluation` : "the last evaluation") : "no evaluation"),
     mismatchFigure(run),
     figure("", "Speed", [number(f.tokens_per_s), h("small", null, " tokens/s")],
       [plural(run.steps, "step"), f.skipped ? `, ${plural(f.skipped, "update")} skipped` : "", isNumber(f.step_s) ? `, ${number(f.step_s)} s each` : ""]),

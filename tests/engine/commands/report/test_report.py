@@ -77,6 +77,15 @@ def test_the_figures_are_those_of_the_files(tmp_path):
     assert (shown["figures"]["held_out_first"], shown["figures"]["held_out_last"]) == (0.25, 0.7)
 
 
+def test_steps_without_a_signal_are_counted(tmp_path):
+    run = made_run(tmp_path / "run", steps=3)
+    assert payload_of(run)["runs"][0]["figures"]["no_signal"] == 0
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    silent = [json.dumps(row | {"grad_norm": 0.0 if row["step"] else 1.0}) + "\n" for row in rows]
+    (run / "metrics.jsonl").write_text("".join(silent))
+    assert payload_of(run)["runs"][0]["figures"]["no_signal"] == 2
+
+
 def test_seconds_a_step_are_those_of_the_steps(tmp_path):
     """Not of the process, whose set-up, evaluations and checkpoints are in the summary's seconds."""
     run = made_run(tmp_path / "run", steps=6)
