@@ -17,6 +17,7 @@ import torch
 
 from ..files.bitwise import equal
 from .attention_plan import KEY_TILE, AttentionPlan
+from .attention_ref import attention_bwd_ref, attention_ref, gather_tiles
 from .cpp import call
 from .cpp.row_sums import sum_lanes
 from .order import ALIGN
@@ -181,8 +182,6 @@ def forward_agrees(heads: int, kv_heads: int, D: int) -> bool:
 
 @cache
 def _forward_agrees(group: int, D: int) -> bool:
-    from .attention import attention_ref, gather_tiles
-
     if not sum_lanes(KEY_TILE):
         return False
     lengths = (1, 2 * KEY_TILE + 5, KEY_TILE)
@@ -201,8 +200,6 @@ def backward_agrees(plan: AttentionPlan, D: int) -> bool:
 
 @cache
 def _backward_agrees(length: int, group: int, D: int) -> bool:
-    from .attention import attention_bwd_ref, attention_ref, gather_tiles
-
     before = length // 3
     plan, q, k, v = _probe((length, length - before), (0, before), group, D)
     o, lse = attention_ref(q, gather_tiles(k, v, plan.rows), plan, 0.3)

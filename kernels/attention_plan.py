@@ -1,7 +1,7 @@
 """Which query rows meet which keys: the plan of one attention call, shared by all layers of a forward.
 
 The Triton kernels need only the start, the length and the block table of each sequence (attention_tables.py).
-The reference (attention.py) works with an index plan, which is built at its first use. The reference knows
+The reference (attention_ref.py) works with an index plan, built at its first use. The reference knows
 two kinds of tiles only:
 
 - A query tile is R rows of one (sequence, key-value head), with row = position * group + head within the

@@ -21,9 +21,9 @@ import torch
 import triton
 import triton.language as tl
 
-from .grad import PartialSums
 from .launch import ceil_div, dense, launch
 from .order import TOKEN_BLOCK, TokenBlocks
+from .partial_sums import PartialSums
 
 # Columns of one program of _block_columns: 64 loads of 16 bits fill a cache line.
 COLUMNS = 64

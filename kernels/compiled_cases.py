@@ -27,13 +27,13 @@ from .draw_triton import draw_tokens
 from .embedding_triton import embedding_bwd, sorted_ids
 from .expert_rows_triton import ExpertTables, rows_of_tokens, runs_of_experts, sort_slots, sum_slots
 from .given_softmax_triton import given_weights
-from .grad import PartialSums
 from .grouped_linear_triton import add_expert_runs, grouped_matmul
 from .launch import Launch, recorded_launches
 from .logprob_triton import logprob_bwd, logprob_fwd
 from .matmul_triton import add_outer, matmul
 from .merge_triton import merge
 from .order import TOKEN_BLOCK, Runs, token_blocks
+from .partial_sums import PartialSums
 from .philox_triton import uniforms
 from .qk_norm_triton import qk_norm_bwd, qk_norm_fwd
 from .rms_norm_triton import rms_norm_bwd, rms_norm_fwd

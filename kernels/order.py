@@ -35,6 +35,8 @@ ROW_TILE = 32
 # Tokens of one partial weight gradient. They are enough to be compute-bound, and few enough for an accurate
 # sum.
 TOKEN_BLOCK = 128
+# Bytes that a lane of vLLM's kernel of the router loads at once, and the lanes of a row (topk_softmax.py).
+LOAD_BYTES, _LANES = 16, 32
 # Widths are padded to a multiple of this many elements, so that no vector is ever cut (matmul.py).
 ALIGN = 16
 # Elements of one partial sum along a row.
@@ -263,3 +265,14 @@ def tree_sum(x: torch.Tensor, dim: int) -> torch.Tensor:
             low = low + high
         x = low
     return x.squeeze(dim)
+
+
+def lanes_of(E: int, load: int) -> tuple[int, int, int]:
+    """How vLLM's kernel shares a row of E router logits: loads of a lane, lanes, and logits of a load.
+
+    Their product is E, or the next power of two. load: logits that a lane loads at once, at most.
+    """
+    padded = 1 << (E - 1).bit_length()
+    load = min(load, padded)
+    loads = max(1, padded // (load * _LANES))
+    return loads, padded // (load * loads), load

@@ -27,10 +27,7 @@ import torch
 
 from .backend import on_triton
 from .grad import accumulate_dtype, check_dtype
-from .order import tree_sum
-
-# Bytes that a lane of vLLM's kernel loads at once, and the lanes of a row.
-LOAD_BYTES, _LANES = 16, 32
+from .order import LOAD_BYTES, lanes_of, tree_sum
 
 
 def topk_softmax_ref(
@@ -59,17 +56,6 @@ def topk_softmax_bwd_ref(
     if renormalise:
         return zeros.scatter_(1, ids_Tk, w_Tk * (dw_Tk - s))
     return p_TE * (zeros.scatter_(1, ids_Tk, dw_Tk) - s)
-
-
-def lanes_of(E: int, load: int) -> tuple[int, int, int]:
-    """How vLLM's kernel shares a row of E logits: loads of a lane, lanes, and logits of a load.
-
-    Their product is E, or the next power of two. load: logits that a lane loads at once, at most.
-    """
-    padded = 1 << (E - 1).bit_length()
-    load = min(load, padded)
-    loads = max(1, padded // (load * _LANES))
-    return loads, padded // (load * loads), load
 
 
 def _lane_sum(terms_TE: np.ndarray, load: int) -> np.ndarray:

@@ -17,7 +17,7 @@ import triton.language as tl
 
 from .exp_triton import expf
 from .launch import dense, launch, next_power_of_2
-from .topk_softmax import LOAD_BYTES, lanes_of
+from .order import LOAD_BYTES, lanes_of
 
 # Warps of a program. They decide no bit: every sum is written out.
 WARPS = 1

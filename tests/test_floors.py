@@ -1,8 +1,9 @@
-"""Each floor, and each room of engine/, imports only what lies below it; `kernels` imports by itself."""
+"""Each floor, and each room of engine/, imports only what lies below it, and no files import each other."""
 
 import ast
 import subprocess
 import sys
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -91,6 +92,39 @@ def upward_imports(root: Path) -> list[str]:
             if place_of(name) not in allowed
         ]
     return lines
+
+
+def circle_of(root: Path) -> list[str]:
+    """The modules of one circle of imports, in any line of a file; empty where there is none."""
+    files = {
+        ".".join(file.relative_to(root).with_suffix("").parts).removesuffix(".__init__"): file
+        for floor in FLOORS
+        for file in (root / floor).rglob("*.py")
+    }
+
+    def module_of(name: str) -> str:
+        while name and name not in files:
+            name = name.rpartition(".")[0]
+        return name
+
+    graph = {name: {module_of(i) for i in imported(file, root)} - {name, ""} for name, file in files.items()}
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        return error.args[1]
+    return []
+
+
+def test_no_files_import_each_other():
+    assert circle_of(PACKAGE_ROOT) == []
+
+
+@pytest.mark.parametrize("back", ["from .a import x", "def f():\n    from . import a"])
+def test_control_a_circle_of_three_files_is_found(tmp_path, back):
+    (tmp_path / "kernels").mkdir()
+    for name, line in (("a", "from .b import y"), ("b", "from .c import z"), ("c", back)):
+        (tmp_path / "kernels" / f"{name}.py").write_text(line)
+    assert set(circle_of(tmp_path)) == {"kernels.a", "kernels.b", "kernels.c"}
 
 
 def test_every_file_has_a_place():

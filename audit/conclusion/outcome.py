@@ -33,7 +33,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from ..figures.bands import Corrections
     from ..figures.measure import Figures
-    from ..report import Measurements
 
 
 class Kind(str, Enum):
@@ -145,29 +144,6 @@ class Outcome:
             "words": self.words,
             "faults": list(self.faults),
         }
-
-
-def outcome_of(measured: "Measurements", tolerances: Tolerances, faults: Sequence[str]) -> Outcome:
-    """The outcome of one audit. faults: the names of the faults that it found."""
-    kind = _agreement(measured)
-    if tolerances.given and kind is not Kind.EQUAL and kind is not Kind.EQUAL_COLUMNS:
-        if not tolerances.hold(measured.figures, measured.corrections):
-            return Outcome(Kind.BEYOND, tuple(faults))
-        kind = Kind.WITHIN if kind in (Kind.DIFFERS, Kind.SOUND) else kind
-    return Outcome(Kind.FAULT if faults and kind is not Kind.DIFFERS else kind, tuple(faults))
-
-
-def _agreement(measured: "Measurements") -> Kind:
-    """How the two sides agree, without tolerances and faults."""
-    vocab = measured.full_vocab
-    if measured.figures.equal and (vocab is None or vocab.frac_values_equal == 1.0):
-        return Kind.EQUAL_COLUMNS if measured.columns_alone else Kind.EQUAL
-    rounding = measured.log and measured.log.rounding
-    if rounding and rounding.tokens_beyond == 0:
-        return Kind.ROUNDED_COLUMNS if measured.columns_alone else Kind.ROUNDED
-    if measured.log and measured.log.rounds:
-        return Kind.SOUND
-    return Kind.DIFFERS
 
 
 def outcome_of_run(outcomes: Sequence[Outcome]) -> Outcome:

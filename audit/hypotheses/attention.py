@@ -18,7 +18,8 @@ import torch
 
 from ...model.checkpoint import DTYPES
 from ...model.decoder import Decoder, Hook, PackedContext
-from .evidence import Evidence, Scores
+from .evidence import Evidence
+from .lines import Scores
 from .noise import measured
 from .prediction import Prediction
 from .scorer import decoder_scores

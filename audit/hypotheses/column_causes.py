@@ -6,8 +6,9 @@ from dataclasses import replace
 import numpy as np
 
 from ..formats.record import LoggedRollout
-from .evidence import Evidence, Line
+from .evidence import Evidence
 from .fit import Tried, explain
+from .lines import Line
 from .numbers import PREDICTORS
 
 

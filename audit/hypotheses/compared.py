@@ -5,7 +5,7 @@ Shapes: C completion tokens of a line.
 
 import numpy as np
 
-from .evidence import Line
+from .lines import Line
 from .noise import beyond_slack
 
 # A difference of one token counts so many nats at most: an impossible token alone must not decide.

@@ -18,7 +18,8 @@ from ...engine.display.progress import silent
 from . import noise as rounding_of
 from .chance import is_beyond_chance, shuffled_logs
 from .compared import MOST, Compared, apart, shifted
-from .evidence import Evidence, Line, Scores
+from .evidence import Evidence
+from .lines import Line, Scores
 from .noise import Noise, beyond_slack, is_rounding
 from .places import Where, where
 from .prediction import Prediction, Predictor

@@ -14,7 +14,8 @@ import torch
 from ...kernels.sampling_params import SamplingParams
 from ...kernels.truncation import scaled_logits
 from . import places
-from .evidence import Evidence, Line
+from .evidence import Evidence
+from .lines import Line
 from .places import Number
 from .prediction import Prediction
 from .settings_search import Rows, rows_of

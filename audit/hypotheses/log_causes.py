@@ -22,9 +22,10 @@ from ..log_section import TrainerColumn
 from .column_causes import said
 from .compared import apart
 from .cuts import undeclared_cut
-from .evidence import Evidence, Line
+from .evidence import Evidence
 from .fit import EXACT, Tried, explain
 from .id_checks import drawn_parts
+from .lines import Line
 from .log_checks import check_log
 from .log_fault import LogFault
 from .predictors import PREDICTORS

@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
-from .evidence import Evidence, Line, Scores
+from .evidence import Evidence
+from .lines import Line, Scores
 from .places import wrong_numbers
 from .prediction import Prediction
 

@@ -18,7 +18,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .evidence import Evidence, Line, Scores
+from .evidence import Evidence
+from .lines import Line, Scores
 from .noise import FP32, Noise, weight
 from .prediction import Prediction
 

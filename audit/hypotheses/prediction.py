@@ -4,7 +4,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from .evidence import Evidence, Scores
+from .evidence import Evidence
+from .lines import Scores
 from .noise import Noise
 
 if TYPE_CHECKING:

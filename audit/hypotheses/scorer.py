@@ -6,6 +6,7 @@ Shapes: C completion tokens, T tokens of one sequence, D width of the model.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -18,8 +19,9 @@ from ...model.checkpoint import DTYPES, load_decoder, read_weights
 from ...model.decoder import Decoder, Hook, Numerics, PackedContext, no_hook
 from ...model.scoring import pack
 from ..engines.engine import TOGETHER, Engine, Pair, ZeroklEngine
-from .evidence import Evidence, Scores
+from .lines import Lines, Scores
 
+_LinesT = TypeVar("_LinesT", bound=Lines)
 # What 16-bit engines differ by in the sum of a set's probabilities, and in a token's probability as a share.
 _EDGE_SUM, _EDGE_SHARE = 0.02, 0.1
 
@@ -76,7 +78,7 @@ class Scorer:
         """Whether the trainer's column is our decoder's."""
         return isinstance(self.trainer, ZeroklEngine)
 
-    def scores(self, evidence: Evidence) -> Scores:
+    def scores(self, evidence: Lines) -> Scores:
         """The logprobs of all lines by our decoder of the trainer's checkpoint."""
         return decoder_scores(self.model(), evidence)
 
@@ -87,14 +89,14 @@ class Scorer:
             self._bases[base] = read_weights(base, self.model().layout)
         return self._bases[base].clone()
 
-    def by_dtype(self, evidence: Evidence) -> dict[str, Scores]:
+    def by_dtype(self, evidence: Lines) -> dict[str, Scores]:
         """The logprobs of all lines by our decoder of the trainer's checkpoint, in each dtype."""
         return {
             name: decoder_scores(self.model() if dtype == self.dtype else self.decoder(dtype=dtype), evidence)
             for name, dtype in DTYPES.items()
         }
 
-    def with_slack(self, evidence: Evidence) -> Evidence:
+    def with_slack(self, evidence: _LinesT) -> _LinesT:
         """The lines with `slack`: how far a cut that keeps a little more or less moves each number.
 
         Under top-p and min-p a rounding decides whether a token at the edge is kept, and all kept tokens
@@ -175,7 +177,7 @@ def read_rows(
 
 def decoder_scores(
     decoder: Decoder,
-    evidence: Evidence,
+    evidence: Lines,
     positions: Sequence[np.ndarray] | None = None,
     hook_of: Callable[[PackedContext], Hook] | None = None,
 ) -> Scores:

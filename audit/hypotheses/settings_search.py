@@ -20,7 +20,8 @@ import torch
 from ...kernels.sampling_params import SamplingParams
 from ...kernels.truncation import scaled_logits
 from ..engines.generation_config import generation_defaults
-from .evidence import Evidence, Line, Scores
+from .evidence import Evidence
+from .lines import Line, Scores
 from .prediction import Prediction
 from .scorer import hidden_rows
 

@@ -5,7 +5,8 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 
 from ..engines.engine import Pair
-from .evidence import Evidence, Line
+from .evidence import Evidence
+from .lines import Line
 from .numbers import closest
 from .prediction import Prediction
 from .scorer import decoder_scores

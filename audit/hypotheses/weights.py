@@ -11,7 +11,8 @@ from ...model.cache import BlockCache, CachedContext
 from ...model.checkpoint import DTYPES
 from ...model.decoder import Decoder
 from ...model.quantisation import is_quantised
-from .evidence import Evidence, Scores
+from .evidence import Evidence
+from .lines import Scores
 from .prediction import Prediction
 from .scorer import decoder_scores, read_rows
 from .slope import slope

@@ -20,7 +20,7 @@ PROGRAMS = ("audit/formats/scripts", "engine/tasks/try_tokenizer.py")
 READERS = {
     "read_text": ("engine/processes.py",),  # the kernel's list of children
     "read_bytes": (),
-    "safe_open": ("model/checkpoint.py",),  # after check_input
+    "safe_open": ("model/weight_files.py",),  # after check_input
     "load_file": (),
     "fdopen": (),
     "ParquetFile": ("audit/formats/text_only.py",),  # after check_input

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from zerokl.kernels import attention as attention_module
-from zerokl.kernels import attention_plan
+from zerokl.kernels import attention_plan, attention_ref
 from zerokl.kernels.attention import attention, attention_cached, varlen_plan
 from zerokl.kernels.attention_plan import AttentionPlan
 
@@ -253,7 +253,7 @@ def test_memory_bound_of_the_backward_decides_no_bit(monkeypatch):
     # Three of the sequences are padded to one length.
     contexts = [0, 49, 33, 32, 1]
     together, after = gradients(case, dy), after_contexts(case, contexts, dy)[0]
-    monkeypatch.setattr(attention_module, "SCORE_ELEMENTS", 1)
+    monkeypatch.setattr(attention_ref, "SCORE_ELEMENTS", 1)
     assert total_unequal(together, gradients(case, dy)) == 0
     assert total_unequal(after, after_contexts(case, contexts, dy)[0]) == 0
 
@@ -264,7 +264,7 @@ def test_control_another_key_tile_is_found(dtype, monkeypatch):
     # So many elements that bf16's rounding does not hide every difference.
     case = make_case([700, 800], 2, 2, 64, dtype, seed=5)
     before = whole(case)
-    for module in (attention_plan, attention_module):
+    for module in (attention_plan, attention_ref, attention_module):
         monkeypatch.setattr(module, "KEY_TILE", 16)
     after = cached(case, CHUNKS["long"], 0)
     assert total_unequal([whole(case)], [after]) == 0  # the narrower tile is consistent with itself
@@ -275,7 +275,7 @@ def test_control_another_query_chunk_of_the_backward_is_found(monkeypatch):
     case = make_case([200], 2, 2, 64, torch.float32, seed=6)
     dy = randn(7, *case.q.shape)
     before = gradients(case, dy)
-    monkeypatch.setattr(attention_module, "QUERY_CHUNK", 64)
+    monkeypatch.setattr(attention_ref, "QUERY_CHUNK", 64)
     assert total_unequal(before, gradients(case, dy)) > 0
 
 

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from zerokl.files.bitwise import count_unequal
 from zerokl.kernels import attention as attention_module
-from zerokl.kernels import attention_cpp, backend, cpp
+from zerokl.kernels import attention_cpp, attention_ref, backend, cpp
 from zerokl.kernels import matmul as matmul_module
 from zerokl.kernels.attention import attention, attention_cached, varlen_plan
 from zerokl.kernels.attention_plan import KEY_TILE, AttentionPlan
@@ -202,7 +202,7 @@ def test_a_long_sequence_is_cut_and_takes_little_memory(monkeypatch):
 def test_the_constants_are_those_of_the_references():
     text = "".join(f.read_text() for f in cpp.SOURCES.iterdir() if f.suffix in (".h", ".cpp"))
     found = dict(re.findall(r"(KEY_TILE|QUERY_CHUNK|ALIGN) = (\d+)", text))
-    ours = attention_module.KEY_TILE, attention_module.QUERY_CHUNK, attention_module.ALIGN
+    ours = attention_ref.KEY_TILE, attention_ref.QUERY_CHUNK, attention_ref.ALIGN
     assert tuple(int(found[name]) for name in ("KEY_TILE", "QUERY_CHUNK", "ALIGN")) == ours
 
 
@@ -308,7 +308,8 @@ def test_control_another_order_is_not_taken(monkeypatch):
         monkeypatch.setattr(row_sums, "_LANES", (5,))  # row_sum.h takes 4 for it, and here torch has more
         monkeypatch.setattr(matmul_module, "_linear", lambda x, w: torch.mm(x.flip(1), w.flip(1).t()))
         monkeypatch.setattr(matmul_module, "_mm_agrees", lambda *_: False)
-        monkeypatch.setattr(attention_module, "attention_ref", flipped(attention_module.attention_ref))
+        for module in (attention_module, attention_cpp):
+            monkeypatch.setattr(module, "attention_ref", flipped(attention_ref.attention_ref))
         assert row_sums.sum_lanes(272) == 0
         assert not matmul_module._cpp_agrees(32, 272, w.stride())
         assert not attention_cpp.forward_agrees(2, 2, 32)

@@ -22,10 +22,10 @@ from zerokl.kernels import attention_triton, matmul_triton
 from zerokl.kernels.attention_tables import Spans
 from zerokl.kernels.columns_triton import NORM_ROWS, add_all_partials, add_partials
 from zerokl.kernels.expert_rows_triton import ExpertTables
-from zerokl.kernels.grad import PartialSums
 from zerokl.kernels.grouped_linear_triton import grouped_matmul
 from zerokl.kernels.launch import Launch, recorded_launches
 from zerokl.kernels.order import token_blocks
+from zerokl.kernels.partial_sums import PartialSums
 from zerokl.kernels.tiles import tiles_of_target
 from zerokl.verify.binaries import compile_launch, float_program
 

@@ -11,7 +11,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from zerokl.audit.conclusion.outcome import Kind, Outcome, Tolerances, outcome_of, outcome_of_run
+from zerokl.audit.conclusion.conclude import outcome_of
+from zerokl.audit.conclusion.outcome import Kind, Outcome, Tolerances, outcome_of_run
 from zerokl.audit.engines.engine import ZeroklEngine
 from zerokl.cli import main
 from zerokl.engine.rollout.native import NativeSampler

@@ -9,7 +9,8 @@ import torch
 from zerokl.audit.audit import audit
 from zerokl.audit.conclusion.verdict import headline
 from zerokl.audit.hypotheses.cuts import undeclared_cut
-from zerokl.audit.hypotheses.evidence import Evidence, Line
+from zerokl.audit.hypotheses.evidence import Evidence
+from zerokl.audit.hypotheses.lines import Line
 from zerokl.audit.hypotheses.noise import Noise, pairs
 from zerokl.audit.hypotheses.settings_search import Rows
 from zerokl.audit.hypotheses.streams import one_stream

@@ -7,7 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from zerokl.audit.hypotheses.evidence import Evidence, Line
+from zerokl.audit.hypotheses.evidence import Evidence
+from zerokl.audit.hypotheses.lines import Line
 from zerokl.audit.hypotheses.tokens import _padded_lengths
 from zerokl.cli import main
 from zerokl.kernels.logprob import linear_logprob
