@@ -19,6 +19,7 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,7 @@ from yarl import URL
 from ..audit.formats.zerokl import parse
 from ..files.reading import one_line, shown
 from ..files.writing import os_error_line
-from .proxy_answers import ANSWER_BYTES, REQUEST_BYTES, Exchange, completions, is_recorded
+from .proxy_answers import ANSWER_BYTES, REQUEST_BYTES, Exchange, completions, has_last_event, is_recorded
 from .recorder import Recorder
 
 # Of one connection, not of a message (RFC 9110, section 7.6.1), and the host that the client called.
@@ -214,13 +215,17 @@ class Proxy:
                     copy = None
                 if copy is not None:
                     copy.append(piece)
+        except asyncio.CancelledError:
+            if copy is None or not has_last_event(copy):
+                raise
         except (ClientError, ConnectionError):
             # One of the two ended early. The other one sees that, and not a whole answer.
             self._log.refuse("the answer was cut")
             if request.transport is not None:
                 request.transport.abort()
             return response
-        await response.write_eof()
+        with suppress(ConnectionError):  # the client has all of it, and may have gone
+            await response.write_eof()
         if not recorded:
             return response
         if answer.status != 200:

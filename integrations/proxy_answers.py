@@ -58,6 +58,11 @@ def is_recorded(path: str) -> bool:
     return path.endswith(PATHS)
 
 
+def has_last_event(pieces: list[bytes]) -> bool:
+    """Whether the last event of a stream has come. A client may hang up then, before the answer's end."""
+    return b"".join(pieces[-16:]).rstrip().endswith(b"[DONE]")
+
+
 def completions(exchange: Exchange) -> Iterator[Completion]:
     """The completions of an answer.
 

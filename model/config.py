@@ -359,7 +359,12 @@ def _rope(fields: _ConfigFields, source: str) -> tuple[float, dict[str, float] |
 
     transformers 5 writes `rope_parameters`; earlier versions write `rope_theta` and `rope_scaling`.
     """
-    raw = fields.rope_scaling | fields.rope_parameters
+    raw = fields.rope_parameters or fields.rope_scaling
+    if raw | fields.rope_scaling != raw:
+        raise _UnsupportedError(
+            f"model: {source}: rope_scaling ({shown(fields.rope_scaling)}) differs from rope_parameters, and "
+            "libraries differ in which they read; keep one"
+        )
     rope = _read(_RopeFields, raw, source)
     kinds = [kind for kind in (rope.rope_type, rope.type) if kind is not None]
     kind = kinds[0] if kinds else "default"

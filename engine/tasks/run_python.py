@@ -117,5 +117,6 @@ def _remove(folder: str) -> None:
     with suppress(OSError):
         os.rmdir(folder)
         return
-    # A tree may be deeper than Python's stack.
-    subprocess.run(["rm", "-rf", folder], stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL, check=False)
+    # A tree may be deeper than Python's stack, and the program may have made folders that cannot be read.
+    for words in (["chmod", "-R", "u+rwx"], ["rm", "-rf"]):
+        subprocess.run([*words, folder], stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL, check=False)

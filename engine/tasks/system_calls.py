@@ -56,7 +56,8 @@ _NUMBER, _ARCHITECTURE, _ARGUMENTS = 0, 4, 16
 # So one program is begun, and no other.
 PATH_ADDRESS = 1 << 20
 _LOWEST = 1 << 22
-_FIXED, _GROWS_DOWN, _MOVED_TO = 0x10 | 0x100000, 0x100, 2  # flags of mmap, mmap and mremap
+_FIXED, _GROWS_DOWN = 0x10 | 0x100000, 0x100  # flags of mmap
+_TAKES_ADDRESS = 2 | 4  # flags of mremap; MREMAP_DONTUNMAP takes the address as a wish
 
 
 @dataclass(frozen=True)
@@ -110,7 +111,7 @@ def _rules(pid: int) -> dict[str, _Rules]:
             (falls, _Where(0, mask=0xFFFFFFFF ^ (_LOWEST - 1))),
             (falls, _Where(0, (0,)), _Where(3, (0,), _FIXED)),
         ],
-        "mremap": [(_Where(3, (0,), _MOVED_TO),)],
+        "mremap": [(_Where(3, (0,), _TAKES_ADDRESS),)],
         "arch_prctl": [(_Where(0, (0x1002, 0x1003)),)],  # ARCH_SET_FS, ARCH_GET_FS
         "prctl": [(_Where(0, (15, 16)),)],  # PR_SET_NAME, PR_GET_NAME
         # F_DUPFD, F_GETFD, F_SETFD, F_GETFL, F_SETFL, F_DUPFD_CLOEXEC, F_GETPIPE_SZ. Owners of a descriptor

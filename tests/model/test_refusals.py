@@ -40,6 +40,10 @@ def test_control_the_config_without_changes_is_accepted():
         ({"architectures": None}, "architecture None is not supported"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope_type = 'yarn' is not supported"),
         ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_type = 'linear' is not supported"),
+        (
+            {"rope_scaling": {"rope_type": "yarn"}, "rope_parameters": {"rope_type": "default"}},
+            r"rope_scaling \(\{'rope_type': 'yarn'\}\) differs from rope_parameters",
+        ),
         ({"rope_parameters": {"rope_type": "llama3", "factor": 8.0}}, "lacks the field low_freq_factor"),
         ({"hidden_act": "gelu"}, "hidden_act = 'gelu' is not supported"),
         (

@@ -60,6 +60,7 @@ async def complete(request: web.Request) -> web.StreamResponse:
                 event["prompt_token_ids"] = PROMPT
             await response.write(f"data: {json.dumps(event)}\n\n".encode())
     await response.write(b"data: [DONE]\n\n")
+    await asyncio.sleep(asked.get("end_s", 0))
     await response.write_eof()
     return response
 

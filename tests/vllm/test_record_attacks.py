@@ -203,6 +203,21 @@ def test_a_disk_that_is_full_is_said_at_once_and_no_line_is_lost_without_a_word(
     assert recovers or f"LOST, {passed - lines} completions" in words
 
 
+def test_a_client_that_hangs_up_at_the_last_event_has_a_line(recording):
+    for end in (b"[DONE]\n\n", b"data:"):
+        with socket.create_connection(("127.0.0.1", recording.port), timeout=30) as connection:
+            body = json.dumps(IDS | {"stream": True, "wait_s": 0.1, "end_s": 1.0}).encode()
+            head = f"POST {PATH} HTTP/1.1\r\nHost: a\r\nContent-Length: {len(body)}\r\n\r\n"
+            connection.sendall(head.encode() + body)
+            read = b""
+            while end not in read:
+                read += connection.recv(1 << 16)
+        time.sleep(0.5)
+    words = recording.stop()
+    assert "1 completions of 2 requests" in words
+    assert "not recorded, 1 times: the client ended early" in words
+
+
 def test_few_open_files_are_said_and_others_are_answered_later(limited):
     recording = limited(RLIMIT_NOFILE=(64, 64))
     idle = [socket.create_connection(("127.0.0.1", recording.port)) for _ in range(80)]

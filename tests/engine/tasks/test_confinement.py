@@ -28,8 +28,9 @@ NOBODY = 65534
 
 # Runs programs in one process, and prints what they print, as JSON.
 DRIVER = """
-import json, os, sys
+import json, os, sys, tempfile
 work = json.load(sys.stdin)
+tempfile.tempdir = work["package"]
 sys.path.insert(0, work["package"])
 from zerokl.engine.tasks import confinement
 from zerokl.engine.tasks.run_python import ToolLimits, run_python
@@ -132,6 +133,10 @@ PROGRAMS = {
     "a page that moves": (
         f"call('mremap', size(pages(0, 0)), size(4096), size(4096), 3, size({system_calls.PATH_ADDRESS}))"
     ),
+    "a page that moves to a wish": (
+        f"p, to = size(pages(0, 0)), size({system_calls.PATH_ADDRESS}); "
+        "assert raw(25, 216, p, size(4096), size(4096), size(5), to) == to.value"
+    ),
 }
 KERNEL = {
     "a namespace of users": "call('unshare', 0x10000000)",
@@ -156,6 +161,8 @@ for number in %r:
     codes.setdefault(ctypes.get_errno() if result == -1 else 'escaped', []).append(number)
 print(sorted(codes))
 """
+# Nobody but root can list or empty such a folder.
+UNREADABLE = "os.mkdir('a', 0o700); open('a/b', 'w').close(); os.mkdir('c', 0o300); open('c/d', 'w').close()"
 SEEN = "print([os.path.exists(p) for p in (file, '/proc/1', '/etc/passwd', os.__file__)])"
 
 
@@ -203,7 +210,7 @@ def printed(request, outside) -> dict[str, str]:
     passed = {335, 336, *system_calls.allowed_calls(platform.machine()).values()}
     closed = [number for number in range(500) if number not in passed]
     programs = {f"{kind} {name}": KINDS[kind][name] + "\nprint('escaped')" for kind, name in WAYS}
-    programs |= {"calls": ALL_CALLS % closed, "seen": SEEN}
+    programs |= {"calls": ALL_CALLS % closed, "seen": SEEN, "unreadable": UNREADABLE}
     work = {
         "package": str(outside),
         "has_root": has_root,
@@ -236,6 +243,11 @@ def test_no_way_leads_out(printed, outside, kind, name):
 
 def test_no_call_beside_the_table_reaches_the_kernel(printed):
     assert printed["calls"] in ("[1, 38]\n", "[1]\n")
+
+
+def test_nothing_is_left_of_a_folder_that_cannot_be_read(printed, outside):
+    assert printed["unreadable"] == ""
+    assert not [path.name for path in outside.iterdir() if path.name.startswith("zerokl-python-")]
 
 
 def test_other_files_have_no_name_where_namespaces_are_allowed(printed):
@@ -319,7 +331,7 @@ ALLOWED = {
 REFUSED = {
     "execve": [(KEY + 1,), (KEY + (1 << 32),)],
     "mmap": [(KEY,), (KEY, 1, 3, 0x32), (0, 2 * KEY, 3, 0x32), (FAR, 1, 3, 0x122)],
-    "mremap": [(FAR, 1, 1, 3, KEY)],
+    "mremap": [(FAR, 1, 1, 3, KEY), (FAR, 1, 1, 5, KEY)],
     "clone": [(0x11,), (0x3D0F00 | 0x10000000,)],
     "kill": [(8,), (0xFFFFFFFF,)],
     "fcntl": [(1, 8)],
