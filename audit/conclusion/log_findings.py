@@ -94,8 +94,10 @@ def chosen_among(row: Row) -> str:
     """How many candidates a hypothesis had, as a part of a sentence; empty where it had no choice."""
     if row.candidates == 1:
         return ""
-    chance = 1.0 - row.left_by_chance
-    return f", the best of {row.candidates:,} candidates, which explain {chance:.0%} of shuffled numbers"
+    text = f", the best of {row.candidates:,} candidates"
+    if row.left_by_chance < 1.0:
+        text += f", which explain {1.0 - row.left_by_chance:.0%} of shuffled numbers"
+    return text
 
 
 def fitting(measured: Measurements) -> Finding | None:
@@ -147,7 +149,7 @@ def _nearest(tried: Tried) -> Finding:
     text = f"none of {tried.tried} hypotheses fits"
     if explained >= 0.1:
         text += f". The nearest is {nearest.name} ({nearest.what}); it would explain {explained:.0%}"
-        text += " of the difference."
+        text += f" of the difference{chosen_among(nearest)}."
     else:
         text += ", and none explains a tenth of the difference."
     text += _sits(tried)
