@@ -99,7 +99,7 @@ def test_the_rule_of_a_run_is_named(name, turns):
 
 
 def test_rules_that_agree_but_at_zero_are_told_by_the_zeros():
-    """In groups that are half right, r and (r - mean) / std are both 1 where r is 1, and differ where it is 0."""
+    """In groups that are half right, r and (r - mean) / std are 1 where r is 1. They differ where it is 0."""
     halves = enumerate(lines(NAMED["reward"]))
     log = [changed(x, reward=float(i % 2), advantage=float(i % 2)) for i, x in halves]
     assert judged(log).rule == "reward"
