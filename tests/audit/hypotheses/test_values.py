@@ -204,6 +204,13 @@ def test_what_is_no_number_at_all_is_malformed(tmp_path):
             audit_columns(log)
 
 
+def test_a_log_without_a_trainers_column_needs_a_model_whatever_the_sampler_has(tmp_path):
+    rows = [{k: v for k, v in row.items() if k != "trainer_logprobs"} for row in rows_of()]
+    rows[3]["logprobs"][4] = math.nan
+    with pytest.raises(ValueError, match="holds no trainer logprobs beside the sampler's"):
+        audit_columns(write(tmp_path / "log.jsonl", rows))
+
+
 def test_our_own_format_keeps_every_kind():
     row = rows_of()[0] | {"completion_ids": [1] * 6, "trainer_logprobs": None}
     row["logprobs"] = [math.nan, None, math.inf, -math.inf, -1e300, 5.0]
