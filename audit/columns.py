@@ -109,7 +109,8 @@ def audit_columns(
     except ValueError as error:
         raise ValueError(f"audit: {error}") from None
     if not columns.count:
-        if faults := columns.values.faults():
+        with_trainer = columns.without_trainer < columns.logged
+        if with_trainer and (faults := columns.values.faults()):
             raise ValueError(f"audit: {path} leaves no token to compare: {faults[0].name}, {faults[0].text}")
         of_version = "" if version is None else f" of weight version {version}"
         raise ValueError(

@@ -4,6 +4,7 @@ from ..finding import Finding
 from ..hypotheses.fit import Row, Tried
 from ..log_section import TrainerColumn
 from ..report import Measurements
+from ..sentence import begun
 
 
 def log_notes(measured: Measurements) -> list[str]:
@@ -32,7 +33,7 @@ def _trainer_column(tried: TrainerColumn, beside_model: bool) -> str:
     beside = tried.distribution.found
     if beside and beside.kind.startswith("trainer"):
         return f"{distance}: {beside.text}"
-    if not tried.distance or tried.is_rounding:
+    if tried.is_within_rounding:
         return "The log's trainer column is the model's, to within rounding."
     if row := tried.found:
         return f"{distance}, and {row.name} fits it: {row.what}{chosen_among(row)}."
@@ -59,7 +60,11 @@ def trainer_column_fault(measured: Measurements) -> Finding | None:
         return None if measured.columns_alone else Finding(beside.kind, text, beside.remedy, True)
     if tried.found and not tried.is_rounding and not _sampler_is_nearer(measured):
         return Finding(f"the log's trainer column, {tried.found.name}", text, tried.found.remedy, True)
-    return None
+    if measured.columns_alone or tried.is_within_rounding or not measured.log.hypotheses.is_within_rounding:
+        return None
+    nearest = _nearest(tried)
+    what = "The sampler's column is the model's, so the trainer's is at fault."
+    return Finding("the log's trainer column", f"{text} {what} {begun(nearest.text)}", nearest.remedy, True)
 
 
 def _sampler_is_nearer(measured: Measurements) -> bool:
@@ -76,26 +81,20 @@ def guilty_trainer(measured: Measurements) -> Finding | None:
     log = measured.log
     if not log or not log.trainer_column:
         return None
-    named, tried = trainer_column_fault(measured), log.trainer_column
-    if measured.columns_alone:
+    named = trainer_column_fault(measured)
+    if measured.columns_alone or log.hypotheses.is_within_rounding:
         return named
-    if log.hypotheses.distance and not log.hypotheses.is_rounding:
-        return None if log.hypotheses.found else named
-    if named:
-        return named
-    if not tried.distance or tried.is_rounding:
-        return None
-    nearest = _nearest(tried)
-    what = "The sampler's column is the model's, so the trainer's is at fault."
-    return Finding("unknown", f"{_trainer_column(tried, True)} {what} {nearest.text}", nearest.remedy, True)
+    return None if log.hypotheses.found else named
 
 
 def chosen_among(row: Row) -> str:
     """How many candidates a hypothesis had, as a part of a sentence; empty where it had no choice."""
     if row.candidates == 1:
         return ""
-    chance = 1.0 - row.left_by_chance
-    return f", the best of {row.candidates:,} candidates, which explain {chance:.0%} of shuffled numbers"
+    text = f", the best of {row.candidates:,} candidates"
+    if row.left_by_chance < 1.0:
+        text += f", which explain {1.0 - row.left_by_chance:.0%} of shuffled numbers"
+    return text
 
 
 def fitting(measured: Measurements) -> Finding | None:
@@ -143,11 +142,12 @@ def none_fits(measured: Measurements) -> Finding | None:
 
 def _nearest(tried: Tried) -> Finding:
     """The hypothesis that comes nearest, where none fits."""
-    nearest, explained = tried.rows[0], 1 - tried.rows[0].share_left
     text = f"none of {tried.tried} hypotheses fits"
-    if explained >= 0.1:
+    # Too few tokens have no row.
+    if tried.rows and (explained := 1 - tried.rows[0].share_left) >= 0.1:
+        nearest = tried.rows[0]
         text += f". The nearest is {nearest.name} ({nearest.what}); it would explain {explained:.0%}"
-        text += " of the difference."
+        text += f" of the difference{chosen_among(nearest)}."
     else:
         text += ", and none explains a tenth of the difference."
     text += _sits(tried)

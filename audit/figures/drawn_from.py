@@ -45,6 +45,8 @@ _TEMPERED, _FEWEST, _TIGHT = 0.1, 12, 2.0
 _GAP = 1e-4
 # Places where completions of one prompt agree so far, that are needed, and the least difference.
 _FEWEST_PLACES, _AGREE = 16, 0.005
+# A cut that the log does not declare.
+ANY_CUT = "top-p, top-k or min-p"
 # Larger logs are judged by their first tokens.
 _TOKENS = 2**21
 _SAME = 1e-5  # nats up to which two numbers of an fp32 forward may be the same one
@@ -331,7 +333,7 @@ def _found_cut(tokens: _Tokens, without: str, other: str) -> Finding:
 def _cut_words(tokens: _Tokens) -> tuple[str, str]:
     """The name of the cut, and what bounds the difference."""
     if not tokens.cut.any():
-        return "top-p, top-k or min-p", ", though the log declares no cut"
+        return ANY_CUT, ", though the log declares no cut"
     lowest = float(tokens.log_top_p.min())
     if lowest == 0.0:
         return tokens.cuts, ""

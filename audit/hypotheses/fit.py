@@ -95,6 +95,11 @@ class Tried:
         """Whether the difference may be rounding alone."""
         return bool(self.rounds_like)
 
+    @property
+    def is_within_rounding(self) -> bool:
+        """Whether there is no difference, or one that may be rounding alone."""
+        return not self.distance or self.is_rounding
+
 
 _Rows = list[tuple[Row, Prediction]]
 

@@ -15,7 +15,7 @@ from ...model.checkpoint import check_weights, resolve_model
 from ...model.config import ModelConfig
 from ...model.peft import CONFIG, read_adapter, read_adapter_config, stored_lora
 from ...model.weights import Layout
-from ..figures.drawn_from import check
+from ..figures.drawn_from import ANY_CUT, check
 from ..figures.repeats import Drawn, group_of
 from ..formats.record import LoggedRollout
 from ..log_section import TrainerColumn
@@ -70,13 +70,15 @@ def log_causes(
     parts = drawn_parts(lines, scorer.tokenizer)
     evidence = replace(evidence, lines=list(map(_drawn_only, evidence.lines, parts)))
     trainer_column = None
-    if any(x.trainer_logprobs is not None for x in lines):
+    if any(x.trainer_logprobs is not None and not np.isnan(x.trainer_logprobs).all() for x in lines):
         of_trainer = explain(_of_trainer(evidence, lines), PREDICTORS, stage)
         distribution = check(_both_columns(rollouts, lines))
         trainer_column = TrainerColumn(**vars(of_trainer), distribution=distribution)
     hypotheses = _in_their_dtype(explain(evidence, PREDICTORS, stage), evidence, lines)
+    if trainer_column and hypotheses.is_within_rounding and not trainer_column.is_within_rounding:
+        trainer_column = _without_undeclared_cut(trainer_column)
     log_faults = check_log(lines, scorer.tokenizer)
-    if hypotheses.is_rounding or not hypotheses.distance:
+    if hypotheses.is_within_rounding:
         rows = rows_of(_first(evidence))
         # A stream that lines share may also double lines, so it stands first.
         of_draws = (one_stream(rows), undeclared_cut(rows))
@@ -97,6 +99,14 @@ def _in_their_dtype(tried: Tried, evidence: Evidence, lines: Sequence[LoggedRoll
     if not before or left > EXACT * before:
         return tried
     return replace(tried, found=None, also=[], of_both=tried.found.what)
+
+
+def _without_undeclared_cut(column: TrainerColumn) -> TrainerColumn:
+    """The column, which does not lack a cut that the log does not declare: the model has none."""
+    found = column.distribution.found
+    if not found or found.kind != f"trainer without {ANY_CUT}":
+        return column
+    return replace(column, distribution=replace(column.distribution, found=None))
 
 
 def _drawn_only(line: Line, part: slice) -> Line:

@@ -248,8 +248,19 @@ def _followed(signal: Signal, completions: Sequence[Completion]) -> tuple[Signal
         rules = [(name, e, _close(parts, e)) for name, e in _rules(parts)]
     # A baseline is fitted, so a part of the advantages follows it by chance.
     rules += [rule for rule in [_baseline(parts)] if rule[2].all()]
-    # Of those that most follow, the nearest; of equal ones the first: the usual rules stand before others.
-    name, expected, follows = max(rules, key=lambda rule: (int(rule[2].sum()), -_distance(parts, *rule[1:])))
+    zero = np.array([x.numbers and not any(x.advantages) for x in parts.completions])
+
+    def nearness(rule: tuple[str, np.ndarray, np.ndarray]) -> tuple[int, int, float]:
+        _, expected, follows = rule
+        return (
+            int(follows.sum()),
+            int(np.isclose(expected[zero], 0.0).sum()),
+            -_distance(parts, expected, follows),
+        )
+
+    # Of those that most follow, the one with most of the zeros, then the nearest; of equal ones the first:
+    # the usual rules stand before others.
+    name, expected, follows = max(rules, key=nearness)
     share = float(follows.mean())
     if share < _FOLLOW:
         return signal, None

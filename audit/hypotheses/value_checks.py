@@ -5,8 +5,8 @@ line of the file, and the scores of a model. Beside a token that was drawn, thes
 
     null         there is no number. A column that has none in the whole log is unknown; that is no fault.
     NaN, +Infinity
-    -Infinity    in the sampler's column always, because the token was drawn; in another one where the line
-                 declares that nothing was cut
+    -Infinity    in the sampler's column always, because the token was drawn; in another one unless a cut is
+                 declared
     above 0      by more than 16 bits round
     -9999        and other constants that stand for a missing number
 
@@ -142,8 +142,8 @@ class ColumnValues:
 
 
 def may_cut(params: SamplingParams | None) -> bool:
-    """Whether a trainer may give a drawn token the probability 0; also where the log does not say it."""
-    return params is None or params.cuts
+    """Whether a trainer may give a drawn token the probability 0: only by a cut that is declared."""
+    return params is not None and params.cuts
 
 
 class LogValues:

@@ -7,7 +7,7 @@ from ...engine.display.terminal import console
 from ...verify.run_files import LEDGER
 from ..formats.registry import LOG_SUFFIXES, holds_logs
 from .first_difference import common_steps, first_difference
-from .metrics import is_machines
+from .metrics import STEPS, is_machines
 from .resume_causes import Logs, conclude, shift_of
 from .seeds import conclude_seeds
 from .shown_state import shown
@@ -74,8 +74,8 @@ def _check_comparable(a: Side, b: Side, shift: int) -> None:
         raise ValueError(
             f"{a.path} holds {kinds[0]} and {b.path} {kinds[1]}, of no common step; give both sides the same"
         )
-    if not (a.steps and b.steps) and not _shared_metrics(a, b):
-        raise ValueError(f"{a.path} and {b.path} have no metric in common")
+    if not (a.steps and b.steps) and _shared_metrics(a, b) <= set(STEPS):
+        raise ValueError(f"{a.path} and {b.path} have no metric in common but the step")
 
 
 def _shared_metrics(a: Side, b: Side) -> set[str]:

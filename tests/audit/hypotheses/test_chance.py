@@ -4,9 +4,12 @@ The columns are drawn here; no decoder computes.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from zerokl.audit.conclusion.log_findings import none_fits
 from zerokl.audit.formats.record import LoggedRollout
 from zerokl.audit.hypotheses.chance import is_beyond_chance
 from zerokl.audit.hypotheses.column_causes import try_columns
@@ -47,6 +50,18 @@ def test_control_the_match_explains_what_a_fault_would():
     rows = [try_columns(log(seed, padding_attended))[0].rows[0] for seed in range(6)]
     assert all(row.name == "another line's numbers" and not row.fits for row in rows)
     assert min(row.share_left for row in rows) < 0.1
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_the_nearest_that_does_not_fit_says_among_how_many_it_chose(seed):
+    of_sampler, _ = try_columns(log(seed, padding_attended))
+    text = none_fits(SimpleNamespace(log=SimpleNamespace(hypotheses=of_sampler))).text
+    assert "The nearest is another line's numbers" in text
+    assert f"the best of {of_sampler.rows[0].candidates} candidates, which explain" in text
+    unjudged = replace(of_sampler, rows=[replace(of_sampler.rows[0], left_by_chance=1.0)])
+    text = none_fits(SimpleNamespace(log=SimpleNamespace(hypotheses=unjudged))).text
+    assert "candidates" in text
+    assert "shuffled" not in text, "nothing was tried on shuffled numbers"
 
 
 @pytest.mark.parametrize(("tokens", "lines"), [((3, 5), 96), ((30, 50), 24), ((30, 50), 3)])

@@ -1,6 +1,7 @@
 """A log of another distribution is named; a sound log names nothing."""
 
 import json
+import math
 from dataclasses import replace
 
 import numpy as np
@@ -168,3 +169,46 @@ def test_a_trainer_column_without_top_p_is_named_beside_the_model(case, tmp_path
     assert "The log's trainer column is the model's, to within rounding." in notes["sound"]
     assert "trainer column is the model's, to within rounding" not in notes["uncut"]
     assert "the trainer's column is without the sampler's top-p" in notes["uncut"]
+
+
+def _beside_model(case, path, column, count: int = 48) -> dict:
+    """The report on a sound sampler's column beside a trainer's: `count` lines, or one of 3 tokens."""
+    rollouts = draw(case.decoder, RAW, each=12)
+    rows = [json.loads(line) for line in write(path, rollouts, RAW).read_text().splitlines()][:count]
+    if count == 1:
+        rows[0] |= {name: rows[0][name][:3] for name in ("completion_ids", "logprobs")}
+    lines = [row | {"trainer_logprobs": column(row["logprobs"])} for row in rows]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return report_of(case, path)
+
+
+def test_a_trainer_lacks_no_cut_that_the_model_shows_the_sampler_not_to_have(case, tmp_path):
+    """Every other number is too low: one sign, as of a missing cut. But the sampler's are the model's."""
+    report = _beside_model(
+        case, tmp_path / "log.jsonl", lambda x: [v - 0.7 * (i % 2) for i, v in enumerate(x)]
+    )
+    assert report["trainer_column"]["distribution"]["found"] is None
+    assert "top-p" not in report["cause"]["text"]
+    assert report["outcome"]["faults"] == ["the log's trainer column"]
+
+
+@pytest.mark.parametrize("lines", [1, 48])
+def test_a_trainer_column_that_no_hypothesis_explains_is_a_fault(case, tmp_path, lines):
+    """The sampler's column is the model's, bit for bit. One line of 3 tokens fits no hypothesis."""
+    noise = np.random.default_rng(0)
+    report = _beside_model(
+        case,
+        tmp_path / "log.jsonl",
+        lambda x: np.subtract(x, noise.uniform(0.2, 0.9, len(x))).tolist(),
+        lines,
+    )
+    assert report["frac_equal"] == 1.0
+    assert report["outcome"]["faults"] == ["the log's trainer column"]
+    assert len(report["trainer_column"]["rows"]) > 0 or lines == 1
+
+
+def test_a_trainer_column_of_nan_alone_is_not_the_models(case, tmp_path):
+    report = _beside_model(case, tmp_path / "log.jsonl", lambda x: [math.nan] * len(x))
+    assert report["outcome"]["faults"] == ["NaN in the trainer's column"]
+    assert "trainer_column" not in report
+    assert not any("trainer column is the model's" in note for note in report["notes"])

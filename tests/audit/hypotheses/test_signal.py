@@ -98,6 +98,15 @@ def test_the_rule_of_a_run_is_named(name, turns):
     assert signal.faults == []
 
 
+def test_rules_that_agree_but_at_zero_are_told_by_the_zeros():
+    """In groups that are half right, r and (r - mean) / std are 1 where r is 1. They differ where it is 0."""
+    halves = enumerate(lines(NAMED["reward"]))
+    log = [changed(x, reward=float(i % 2), advantage=float(i % 2)) for i, x in halves]
+    assert judged(log).rule == "reward"
+    whitened = [changed(x, advantage=2.0 * x.reward - 1.0) for x in log]
+    assert "(n, epsilon 0)" in judged(whitened).rule
+
+
 @pytest.mark.parametrize("name", [*NAMED, *OTHER])
 def test_sound_logs_raise_no_alarm(name):
     """128 logs of a rule: rewards, groups of one, turns, and logs that name no step or no prompt."""

@@ -138,6 +138,18 @@ def test_what_a_declared_cut_leaves_out_is_no_fault_of_a_column(tmp_path, cut):
     assert audit_columns(write(tmp_path / "log.jsonl", rows)).log.no_logprobs[0].kind == "-Infinity"
 
 
+def test_a_trainers_infinity_where_the_log_declares_no_cut_is_a_fault(tmp_path):
+    rows = [{k: v for k, v in row.items() if k != "temperature"} for row in rows_of()]
+    rows[3]["trainer_logprobs"][4] = -math.inf
+    log = write(tmp_path / "log.jsonl", rows)
+    report = audit_columns(log)
+    assert report.outcome.faults == ("-Infinity in the trainer's column",)
+    assert report.figures.outside.tokens == 0
+    declared = audit_columns(log, assumed_params=P(top_p=0.9))  # control: a flag declares it
+    assert declared.log.no_logprobs == []
+    assert declared.figures.outside.tokens == 1
+
+
 def test_unlikely_and_certain_tokens_are_sound(tmp_path):
     rows = rows_of()
     for row in rows[:12]:
@@ -190,6 +202,13 @@ def test_what_is_no_number_at_all_is_malformed(tmp_path):
         log = write(tmp_path / "log.jsonl", planted(rows_of(), value, "logprobs"))
         with pytest.raises(ValueError, match=r"line 3: logprobs\[2\] .* must be a number"):
             audit_columns(log)
+
+
+def test_a_log_without_a_trainers_column_needs_a_model_whatever_the_sampler_has(tmp_path):
+    rows = [{k: v for k, v in row.items() if k != "trainer_logprobs"} for row in rows_of()]
+    rows[3]["logprobs"][4] = math.nan
+    with pytest.raises(ValueError, match="holds no trainer logprobs beside the sampler's"):
+        audit_columns(write(tmp_path / "log.jsonl", rows))
 
 
 def test_our_own_format_keeps_every_kind():

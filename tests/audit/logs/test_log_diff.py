@@ -188,6 +188,12 @@ def test_metrics_are_compared_without_those_of_the_clock(tmp_path, capsys, form)
     ("a", "b", "reason"),
     [
         ('{"x": 1}', '{"y": 1}', "have no metric in common"),
+        # verl's file logger puts them below `data`, and its trackers do not.
+        (
+            '{"step": 1, "data": {"loss": 1}}',
+            '{"step": 1, "loss": 2}',
+            "have no metric in common but the step",
+        ),
         ('{"x": 1', '{"x": 1}', "line 1: is not JSON"),
         (
             '{"prompt_ids": [1], "completion_ids": [2], "logprobs": [-1]}',
