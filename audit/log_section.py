@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING
 from .as_json import OPTIONAL
 from .figures.drawn_from import Distribution
 from .figures.measure import Figures, WorstToken
-from .hypotheses.fit import Tried
 from .hypotheses.log_checks import DOUBLED
 from .hypotheses.log_fault import LogFault
 from .hypotheses.signal_checks import Signal
+from .hypotheses.tried import Tried
 from .hypotheses.value_checks import NoLogprobs
 from .page.token_texts import TokenTexts
 

@@ -1,7 +1,7 @@
 """What the hypotheses about a log say, in words."""
 
 from ..finding import Finding
-from ..hypotheses.fit import Row, Tried
+from ..hypotheses.tried import Row, Tried
 from ..log_section import TrainerColumn
 from ..report import Measurements
 from ..sentence import begun

@@ -7,9 +7,10 @@ import numpy as np
 
 from ..formats.record import LoggedRollout
 from .evidence import Evidence
-from .fit import Tried, explain
+from .fit import explain
 from .lines import Line
 from .numbers import PREDICTORS
+from .tried import Tried
 
 
 def try_columns(lines: Sequence[LoggedRollout]) -> tuple[Tried, Tried]:

@@ -9,7 +9,7 @@ scored, the slope of r on e is 1, it is far from 0 beside its error, and what is
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -17,14 +17,16 @@ import numpy as np
 from ...engine.display.progress import silent
 from . import noise as rounding_of
 from .chance import is_beyond_chance, shuffled_logs
+from .chosen import by_nearest_engine, chosen_lines, inside, total_of, without_edge
 from .compared import MOST, Compared, apart, shifted
 from .evidence import Evidence
-from .lines import Line, Scores
+from .lines import Scores
 from .noise import Noise, beyond_slack, is_rounding
-from .places import Where, where
+from .places import where
 from .prediction import Prediction, Predictor
 from .registry import AT_ONCE, DIMMED, HYPOTHESES, LATE, ROUNDINGS, SECOND, WHOLE_LOG, Hypothesis
 from .slope import slope
+from .tried import Row, Tried
 
 # An exact fit leaves this share of the difference at most.
 EXACT = 0.1
@@ -38,67 +40,9 @@ _FIRST, _FIRSTS, _BOTH = 0.85, 3, 0.6
 # Lines on which each hypothesis is tried first, and what it must explain of them: a share that is left, or a
 # slope so many errors from 0.
 _SCREENED, _PROMISE, _PROMISE_ERRORS = 4, 0.9, 4.0
-# Rounding puts a token at the edge of a top-p set out of it now and then. Up to this share of such tokens,
-# and one in any case, is left out.
-_EDGE = 0.03
 # Fewer tokens can be hit by chance: some hypotheses try dozens of values.
 _FEWEST = 8
-# Lines that are tried, with a model and without: those farthest apart, and the lines beside them.
-_LINES, _COLUMNS = 32, 64
 _FP32 = rounding_of.FP32
-
-
-@dataclass(frozen=True)
-class Row:
-    """A hypothesis in its best form. Distances are in nats a token."""
-
-    name: str
-    what: str
-    remedy: str
-    distance: float  # before
-    left: float  # after
-    explained: float
-    share_left: float
-    tokens: int
-    lines: int  # lines that it comes nearer to than the trainer's own scores
-    lines_tried: int
-    slope: float  # of the difference on the predicted one
-    errors: float  # by which the slope is away from 0
-    fits: bool
-    searched: bool = False  # whether only the lines farthest apart were tried
-    candidates: int = 1  # of which this is the one nearest to the log
-    # The share that the best candidate leaves of shuffled numbers; 1 where there is no choice.
-    left_by_chance: float = 1.0
-
-
-@dataclass(frozen=True)
-class Tried:
-    """What every hypothesis says to a log, and which one fits.
-
-    Distances are means of |logged - predicted| over the tokens, in nats.
-    """
-
-    distance: float
-    tokens: int
-    rounding: float = _FP32  # what rounding makes of a token, of the dtypes that were tried
-    rounds_like: str = ""  # the dtype whose rounding the whole difference is; empty where it is not
-    where: Where | None = None  # where the difference sits; None where it is everywhere
-    of_both: str = ""  # the dtype that the log's two columns share, in words, where the audit's is another
-    tried: int = 0
-    need_a_model: int = 0
-    found: Row | None = None
-    also: list[str] = field(default_factory=list)  # others that fit as well, in words
-    rows: list[Row] = field(default_factory=list)  # the nearest first
-
-    @property
-    def is_rounding(self) -> bool:
-        """Whether the difference may be rounding alone."""
-        return bool(self.rounds_like)
-
-    @property
-    def is_within_rounding(self) -> bool:
-        """Whether there is no difference, or one that may be rounding alone."""
-        return not self.distance or self.is_rounding
 
 
 _Rows = list[tuple[Row, Prediction]]
@@ -131,7 +75,7 @@ class _Judge:
     @cached_property
     def total(self) -> float:
         """The difference from the trainer's scores, in nats."""
-        return _total(self.evidence)
+        return total_of(self.evidence)
 
     @property
     def before(self) -> float:
@@ -154,15 +98,15 @@ def explain(
 
     stage: is called with the hypothesis that is tried now, in words.
     """
-    evidence = _inside(evidence)
-    evidence = replace(evidence, lines=_chosen(evidence), log=evidence.lines)
+    evidence = inside(evidence)
+    evidence = replace(evidence, lines=chosen_lines(evidence), log=evidence.lines)
     evidence = evidence.scorer.with_slack(evidence) if evidence.scorer else evidence
     gaps = np.concatenate([np.empty(0), *(apart(line, line.scored) for line in evidence.lines)])
     gaps = gaps[~np.isnan(gaps)]
     result = Tried(float(gaps.mean()) if len(gaps) else 0.0, len(gaps))
     if result.tokens < _FEWEST or not result.distance:
         return result
-    judge = _judge(_by_nearest_engine(evidence))
+    judge = _judge(by_nearest_engine(evidence))
     rows = _in_stages(judge, predictors, stage)
     nearest, pairs = _nearest([row for row, _ in rows if row.fits]), []
     if not nearest and not judge.alike and (both := _second(judge, rows, predictors, stage)):
@@ -198,7 +142,7 @@ def _judge(evidence: Evidence) -> _Judge:
     if evidence.scorer:
         evidence = replace(evidence, by_dtype=evidence.scorer.by_dtype(evidence))
         noises = _measured(evidence)
-        columns += [_without_edge(scores, evidence) for scores in evidence.by_dtype.values()]
+        columns += [without_edge(scores, evidence) for scores in evidence.by_dtype.values()]
     else:
         noises = rounding_of.band(_signed(evidence), [x.scored for x in evidence.lines])
     scored = [x.scored for x in evidence.lines]
@@ -380,63 +324,13 @@ def _nearest(fitting: Sequence[Row]) -> list[Row]:
     return [row for row in fitting if row.left <= 1.1 * least + 0.1 * _FP32]
 
 
-def _inside(evidence: Evidence) -> Evidence:
-    """The evidence without tokens at the edge of the trainer's set, whichever side `logged` is."""
-    scored = _without_edge({i: x.scored for i, x in enumerate(evidence.lines)}, evidence)
-    lines = [replace(x, scored=scored[i]) for i, x in enumerate(evidence.lines)]
-    other = [replace(x, logged=x.scored, scored=x.logged) for x in lines]
-    logged = _without_edge({i: x.logged for i, x in enumerate(lines)}, replace(evidence, lines=other))
-    return replace(evidence, lines=[replace(x, logged=logged[i]) for i, x in enumerate(lines)])
-
-
-def _by_nearest_engine(evidence: Evidence) -> Evidence:
-    """The evidence with our decoder's column in place of the trainer's, where that is nearer to the log.
-
-    Most predictions are our decoder's. What another engine rounds otherwise must not count as explained.
-    """
-    if evidence.scorer is None or evidence.scorer.is_ours:
-        return evidence
-    scores = evidence.scorer.scores(evidence)
-    lines = [replace(x, scored=scores[i]) for i, x in enumerate(evidence.lines)]
-    return min(evidence, _inside(replace(evidence, lines=lines)), key=_total)
-
-
-def _total(evidence: Evidence) -> float:
-    """The whole difference of the lines, in nats."""
-    return float(sum(np.nansum(apart(line, line.scored)) for line in evidence.lines))
-
-
-def _chosen(evidence: Evidence) -> list[Line]:
-    """The lines that are tried, in the order of the log. Lines without a comparable token are left out.
-
-    Each of the farthest ones comes with the two beside it: what a line may have in common with its
-    neighbours must be there, and so must sound lines where only some are at fault.
-    """
-    known = [x for x in evidence.lines if (~np.isnan(apart(x, x.scored))).any()]
-    most = _LINES if evidence.scorer else _COLUMNS
-    if len(known) <= most:
-        return known
-    order = np.argsort([-np.nansum(apart(x, x.scored)) for x in known], kind="stable").tolist()
-    beside = (j for i in order for j in (i, i + 1, i - 1) if 0 <= j < len(known))
-    return [known[i] for i in sorted(list(dict.fromkeys(beside))[:most])]
-
-
-def _without_edge(scores: Scores, evidence: Evidence) -> Scores:
-    """The scores with NaN for tokens of probability 0, where these are few enough for an edge."""
-    outside = {i: np.isneginf(x) & np.isfinite(evidence.lines[i].logged) for i, x in scores.items()}
-    count, tokens = sum(int(x.sum()) for x in outside.values()), sum(len(x) for x in scores.values())
-    if count > max(1, _EDGE * tokens):
-        return scores
-    return {i: np.where(outside[i], np.float32(np.nan), x) for i, x in scores.items()}
-
-
 def _fit(hypothesis: Hypothesis, prediction: Prediction, judge: _Judge) -> Row | None:
     """How well a prediction fits the lines that it is about; None where it is about too few tokens.
 
     A line for which it is worse than the trainer's own scores keeps those: a fault need not be in each line.
     """
     evidence, compared = judge.evidence, Compared()
-    for i, scores in _without_edge(prediction.scores, evidence).items():
+    for i, scores in without_edge(prediction.scores, evidence).items():
         compared.add(evidence.lines[i], scores, judge.base[i], judge.gaps[i])
     if compared.tokens < _FEWEST or not compared.before:
         return None

@@ -23,7 +23,7 @@ from .column_causes import said
 from .compared import apart
 from .cuts import undeclared_cut
 from .evidence import Evidence
-from .fit import EXACT, Tried, explain
+from .fit import EXACT, explain
 from .id_checks import drawn_parts
 from .lines import Line
 from .log_checks import check_log
@@ -32,6 +32,7 @@ from .predictors import PREDICTORS
 from .scorer import ModelAdapters, Scorer
 from .settings_search import rows_of
 from .streams import one_stream
+from .tried import Tried
 
 # Lines whose random numbers are compared.
 _STREAMS = 64

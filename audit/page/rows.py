@@ -1,7 +1,7 @@
 """The figures of a report in words and rows: for the terminal, and for audit.html."""
 
 from ..figures.measure import Bucket, Estimate, Spread
-from ..hypotheses.fit import Tried
+from ..hypotheses.tried import Tried
 from ..report import Report
 from ..run_report import RunReport
 from ..sections import FullVocab

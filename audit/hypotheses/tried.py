@@ -1,0 +1,59 @@
+"""What the search for a hypothesis found."""
+
+from dataclasses import dataclass, field
+
+from .noise import FP32
+from .places import Where
+
+
+@dataclass(frozen=True)
+class Row:
+    """A hypothesis in its best form. Distances are in nats a token."""
+
+    name: str
+    what: str
+    remedy: str
+    distance: float  # before
+    left: float  # after
+    explained: float
+    share_left: float
+    tokens: int
+    lines: int  # lines that it comes nearer to than the trainer's own scores
+    lines_tried: int
+    slope: float  # of the difference on the predicted one
+    errors: float  # by which the slope is away from 0
+    fits: bool
+    searched: bool = False  # whether only the lines farthest apart were tried
+    candidates: int = 1  # of which this is the one nearest to the log
+    # The share that the best candidate leaves of shuffled numbers; 1 where there is no choice.
+    left_by_chance: float = 1.0
+
+
+@dataclass(frozen=True)
+class Tried:
+    """What every hypothesis says to a log, and which one fits.
+
+    Distances are means of |logged - predicted| over the tokens, in nats.
+    """
+
+    distance: float
+    tokens: int
+    rounding: float = FP32  # what rounding makes of a token, of the dtypes that were tried
+    rounds_like: str = ""  # the dtype whose rounding the whole difference is; empty where it is not
+    where: Where | None = None  # where the difference sits; None where it is everywhere
+    of_both: str = ""  # the dtype that the log's two columns share, in words, where the audit's is another
+    tried: int = 0
+    need_a_model: int = 0
+    found: Row | None = None
+    also: list[str] = field(default_factory=list)  # others that fit as well, in words
+    rows: list[Row] = field(default_factory=list)  # the nearest first
+
+    @property
+    def is_rounding(self) -> bool:
+        """Whether the difference may be rounding alone."""
+        return bool(self.rounds_like)
+
+    @property
+    def is_within_rounding(self) -> bool:
+        """Whether there is no difference, or one that may be rounding alone."""
+        return not self.distance or self.is_rounding
