@@ -137,7 +137,8 @@ LOSS_RULES: tuple[Rule, ...] = (
         lambda s: (
             f'loss.advantage ("{s.config.loss.advantage}") with task.answer_prefix '
             f'("{s.config.task.answer_prefix}"): verifree scores the answer that follows this text, brpo '
-            "draws one, and no other advantage has answers; set both, or neither"
+            "draws one, and no other advantage has answers; set both (the text before an answer, such as "
+            "</think>), or neither"
         ),
     ),
     Rule(

@@ -152,6 +152,7 @@ class LossConfig(LossChoices):
         row, choices = usual | PRESETS[self.preset], []
         for name, value in self.model_dump(exclude={"preset"}).items():
             if value != usual[name] or value != row[name]:
-                row_words = f" ({self.preset} has {row[name]})" if value != row[name] else ""
+                leaves_open = row[name] in ("", ())
+                row_words = "" if value == row[name] or leaves_open else f" ({self.preset} has {row[name]})"
                 choices.append(f"{name} {value}{row_words}")
         return f"loss {self.preset}: {', '.join(choices)}"
