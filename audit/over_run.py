@@ -11,8 +11,8 @@ from multiprocessing import get_context
 from pathlib import Path
 
 from ..engine.display.progress import silent
-from ..engine.runs.checkpoints import checkpoint_folders
-from ..engine.runs.loaded import load_run
+from ..files.reading import read_toml
+from ..verify.run_files import CONFIG, checkpoint_folders
 from .command import run_audit, write_reports
 from .conclusion.outcome import Kind, outcome_of_run
 from .config import AuditSettings
@@ -66,7 +66,7 @@ def _models(run: Path, every: int) -> dict[int, Path]:
     """The model of each step that is audited, by step."""
     if every < 1:
         raise ValueError(f"audit: every ({every}) must be at least 1")
-    base = Path(load_run(run).config.model)
+    base = _first_model(run)
     by_step = {0: base} if base.is_dir() else {}
     by_step |= {int(folder.name[5:]): folder for folder in reversed(checkpoint_folders(run))}
     models = {step: folder for step, folder in by_step.items() if step % every == 0}
@@ -74,6 +74,20 @@ def _models(run: Path, every: int) -> dict[int, Path]:
         steps = ", ".join(map(str, by_step)) or "none"
         raise ValueError(f"audit: {run} has no checkpoint of a step that {every} divides (it has {steps})")
     return models
+
+
+def _first_model(run: Path) -> Path:
+    """The model that a run began with. Raises ValueError for a folder without a run."""
+    file = run / CONFIG
+    if not file.is_file():
+        raise ValueError(f"audit: {run} holds no run ({CONFIG} is missing)")
+    try:
+        model = read_toml(file).get("model")
+    except (OSError, ValueError) as error:
+        raise ValueError(f"audit: {file} cannot be read ({error})") from None
+    if not isinstance(model, str):
+        raise ValueError(f"audit: {file} names no model")
+    return Path(model)
 
 
 def _step(step: int, report: Report) -> Step:

@@ -94,8 +94,8 @@ def upward_imports(root: Path) -> list[str]:
     return lines
 
 
-def circle_of(root: Path) -> list[str]:
-    """The modules of one circle of imports, in any line of a file; empty where there is none."""
+def import_graph(root: Path) -> dict[str, set[str]]:
+    """The modules of all floors, and for each those that it imports, in any line."""
     files = {
         ".".join(file.relative_to(root).with_suffix("").parts).removesuffix(".__init__"): file
         for floor in FLOORS
@@ -107,12 +107,43 @@ def circle_of(root: Path) -> list[str]:
             name = name.rpartition(".")[0]
         return name
 
-    graph = {name: {module_of(i) for i in imported(file, root)} - {name, ""} for name, file in files.items()}
+    return {name: {module_of(i) for i in imported(file, root)} - {name, ""} for name, file in files.items()}
+
+
+def circle_of(root: Path) -> list[str]:
+    """The modules of one circle of imports; empty where there is none."""
     try:
-        TopologicalSorter(graph).prepare()
+        TopologicalSorter(import_graph(root)).prepare()
     except CycleError as error:
         return error.args[1]
     return []
+
+
+def reached(root: Path, place: str) -> set[str]:
+    """The modules that a place imports, also through others."""
+    graph = import_graph(root)
+    waiting, seen = [name for name in graph if name.split(".")[0] == place], set()
+    while waiting:
+        if (name := waiting.pop()) not in seen:
+            seen.add(name)
+            waiting += graph[name]
+    return seen
+
+
+def test_an_audit_reaches_no_training_not_even_through_others():
+    strangers = {"engine.train", "engine.parallel", "engine.loss", "engine.runs", "engine.commands"}
+    modules = reached(PACKAGE_ROOT, "audit")
+    assert {"verify.mismatch", "model.decoder", "engine.rollout.types"} <= modules
+    assert [name for name in modules if place_of(name) in strangers] == []
+
+
+def test_control_a_training_that_an_audit_reaches_through_another_is_found(tmp_path):
+    for name, line in (("audit", "from ..engine.policy import x"), ("engine", "from .train.step import y")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "policy.py").write_text(line)
+    (tmp_path / "engine" / "train").mkdir()
+    (tmp_path / "engine" / "train" / "step.py").write_text("")
+    assert "engine.train.step" in reached(tmp_path, "audit")
 
 
 def test_no_files_import_each_other():

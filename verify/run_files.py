@@ -1,3 +1,12 @@
-"""Names of the files in a run's folder that others than the run look for. It loads nothing."""
+"""The files in a run's folder that others than the run look for. It loads nothing."""
 
-LEDGER = "ledger.jsonl"
+import re
+from pathlib import Path
+
+CONFIG, LEDGER = "config.toml", "ledger.jsonl"
+
+
+def checkpoint_folders(run: Path) -> list[Path]:
+    """The checkpoint folders of a run, newest first, found by their names."""
+    folders = (p for p in run.glob("checkpoints/step-*") if re.fullmatch("step-[0-9]{1,18}", p.name))
+    return sorted(folders, key=lambda p: -int(p.name[5:]))

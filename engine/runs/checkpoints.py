@@ -6,7 +6,6 @@ a checkpoint never runs code from it.
 """
 
 import json
-import re
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -32,6 +31,7 @@ from ...model.peft import checkpoint_config, read_adapter, write_adapter
 from ...model.weight_files import open_tensors
 from ...model.weights import FlatLayout
 from ...verify.ledger import Head, Ledger, LedgerFile
+from ...verify.run_files import checkpoint_folders
 from ..config import Config
 from ..parallel.tree_hash import hash_tree
 from ..rollout.older_weights import Snapshot
@@ -149,12 +149,6 @@ def _drop_old(state: TrainState, target: Path) -> None:
         dropped = folder.with_name(f".{folder.name}.dropped")
         folder.rename(dropped)
         shutil.rmtree(dropped)
-
-
-def checkpoint_folders(run: Path) -> list[Path]:
-    """The checkpoint folders of a run, newest first, found by their names."""
-    folders = (p for p in run.glob("checkpoints/step-*") if re.fullmatch("step-[0-9]{1,18}", p.name))
-    return sorted(folders, key=lambda p: -int(p.name[5:]))
 
 
 def open_checkpoint(folder: Path) -> tuple[Checkpoint | None, str]:

@@ -10,6 +10,7 @@ from ...files.inputs import input_lines, open_input, read_bytes
 from ...files.reading import parse_json, shown
 from ...files.writing import whole_lines
 from ...verify.ledger import LEDGER, LedgerFile, read_ledger
+from ...verify.run_files import CONFIG
 from ..config import Config
 from ..config_file import load_config
 from .folder import METRICS, ROLLOUTS
@@ -18,7 +19,7 @@ from .rollout_lines import parse_rollout
 
 # What a step notes beside its metrics, and the largest of these: sums of them stay numbers.
 _NOTES, _LARGEST = ("gradient/layers", "scaling/overflow"), 1e300
-CONFIG, SUMMARY = "config.toml", "summary.json"
+SUMMARY = "summary.json"
 
 
 @dataclass(frozen=True)
