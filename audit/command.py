@@ -9,7 +9,9 @@ from pathlib import Path
 from ..engine.display.progress import silent
 from ..files.inputs import append_text
 from ..files.installed import needs_torch
+from ..files.reading import read_toml
 from ..files.writing import write_whole
+from ..verify.run_files import CONFIG, ROLLOUTS
 from .as_json import as_json
 from .columns import audit_columns
 from .conclusion.outcome import Tolerances
@@ -65,6 +67,7 @@ def run_audit(
     if log is None and settings.model:
         raise ValueError(f"audit: {target} is no log, so --model {settings.model} would be a second model")
     if log is not None:
+        settings = _as_the_run_says(log, settings)
         _check_log(log, trainer_model, settings)
         if not settings.model:
             if settings.adapter:
@@ -82,6 +85,21 @@ def run_audit(
     from .audit import audit  # torch is loaded only where a model computes
 
     return audit(cfg, stage)
+
+
+def _as_the_run_says(log: Path, settings: AuditSettings) -> AuditSettings:
+    """The settings with the sampling parameters of the run that a log is the rollouts of, unless given."""
+    config = log.parent / CONFIG
+    if settings.given_params or log.name != ROLLOUTS or not config.is_file():
+        return settings
+    try:
+        sampling = read_toml(config).get("sampling", {})
+    except ValueError as error:
+        raise ValueError(f"audit: {config} {error}") from None
+    if sampling.get("logit_bias") or sampling.get("allowed_token_ids"):  # no option of an audit says these
+        return settings
+    names = ("temperature", "top_k", "top_p", "min_p")
+    return settings.model_copy(update={name: sampling[name] for name in names if name in sampling})
 
 
 def _check_exists(target: str, must_be_log: bool) -> None:

@@ -111,8 +111,12 @@ def check_writable(folder: Path) -> None:
 def write_whole(path: Path, content: bytes) -> None:
     """Replace the file `path`. At every moment it holds all of the old content or all of the new content.
 
-    Raises OSError.
+    What is no regular file, such as /dev/null or a pipe, is written to and stays what it is. Raises OSError.
     """
+    if path.exists() and not path.is_file():
+        with naming(path), open(path, "wb") as handle:
+            handle.write(content)
+        return
     temporary = path.with_name(f".{path.name}.partial-{os.getpid()}")
     try:
         with naming(path), open(temporary, "wb") as handle:

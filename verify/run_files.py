@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-CONFIG, LEDGER = "config.toml", "ledger.jsonl"
+CONFIG, LEDGER, ROLLOUTS = "config.toml", "ledger.jsonl", "rollouts.jsonl"
 
 
 def checkpoint_folders(run: Path) -> list[Path]:

@@ -13,6 +13,7 @@ from ...files.inputs import read_bytes
 from ...files.reading import one_line
 from ...files.writing import check_in_place, check_writable, naming, write_whole
 from ...verify.ledger import LEDGER
+from ...verify.run_files import CONFIG, ROLLOUTS
 from ..config import Config
 from ..config_file import to_toml
 from ..train.recorder import Recorder
@@ -20,7 +21,7 @@ from ..train.state import StepRecord
 from .rollout_lines import rollout_line
 from .trackers import TRACKERS, Trackers
 
-METRICS, ROLLOUTS = "metrics.jsonl", "rollouts.jsonl"
+METRICS = "metrics.jsonl"
 # Why a run ended by itself: {"error": ...}. A run that goes on removes it.
 FAILED = "failed.json"
 # What a folder holds only if it is the folder of a run.
@@ -52,7 +53,7 @@ def check_shape(path: Path, to_write: bool) -> None:
 
     to_write: also where one cannot be written.
     """
-    for name in ("config.toml", LEDGER, METRICS, ROLLOUTS, "summary.json"):
+    for name in (CONFIG, LEDGER, METRICS, ROLLOUTS, "summary.json"):
         _check_kind(path / name, Path.is_file, "a file", to_write)
     for name in (".", "checkpoints", "tensorboard"):
         _check_kind(path / name, Path.is_dir, "a folder", to_write)
@@ -146,7 +147,7 @@ class RunFolder:
     def discard(self) -> None:
         """Remove the files of a new run that was refused before its first step was done."""
         self.close({})
-        for name in ("config.toml", LEDGER, METRICS, ROLLOUTS, TRACKERS):
+        for name in (CONFIG, LEDGER, METRICS, ROLLOUTS, TRACKERS):
             (self.path / name).unlink(missing_ok=True)
         shutil.rmtree(self.path / "tensorboard", ignore_errors=True)
 

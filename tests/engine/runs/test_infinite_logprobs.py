@@ -132,6 +132,7 @@ def test_a_wrong_first_rollout_is_still_named(run, tmp_path):
 
 def test_an_audit_of_rounded_columns_counts_an_infinite_difference(tmp_path):
     row = {"prompt_ids": [1], "completion_ids": [2, 3], "logprobs": [-0.5, -0.25], "decimals": 2}
+    row |= {"temperature": 1.0, "top_p": 0.9}  # a cut may give a drawn token the probability 0
     file = tmp_path / "log.jsonl"
     file.write_text(json.dumps(row | {"trainer_logprobs": [-0.5, "-Infinity"], "trainer_decimals": 2}) + "\n")
     report = audit_columns(file)
