@@ -4,6 +4,7 @@ import math
 
 from ...model.operations import operation
 from ..finding import Finding
+from ..hypotheses.chosen import EDGE
 from ..report import Measurements
 from ..sections import CheckpointsDifference, Jump
 from ..settings import distribution_words
@@ -185,10 +186,17 @@ def _other_than_it_scores(measured: Measurements) -> Finding | None:
     )
 
 
+# The largest difference of two sound fp32 forwards, in nats, and the share of tokens that their rounding puts
+# into a top-p set or out of it. Of 16 bits it is EDGE: 0.4% were seen of a bf16 trainer at top-p 0.83.
+_FP32_DIFFERENCE, _FP32_EDGE = 1e-3, 0.001
+
+
 def _other_distribution(measured: Measurements) -> Finding | None:
     """A log whose tokens the trainer cuts."""
-    at_the_edge = measured.log and measured.log.hypotheses.is_rounding
-    if measured.trace is not None or measured.figures.outside.share <= 0.001 or at_the_edge:
+    figures = measured.figures
+    rounds_alone = measured.log and measured.log.hypotheses.is_rounding
+    most = EDGE if figures.max_abs > _FP32_DIFFERENCE else _FP32_EDGE
+    if measured.trace is not None or figures.outside.share <= most or rounds_alone:
         return None
     return Finding(
         "distribution",

@@ -10,7 +10,7 @@ from .lines import Line, Scores
 
 # Rounding puts a token at the edge of a top-p set out of it now and then. Up to this share of such tokens,
 # and one in any case, is left out.
-_EDGE = 0.03
+EDGE = 0.03
 # Lines that are tried, with a model and without: those farthest apart, and the lines beside them.
 _LINES, _COLUMNS = 32, 64
 
@@ -60,6 +60,6 @@ def without_edge(scores: Scores, evidence: Evidence) -> Scores:
     """The scores with NaN for tokens of probability 0, where these are few enough for an edge."""
     outside = {i: np.isneginf(x) & np.isfinite(evidence.lines[i].logged) for i, x in scores.items()}
     count, tokens = sum(int(x.sum()) for x in outside.values()), sum(len(x) for x in scores.values())
-    if count > max(1, _EDGE * tokens):
+    if count > max(1, EDGE * tokens):
         return scores
     return {i: np.where(outside[i], np.float32(np.nan), x) for i, x in scores.items()}

@@ -247,3 +247,16 @@ def test_a_log_and_a_models_scores_are_asked_as_well(case, tmp_path, monkeypatch
     assert len(report["outcome"]["faults"]) == 2
     assert not report["outcome"]["passed"]
     assert np.isfinite(report["max_abs"])
+
+
+@pytest.mark.parametrize(("cut", "named"), [(2, False), (60, True)])
+def test_few_tokens_at_the_edge_of_a_rounded_set_are_no_other_distribution(tmp_path, cut, named):
+    rows = [row | {"top_p": 0.9} for row in rows_of()]
+    drawn = [(x, i, j) for i, row in enumerate(rows) for j, x in enumerate(row["logprobs"])]
+    for row in rows[:4]:  # where a token more is in the set, the others of the line share less
+        row["trainer_logprobs"] = [x - 0.08 for x in row["trainer_logprobs"]]
+    for _, line, place in sorted(drawn)[:cut]:
+        rows[line]["trainer_logprobs"][place] = "-Infinity"
+    report = audit_columns(write(tmp_path / "log.jsonl", rows))
+    assert report.figures.outside.tokens == cut
+    assert (report.cause.kind == "distribution") == named
