@@ -14,6 +14,7 @@ from .figures.bands import band_figures
 from .figures.drawn_from import check
 from .figures.measure import Figures, WorstToken, measure, worst_tokens
 from .figures.repeats import Drawn, group_of
+from .finding import NothingToCompareError
 from .formats.record import LoggedRollout
 from .formats.registry import find_format, log_files, read_rollouts
 from .hypotheses.column_causes import try_columns
@@ -111,7 +112,8 @@ def audit_columns(
     if not columns.count:
         with_trainer = columns.without_trainer < columns.logged
         if with_trainer and (faults := columns.values.faults()):
-            raise ValueError(f"audit: {path} leaves no token to compare: {faults[0].name}, {faults[0].text}")
+            what = f"{faults[0].name}, {faults[0].text}"
+            raise NothingToCompareError(f"audit: {path} leaves no token to compare: {what}")
         of_version = "" if version is None else f" of weight version {version}"
         raise ValueError(
             f"audit: {path} holds no trainer logprobs{of_version} beside the sampler's; "

@@ -20,6 +20,7 @@ from .figures.batch_invariance import own_invariance
 from .figures.drawn_from import check as check_distribution
 from .figures.measure import Figures, WorstToken, measure, worst_tokens
 from .figures.repeats import Drawn, group_of
+from .finding import NothingToCompareError
 from .hypotheses.log_causes import log_causes
 from .hypotheses.scorer import Scorer
 from .hypotheses.value_checks import ColumnValues, may_cut
@@ -104,7 +105,8 @@ def _with_both(
     pairs = zip(rollouts, scored, strict=True)
     kept = [i for i, ((r, _), t) in enumerate(pairs) if not (np.isnan(r.logprobs) | np.isnan(t)).all()]
     if not kept:
-        raise ValueError(f"audit: no token is left to compare: {values.fault().name}, {values.fault().text}")
+        fault = values.fault()
+        raise NothingToCompareError(f"audit: no token is left to compare: {fault.name}, {fault.text}")
     lists = {name: [getattr(log, name)[i] for i in kept] for name in ("tolerances", "lines", "places")}
     return [rollouts[i] for i in kept], [scored[i] for i in kept], replace(log, **lists)
 

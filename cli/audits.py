@@ -1,5 +1,6 @@
 """Commands about training-inference mismatch: audit, diff, convert, record."""
 
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from importlib.util import find_spec
@@ -9,7 +10,9 @@ from typing import TYPE_CHECKING, Annotated
 from cyclopts import Parameter
 
 from ..audit.config import AuditSettings, LogFormat
+from ..audit.finding import NothingToCompareError
 from ..files.installed import needs_trainer
+from ..files.reading import one_line
 from ..files.writing import check_writable
 from .app import CountOrAll, command
 from .exit_codes import ExitCode
@@ -84,11 +87,15 @@ def audit(
         with Stages("audit") as stage:
             of_run = audit_run(Path(target), every, n, settings, folder, stage)
         return _show_run(of_run, list(sentences(of_run)), folder)
-    with Stages("audit") as stage:
-        if gradient:
-            report = _with_gradient(Path(target), gradient, n, settings, stage)
-        else:
-            report = run_audit(target, trainer_model, n, settings, stage)
+    try:
+        with Stages("audit") as stage:
+            if gradient:
+                report = _with_gradient(Path(target), gradient, n, settings, stage)
+            else:
+                report = run_audit(target, trainer_model, n, settings, stage)
+    except NothingToCompareError as error:
+        print(f"zerokl: {one_line(str(error))}", file=sys.stderr)
+        return ExitCode.DIFFERS
     return _show(report, folder, settings, summary, junit)
 
 

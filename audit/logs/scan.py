@@ -8,6 +8,7 @@ import numpy as np
 
 from ...engine.rollout.types import Rollout
 from ...kernels.sampling_params import SamplingParams
+from ..finding import NothingToCompareError
 from ..formats.record import LoggedRollout
 from ..formats.registry import find_format, log_files, read_rollouts
 from ..hypotheses.signal_checks import Signal, SignalLog
@@ -69,7 +70,8 @@ def scan_log(
     except ValueError as error:
         raise ValueError(f"audit: {error}") from None
     if not scan.kept and (faults := scan.values.faults()):
-        raise ValueError(f"audit: {path} leaves no token to compare: {faults[0].name}, {faults[0].text}")
+        what = f"{faults[0].name}, {faults[0].text}"
+        raise NothingToCompareError(f"audit: {path} leaves no token to compare: {what}")
     _check_versions(path, version, scan.versions)
     return scan.log()
 

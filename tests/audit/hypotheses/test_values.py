@@ -260,3 +260,14 @@ def test_few_tokens_at_the_edge_of_a_rounded_set_are_no_other_distribution(tmp_p
     report = audit_columns(write(tmp_path / "log.jsonl", rows))
     assert report.figures.outside.tokens == cut
     assert (report.cause.kind == "distribution") == named
+
+
+@pytest.mark.parametrize("column", COLUMNS)
+def test_a_column_of_nan_alone_is_a_fault_though_nothing_is_left_to_compare(tmp_path, capsys, column):
+    rows = [row | {column: [math.nan] * len(row[column])} for row in rows_of()]
+    log = write(tmp_path / "log.jsonl", rows)
+    assert main(["audit", str(log), "--out", str(tmp_path / "out")]) == 1
+    message = capsys.readouterr().err
+    assert f"NaN in the {COLUMNS[column]}'s column" in message
+    assert "480 of 480 drawn tokens" in message
+    assert main(["audit", str(write(tmp_path / "other.jsonl", rows_of())), "--out", str(tmp_path / "o")]) == 0
