@@ -53,7 +53,7 @@ class Measurements:
     @property
     def columns_alone(self) -> bool:
         """Whether both columns are the log's, and no model was at hand."""
-        return self.engines is None
+        return self.log is not None and self.engines is None
 
 
 class Shown(NamedTuple):
