@@ -22,7 +22,7 @@ from ..files.writing import os_error_line, sync, write_manifest
 from .config import ModelConfig
 from .decoder import COMPUTE, Decoder, Numerics
 from .tensor_checks import but_for_the_prefix, check_finite
-from .weight_files import INDEX, opened, weight_files
+from .weight_files import INDEX, opened, tensor_files, weight_files
 from .weights import Layout
 
 # Files that a checkpoint takes over from the model it came from, beside the weights.
@@ -224,11 +224,15 @@ def _refuse_other_head(folder: Path, layout: Layout) -> None:
     """
     if not layout.config.tied:
         return
+    files = tensor_files(folder)
+    file_of = {name: file for file, names in files.items() for name in names}
+    if _HEAD not in file_of:
+        return  # the embedding, often the largest of all tensors, is not read for nothing
     pair = {}
-    for file, listed in weight_files(folder).items():
-        with opened(folder / file, listed) as (stored, names):
-            pair |= {name: stored.get_tensor(name) for name in names if name in (_EMBEDDING, _HEAD)}
-    head, embedding = pair.get(_HEAD, pair[_EMBEDDING]), pair[_EMBEDDING]
+    for name in (_EMBEDDING, _HEAD):
+        with opened(folder / file_of[name], files[file_of[name]]) as (stored, _):
+            pair[name] = stored.get_tensor(name)
+    head, embedding = pair[_HEAD], pair[_EMBEDDING]
     wider = torch.promote_types(head.dtype, embedding.dtype)
     if head.shape != embedding.shape or not equal(head.to(wider), embedding.to(wider)):
         raise ValueError(
