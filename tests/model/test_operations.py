@@ -40,8 +40,8 @@ SIZES = dict(
     max_position_embeddings=32,
 )
 FAMILIES = {
-    "with qk_norm": Qwen3Config(head_dim=16, **SIZES),
-    "without": Qwen2Config(**SIZES | {"hidden_size": 64}),
+    "with qk_norm": Qwen3Config(head_dim=16, architectures=["Qwen3ForCausalLM"], **SIZES),
+    "without": Qwen2Config(architectures=["Qwen2ForCausalLM"], **SIZES | {"hidden_size": 64}),
 }
 
 
