@@ -9,8 +9,8 @@ from typing import Literal
 
 from pydantic import Field
 
-from ..engine import sampler_names
-from ..engine.section import Section
+from ..engine.config import sampler_names
+from ..engine.config.section import Section
 from ..kernels.sampling_params import SamplingParams
 from .conclusion.outcome import Tolerances
 from .settings import Dtypes

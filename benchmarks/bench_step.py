@@ -71,7 +71,7 @@ def make_model(folder: Path) -> None:
 def zerokl_side(args: argparse.Namespace, model: str, dtype: str) -> None:
     """zerokl's steps in this process, one a turn."""
     import torch
-    from zerokl.engine.config_file import load_config
+    from zerokl.engine.config.config_file import load_config
     from zerokl.engine.runs.setup import make_state
     from zerokl.engine.tasks.rewards import Reward
     from zerokl.engine.train.step import train_step

@@ -23,11 +23,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from triton.tools.tensor_descriptor import TensorDescriptor
 from zerokl.benchmarks.machine import SHAPES, shape_config
-from zerokl.engine.loss.advantage import of_tokens
-from zerokl.engine.loss.config import LossConfig
-from zerokl.engine.parallel.gradient import ShardSum
+from zerokl.engine.config.loss_section import LossConfig
 from zerokl.engine.rollout.decode import DecodeMemory, DecodeRows, Row
 from zerokl.engine.rollout.types import DrawParams, RngKey, Rollout
+from zerokl.engine.train.losses.advantage import of_tokens
+from zerokl.engine.train.parallel.gradient import ShardSum
 from zerokl.engine.train.shard import Shard, ShardWork
 from zerokl.kernels import backend
 from zerokl.kernels.launch import recorded_launches

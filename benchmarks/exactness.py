@@ -23,7 +23,7 @@ def exactness(m: Machine) -> Iterator[Row]:
     A sequence is computed alone, in a batch, in chunks, token by token, and after prompts that are read once.
     The gradient is computed by micro-batches of two sizes.
     """
-    from zerokl.engine.parallel.gradient import ShardSum
+    from zerokl.engine.train.parallel.gradient import ShardSum
 
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         decoder = m.decoder(m.first_shape, 2, min(m.vocab, 4096), dtype)
@@ -131,11 +131,11 @@ def _train(m: Machine, dtype: torch.dtype, steps: int) -> tuple[list[str], int, 
     Returns the fingerprints of the weights before the first and after each step, the number of tokens
     compared, and the number of tokens whose two logprobs differ.
     """
-    from zerokl.engine.config import OptimizerConfig
-    from zerokl.engine.parallel.gradient import ShardSum
+    from zerokl.engine.config.run_config import OptimizerConfig
     from zerokl.engine.rollout.native import NativeSampler
     from zerokl.engine.rollout.types import GenerationParams, RngKey, complete
     from zerokl.engine.train.optimizer import Optimizer
+    from zerokl.engine.train.parallel.gradient import ShardSum
 
     source = m.decoder(m.first_shape, 2, 128, torch.float32)
     master = source.flat.detach()

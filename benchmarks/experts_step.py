@@ -29,7 +29,7 @@ PROMPTS, SAMPLES, NEW_TOKENS = 8, 8, 64
 def serve(args: argparse.Namespace, model: Path, dtype: str) -> None:
     """The process of one side: one step a turn."""
     import torch
-    from zerokl.engine.config_file import load_config
+    from zerokl.engine.config.config_file import load_config
     from zerokl.engine.runs.setup import make_state
     from zerokl.engine.tasks.rewards import Reward
     from zerokl.engine.train.step import train_step

@@ -28,16 +28,16 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from zerokl.engine.config import Config
-from zerokl.engine.config_file import load_config
-from zerokl.engine.loss.advantage import advantages, of_tokens
-from zerokl.engine.loss.policy_loss import policy_loss, sequence_weights
-from zerokl.engine.parallel.gradient import ShardSum
+from zerokl.engine.config.config_file import load_config
+from zerokl.engine.config.run_config import Config
 from zerokl.engine.runs.setup import make_state
 from zerokl.engine.tasks.loading import load_task
 from zerokl.engine.tasks.perfectible import task_of
 from zerokl.engine.tasks.rewards import open_reward
 from zerokl.engine.train.collect import collect
+from zerokl.engine.train.losses.advantage import advantages, of_tokens
+from zerokl.engine.train.losses.policy_loss import policy_loss, sequence_weights
+from zerokl.engine.train.parallel.gradient import ShardSum
 from zerokl.engine.train.shard import Shard
 from zerokl.files.bitwise import count_unequal
 from zerokl.model.decoder import Buffers, Decoder

@@ -104,7 +104,7 @@ def one_pass(layers: int, pairs: list[tuple[list[int], list[int]]]) -> Callable[
     config = model_config("Qwen3", 128, 256, 2, 1, 128, layers=layers, vocab=1024, context=1024)
     layout = Layout(config)
     model = Decoder(config, torch.zeros(layout.numel, dtype=torch.bfloat16), layout, COMPUTE)
-    pending = PendingSums()  # as in engine/parallel/gradient.py
+    pending = PendingSums()  # as in engine/train/parallel/gradient.py
     buffers = {
         w: GradBuffer(torch.zeros(1, *w.shape), pending=pending if w.dim() == 1 else None)
         for w in (*model.w.values(), model.lm_head)

@@ -23,7 +23,7 @@ from unittest.mock import patch
 
 import torch
 from zerokl.benchmarks.machine import SHAPES, shape_config
-from zerokl.engine.parallel.process_group import ALONE
+from zerokl.engine.train.parallel.process_group import ALONE
 from zerokl.model.weights import FLAT_TILE, Layout
 
 VOCABULARY = 151936
@@ -41,7 +41,7 @@ def _package(folder: Path) -> str:
 
 def ledger(package: str, layout: Layout) -> Callable[[], list[str]]:
     """The roots of a step's trees: gradient, optimizer state, master weights and compute weights."""
-    tree_hash = importlib.import_module(f"{package}.engine.parallel.tree_hash")
+    tree_hash = importlib.import_module(f"{package}.engine.train.parallel.tree_hash")
     wide, narrow = torch.zeros(1), torch.zeros(1, dtype=torch.bfloat16)
     generator = torch.Generator().manual_seed(0)
     digests = torch.randint(-(1 << 62), 1 << 62, (len(layout.blocks), 2), generator=generator)

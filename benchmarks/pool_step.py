@@ -18,7 +18,7 @@ import statistics
 import tempfile
 from pathlib import Path
 
-from zerokl.engine.config_file import load_config
+from zerokl.engine.config.config_file import load_config
 from zerokl.engine.runs.run import train
 
 LAGGED = {"max_staleness": 1, "staleness_schedule": "lagged", "evaluation.every": 0, "tracking": []}

@@ -92,7 +92,7 @@ def predicted(folder: Path, ranks: int, values: dict[str, str]) -> float:
     """MiB of a rank, by what the run itself predicts."""
     import torch
     from zerokl.benchmarks.letters import Letters
-    from zerokl.engine.config_file import load_config
+    from zerokl.engine.config.config_file import load_config
     from zerokl.engine.runs.memory import RunShape, fit, footprint
     from zerokl.model.config import ModelConfig
     from zerokl.model.weights import Layout

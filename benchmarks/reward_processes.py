@@ -14,7 +14,7 @@ import time
 from contextlib import closing
 from pathlib import Path
 
-from zerokl.engine.config_file import load_config
+from zerokl.engine.config.config_file import load_config
 from zerokl.engine.runs.init import random_decoder
 from zerokl.engine.runs.setup import make_state, settled
 from zerokl.engine.tasks.loading import load_task

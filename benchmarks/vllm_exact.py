@@ -28,10 +28,10 @@ def compare(m: Machine, dtype_name: str) -> Iterator[Row]:
 
     The widths are those of the 1.7B, for which vLLM has tuned tiles.
     """
+    from zerokl.engine.config.vllm_section import VllmConfig
     from zerokl.engine.rollout.types import GenerationParams, RngKey, complete
     from zerokl.engine.rollout.vllm import exact
     from zerokl.engine.rollout.vllm.installed import require_vllm
-    from zerokl.engine.vllm_config import VllmConfig
     from zerokl.kernels.tile_tables import tile_table
     from zerokl.model.checkpoint import write_checkpoint
     from zerokl.model.decoder import Numerics

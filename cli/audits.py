@@ -123,7 +123,7 @@ def _with_gradient(
     """
     needs_trainer("audit: --gradient, the gradient of a run of zerokl")
     from ..audit.over_run import audit_apart
-    from ..engine.commands.gradient import Pair, find_target, pair_config, run_gradient_bias
+    from ..engine.runs.gradient_audit import Pair, find_target, pair_config, run_gradient_bias
     from ..verify.gradient_bias import check_draws
 
     check_draws(draws)
@@ -202,7 +202,7 @@ def diff(a: str, b: str, /, *, resumed_at: int | None = None) -> int:
     if resumed_at is not None:
         raise ValueError("diff: --resumed_at is for logs; a ledger says where its run was resumed")
     needs_trainer("diff: two runs or two traces of zerokl")
-    from ..engine.commands.diff import diff
+    from ..engine.runs.checks.diff import diff
 
     return diff(Path(a), Path(b))
 

@@ -15,7 +15,7 @@ from .exit_codes import ExitCode
 from .settings import NO_SETTINGS, Settings
 
 if TYPE_CHECKING:
-    from ..engine.commands.verify_run import Finding
+    from ..engine.runs.checks.verify_run import Finding
 
 attest_app = App(
     name="attest",
@@ -52,9 +52,9 @@ def verify(
         seed: Seed of the sequences.
         case: Folder of a saved mismatch (RUN/mismatch). Its rollouts are scored again, instead of the checks.
     """
-    from ..engine.commands.verify import check_case, check_law, count_checks
     from ..engine.display.progress import Display
     from ..engine.display.terminal import check_table, console
+    from ..engine.runs.checks.verify import check_case, check_law, count_checks
     from ..kernels.backend import find_device
 
     if case:
@@ -79,7 +79,7 @@ def verify_binaries(*, targets: tuple[str, ...] = (), table: str | None = None, 
     """
     if not find_spec("triton"):
         raise ValueError("verify binaries: Triton is not installed; pip install triton (Linux only)")
-    from ..engine.commands.verify_binaries import verify_binaries
+    from ..engine.runs.checks.verify_binaries import verify_binaries
 
     return verify_binaries(targets, Path(table) if table else None, record)
 
@@ -103,8 +103,8 @@ def verify_run(
             none again.
         draw: Seed of this draw; by default every call draws other steps.
     """
-    from ..engine.commands.verify_run import verify_run
     from ..engine.display.terminal import console
+    from ..engine.runs.checks.verify_run import verify_run
 
     seed = int.from_bytes(os.urandom(4)) if draw is None else draw
     code = _show(verify_run(Path(path), replays, seed, given_settings(settings)))
@@ -140,8 +140,8 @@ def attest(run: str, /, *, key: str, out: str, replays: int = 3) -> int:
         out: Folder to write; it must not exist.
         replays: Number of steps to sample, beside the last one.
     """
-    from ..engine.commands.attest_bundle import attest
     from ..engine.display.terminal import console
+    from ..engine.runs.checks.attest_bundle import attest
 
     statement = attest(Path(run), Path(key), Path(out), replays)
     steps = ", ".join(map(str, statement["sampled"]))
@@ -163,7 +163,7 @@ def attest_verify(bundle: str, /, *, signers: str = "", settings: Settings = NO_
         bundle: Folder that `zerokl attest` wrote.
         signers: File of the keys that may have signed, as ssh-keygen's allowed signers (NAME KEYTYPE KEY).
     """
-    from ..engine.commands.attest_check import check_bundle
+    from ..engine.runs.checks.attest_check import check_bundle
 
     signed_by = Path(signers) if signers else None
     return _show(check_bundle(Path(bundle), signed_by, given_settings(settings)))
@@ -192,8 +192,8 @@ def replay(
             files. This sets workers = 1.
         update: Update of the step that is traced; a step has updates_per_rollout of them, from 0.
     """
-    from ..engine.commands.replay import Replayer
     from ..engine.display.terminal import console
+    from ..engine.runs.checks.replay import Replayer
 
     if trace and not trace.endswith(".safetensors"):
         raise ValueError(f"replay: --trace ({trace}) must end with .safetensors")

@@ -10,9 +10,9 @@ from typing import Any
 import cyclopts
 from pydantic import BaseModel, ValidationError
 
-from ..engine.config import FREE_SECTIONS, Config
-from ..engine.config_file import check_key, known_keys, validation_message
-from ..engine.precision import full_dtype
+from ..engine.config.config_file import check_key, known_keys, validation_message
+from ..engine.config.precision_section import full_dtype
+from ..engine.config.run_config import FREE_SECTIONS, Config
 from ..files.installed import has_trainer, installed_version, needs_trainer
 from ..files.reading import one_line, parse_toml, read_toml
 from ..files.writing import os_error_line

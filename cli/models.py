@@ -44,7 +44,7 @@ def sample(
         system: System prompt before it; with chat.
     """
     from ..engine.display.terminal import console
-    from ..engine.policy import load_policy
+    from ..engine.rollout.policy import load_policy
 
     policy = load_policy(model, dtype, device)
     rollouts = policy.sample(
@@ -99,9 +99,9 @@ def evaluate(
         dtype: Compute dtype.
         device: Where to compute; auto is a GPU where there is one.
     """
-    from ..engine.config import TaskConfig
+    from ..engine.config.run_config import TaskConfig
     from ..engine.display.terminal import console
-    from ..engine.policy import load_policy
+    from ..engine.rollout.policy import load_policy
 
     policy = load_policy(model, dtype, device)
     evaluation = policy.evaluate(
@@ -133,8 +133,8 @@ def weights(a: str, b: str = "", /, *, out: str = "") -> int:
         b: Another one.
         out: File for the hashes of the first, where there is no second (.json); it must not exist.
     """
-    from ..engine.commands.weights import compare_hashes, read_hashes, write_hashes
     from ..engine.display.terminal import console
+    from ..engine.runs.checks.weights import compare_hashes, read_hashes, write_hashes
 
     if bool(b) == bool(out):
         raise ValueError("weights: name a second model, or --out for the hashes of one")
@@ -164,8 +164,8 @@ def merge(adapter: str, out: str, /, *, base: str = "", dtype: Dtype = "float32"
         base: Model folder or hub name of the base; empty is the one that the adapter names.
         dtype: Dtype of the model's weights.
     """
-    from ..engine.commands.merge import merge_adapter
     from ..engine.display.terminal import console
+    from ..engine.runs.merge import merge_adapter
 
     model = merge_adapter(Path(adapter), Path(out), base, dtype)
     console.print(f"{adapter} merged into {model}: {out}")
@@ -187,8 +187,8 @@ def variants(model: str, /, *, dtype: Dtype = "float32", device: Device = "auto"
     """
     from rich.table import Table
 
-    from ..engine.commands.variants import compare_ways, vocabulary
     from ..engine.display.terminal import console
+    from ..engine.runs.checks.variants import compare_ways, vocabulary
     from ..engine.tasks.tokenizer import Tokenizer
     from ..files.reading import read_json
     from ..kernels.backend import find_device

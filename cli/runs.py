@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from ..engine.config_file import left_behind, load_config
+from ..engine.config.config_file import left_behind, load_config
 from ..files.reading import one_line, shown
 from .app import command
 from .command_line import failure_line, given_settings, toml_values
@@ -143,15 +143,15 @@ def ablate(grid: str, /, *, out: str | None = None, jobs: int = 1) -> int:
     After an interruption the same command goes on where it was. It keeps the runs that have ended.
 
     Args:
-        grid: TOML file with seeds, [set], [grid] and [variants]; engine/commands/ablations/grid.py shows one.
+        grid: TOML file with seeds, [set], [grid] and [variants]; engine/runs/ablations/grid.py shows one.
         out: Folder of the runs, of ablation.json and of the plots.
         jobs: Runs side by side, each in a process with its share of the threads. It changes no bit.
     """
-    from ..engine.commands.ablations.ablate import ablate
-    from ..engine.commands.ablations.effects import effect_lines
-    from ..engine.commands.ablations.hypotheses import hypothesis_line
-    from ..engine.commands.ablations.report import result_table
     from ..engine.display.terminal import console
+    from ..engine.runs.ablations.ablate import ablate
+    from ..engine.runs.ablations.effects import effect_lines
+    from ..engine.runs.ablations.hypotheses import hypothesis_line
+    from ..engine.runs.ablations.report import result_table
     from ..files.reading import one_line
 
     if not out:
@@ -183,8 +183,8 @@ def report(runs: tuple[str, ...] = (), /, *, out: str | None = None) -> int:
         runs: Folders of runs, finished or not. The folder of an ablation stands for its runs.
         out: File to write; by default report.html in the folder, and in the working directory for several.
     """
-    from ..engine.commands.report.page import write_report
     from ..engine.display.terminal import console
+    from ..engine.runs.report.page import write_report
 
     console.print(f"report {write_report(runs, out)}")
     return 0
@@ -200,7 +200,7 @@ def watch(runs: tuple[str, ...] = (), /, *, port: int = 0) -> int:
         runs: Folders of runs. The folder of an ablation stands for its runs.
         port: Port to listen on; 0 takes a free one.
     """
-    from ..engine.commands.report.watch import watch
+    from ..engine.runs.report.watch import watch
 
     return watch(runs, port)
 
@@ -210,8 +210,8 @@ def _write_report(folder: str | Path) -> None:
 
     Where it cannot be written, a line says so: what was computed is complete without it.
     """
-    from ..engine.commands.report.page import write_report
     from ..engine.display.terminal import console
+    from ..engine.runs.report.page import write_report
 
     if console.quiet:
         return

@@ -6,11 +6,11 @@ from typing import Annotated, Any, Literal
 from cyclopts import App, Group, Parameter
 from pydantic import create_model
 
-from ..engine.config import Config
-from ..engine.config_file import known_keys, preset_names
-from ..engine.init_config import InitSettings
-from ..engine.loss.config import LossChoices
-from ..engine.section import Section
+from ..engine.config.config_file import known_keys, preset_names
+from ..engine.config.init_section import InitSettings
+from ..engine.config.loss_section import LossChoices
+from ..engine.config.run_config import Config
+from ..engine.config.section import Section
 
 # What most runs set. `zerokl train --help` shows these, and `--help all` or `--help SECTION` the rest.
 _COMMON = (

@@ -8,7 +8,7 @@ import typing
 import cyclopts
 from zerokl.cli import app as cli
 from zerokl.cli.app import listed
-from zerokl.engine.config import Config
+from zerokl.engine.config.run_config import Config
 
 from ._markdown import prose, table
 

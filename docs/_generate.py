@@ -21,12 +21,12 @@ from pathlib import Path
 import annotated_types
 from pydantic import BaseModel
 from zerokl.audit import config as audit_config
-from zerokl.engine.config import Config
-from zerokl.engine.loss.config import LossConfig
-from zerokl.engine.loss.presets import PRESETS
+from zerokl.engine.config.loss_presets import PRESETS
+from zerokl.engine.config.loss_section import LossConfig
+from zerokl.engine.config.run_config import Config
+from zerokl.engine.config.sampler_names import EXTERNAL, SAMPLERS
 from zerokl.engine.rollout.vllm.arguments import ALLOWED, SET_BY_ZEROKL
 from zerokl.engine.runs.ledger_head import FREE
-from zerokl.engine.sampler_names import EXTERNAL, SAMPLERS
 from zerokl.verify.ledger import FORMAT
 
 from ._api import imported_names, public_names
@@ -188,8 +188,10 @@ def loss_presets() -> str:
 
 
 def rules() -> str:
-    """The rows of engine/compatibility.py: when a combination is refused, and what is said."""
-    rows = [row for table in ("loss_rules", "compatibility") for row in _rules_of(f"engine/{table}.py")]
+    """The rows of engine/config/compatibility.py: when a combination is refused, and what is said."""
+    rows = [
+        row for table in ("loss_rules", "compatibility") for row in _rules_of(f"engine/config/{table}.py")
+    ]
     return table(["what is said (… is a value)", "refused when"], rows)
 
 

@@ -23,7 +23,7 @@ def prose(text: str) -> str:
 
 
 def _code(part: str) -> str:
-    """`engine/commands/ablations/ablate.py`, or a link where it is a page of this site."""
+    """`engine/runs/ablations/ablate.py`, or a link where it is a page of this site."""
     page = part.removeprefix("docs/")
     if page != part and (ROOT / part).exists():
         return f"[{page.removesuffix('.md')}]({page})"

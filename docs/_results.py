@@ -4,7 +4,7 @@ import json
 from functools import partial
 
 from zerokl.benchmarks.real.gradient import corrections
-from zerokl.engine.commands.ablations.hypotheses import expectation
+from zerokl.engine.runs.ablations.hypotheses import expectation
 
 from ._definitions import ROOT
 from ._markdown import table

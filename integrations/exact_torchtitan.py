@@ -30,8 +30,8 @@ from torchtitan.protocols.model_spec import ModelSpec
 from torchtitan.protocols.state_dict_adapter import StateDictAdapter
 from torchtitan.trainer import Trainer
 
-from ..engine.parallel.fsdp import apply_fsdp_with_tree, read_pieces
-from ..engine.parallel.gradient import GradientTree
+from ..engine.train.parallel.fsdp import apply_fsdp_with_tree, read_pieces
+from ..engine.train.parallel.gradient import GradientTree
 from ..model.causal_lm import CausalLM
 from ..model.checkpoint import resolve_model
 from ..model.config import ModelConfig

@@ -25,11 +25,11 @@ import trl
 from transformers import ProcessorMixin
 from trl import GRPOTrainer, RLOOTrainer
 
+from ..engine.config.vllm_section import VllmConfig
 from ..engine.rollout.native import NativeSampler
 from ..engine.rollout.types import DrawParams, Request, RngKey, Rollout
 from ..engine.rollout.vllm.sampler import VllmZeroklSampler
 from ..engine.train.monitor import Monitor
-from ..engine.vllm_config import VllmConfig
 from ..kernels.philox import Stream
 from ..kernels.sampling_params import WHY_NO_PENALTY, SamplingParams
 from .exact_vllm import open_vllm

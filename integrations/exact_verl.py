@@ -27,7 +27,7 @@ from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 from verl.workers.rollout import base as rollouts
 from verl.workers.rollout.replica import RolloutReplicaRegistry
 
-from ..engine.parallel.fsdp import apply_fsdp, read_pieces
+from ..engine.train.parallel.fsdp import apply_fsdp, read_pieces
 from ..kernels.sampling_params import SamplingParams
 from ..model.causal_lm import CausalLM
 from ..model.config import ModelConfig

@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
+from ..engine.config.vllm_section import VllmConfig
 from ..engine.rollout.vllm.sampler import VllmZeroklSampler
-from ..engine.vllm_config import VllmConfig
 from .transformers import ExactModel
 
 

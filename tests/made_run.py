@@ -5,7 +5,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-from zerokl.engine.config_file import load_config, to_toml
+from zerokl.engine.config.config_file import load_config, to_toml
 from zerokl.engine.tasks.tokenizer import character_tokenizer
 from zerokl.files.writing import hash_json
 from zerokl.verify.ledger import LEDGER, Head, Ledger, Line

@@ -15,7 +15,7 @@ sys.path.insert(0, str(PACKAGE_ROOT / "wheels" / "audit"))
 shipped = importlib.import_module("shipped")
 
 FILES = shipped.shipped()
-# The rooms of the wheel, and the modules of it that stand at the root of engine/.
+# The rooms of the wheel.
 ROOMS = {
     "",
     "audit",
@@ -30,8 +30,9 @@ ROOMS = {
     "audit.page",
     "cli",
     "engine",
+    "engine.config",
     "engine.display",
-    "engine.loss",
+    "engine.processes",
     "engine.rollout",
     "engine.rollout.vllm",
     "engine.tasks",

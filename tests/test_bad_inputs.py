@@ -13,9 +13,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from zerokl.audit.logs.scan import read_log
 from zerokl.cli import main
-from zerokl.engine.commands.ablations.ablate import read_grid
-from zerokl.engine.config import Config
-from zerokl.engine.config_file import known_keys, load_config, to_toml
+from zerokl.engine.config.config_file import known_keys, load_config, to_toml
+from zerokl.engine.config.run_config import Config
+from zerokl.engine.runs.ablations.ablate import read_grid
 from zerokl.engine.runs.run import train
 from zerokl.engine.tasks.jsonl import read_pairs
 from zerokl.engine.tasks.loading import load_task

@@ -19,7 +19,7 @@ from typing import Any
 
 from pydantic import Field, NonNegativeInt, ValidationError
 
-from ...engine.section import Section
+from ...engine.config.section import Section
 from ...files.inputs import read_bytes
 from ...files.reading import json_ready, parse_json, shown
 from ...files.writing import hash_json, write_whole

@@ -13,12 +13,12 @@ from typing import Any
 import numpy as np
 import torch
 
+from ...engine.config.vllm_section import VllmConfig
+from ...engine.processes.shared_tensor import SharedTensor
 from ...engine.rollout.types import GenerationParams, RngKey, Rollout, complete
 from ...engine.rollout.vllm.generator import CACHE_BYTES, CONTEXT, VllmGenerator, request_params
 from ...engine.rollout.vllm.installed import is_cpu_build
 from ...engine.rollout.vllm.sampler import VllmZeroklSampler
-from ...engine.shared_tensor import SharedTensor
-from ...engine.vllm_config import VllmConfig
 from ...kernels.sampling_params import SamplingParams
 from ...kernels.tile_tables import DEFAULT_TABLE, TileTable
 from ...model.config import ModelConfig

@@ -4,7 +4,7 @@
 _RULES = "default-src 'none'; style-src 'unsafe-inline'; img-src data:; base-uri 'none'; form-action 'none'"
 POLICY = f'<meta http-equiv="Content-Security-Policy" content="{_RULES}">'
 
-# The colours and the cards are those of a run's report (engine/commands/report/static/page.css). Each pair of
+# The colours and the cards are those of a run's report (engine/runs/report/static/page.css). Each pair of
 # text and background has a contrast of at least 4.5, in both themes.
 _COLOURS = """
 :root {

@@ -50,8 +50,8 @@ def vllm_zerokl(
     model: Path, dtype: torch.dtype, device: torch.device, requests: Requests, graphs: bool = False
 ) -> Call:
     """vLLM with zerokl's decoder, attention and draw."""
+    from zerokl.engine.processes.shared_tensor import SharedTensor
     from zerokl.engine.rollout.vllm.sampler import VllmZeroklSampler
-    from zerokl.engine.shared_tensor import SharedTensor
     from zerokl.model.checkpoint import load_decoder
 
     decoder = load_decoder(model, dtype, device)
@@ -76,7 +76,7 @@ def vllm_exact(
 
 
 def _vllm_config(requests: Requests, graphs: bool):
-    from zerokl.engine.vllm_config import VllmConfig
+    from zerokl.engine.config.vllm_section import VllmConfig
 
     return VllmConfig(
         context=requests.context,

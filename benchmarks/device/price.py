@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import torch
 import torch.nn.functional as F
 from zerokl.benchmarks.machine import Machine, Row
-from zerokl.engine.parallel.gradient import ShardSum
+from zerokl.engine.train.parallel.gradient import ShardSum
 from zerokl.kernels.sampling_params import SamplingParams
 from zerokl.model.config import ModelConfig
 from zerokl.model.decoder import Buffers, Decoder

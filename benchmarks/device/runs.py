@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from zerokl.benchmarks.letters import characters
 from zerokl.benchmarks.machine import Machine
-from zerokl.engine.config import Config
+from zerokl.engine.config.run_config import Config
 from zerokl.engine.runs.ledger_head import run_head
 from zerokl.engine.runs.setup import make_state
 from zerokl.engine.tasks.loading import load_task

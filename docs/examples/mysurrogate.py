@@ -11,7 +11,7 @@ Shapes: C tokens; r, A, logp, r_detached, value, slope [C] fp32.
 """
 
 import torch
-from zerokl.engine.loss.surrogates import clip
+from zerokl.engine.train.losses.surrogates import clip
 
 FLOOR = 3.0  # the C of the equation; verl's default (clip_ratio_c)
 

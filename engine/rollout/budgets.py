@@ -7,20 +7,20 @@ A reasoning ends with a stop token, with the first token of the prefix, or at th
 with the first token of the prefix, the rest of the prefix follows, and after any other cut all of it. A
 reasoning that ended before a budget is cut at its end, and answered for this budget as for any other.
 
-Each answer is a request of its own, with the sample number of loss/cuts.py in its key. So it has its own
-random numbers, and whoever serves it, in whichever call, draws the same tokens.
+Each answer is a request of its own, with the sample number of config/budget_cuts.py in its key. So it has
+its own random numbers, and whoever serves it, in whichever call, draws the same tokens.
 """
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from ..loss.cuts import Cuts
-from ..stopwatch import Stopwatch
+from ..config.budget_cuts import Cuts
 from ..tasks.base import Problem
 from ..tasks.rewards import Reward
 from ..tasks.tokenizer import Tokenizer
 from .episodes import CompletionPlayer, Episodes
+from .stopwatch import Stopwatch
 from .types import (
     DrawParams,
     GenerationParams,

@@ -4,7 +4,7 @@ An episode is a completion of a prompt, with a reward for its text; or a traject
 environment (turns.py), which gives the rewards itself.
 
 Shapes: P prompts, G generations of each. Where reasonings are cut and answered, G counts the answers too
-(loss/cuts.py).
+(config/budget_cuts.py).
 """
 
 import math
@@ -16,12 +16,12 @@ from typing import Protocol
 
 import numpy as np
 
-from ..loss.cuts import Cuts
-from ..stopwatch import Stopwatch
+from ..config.budget_cuts import Cuts
 from ..tasks.base import Problem
 from ..tasks.environment import VOID
 from ..tasks.rewards import Reward
 from ..tasks.tokenizer import Tokenizer
+from .stopwatch import Stopwatch
 from .types import GenerationParams, RngKey, Rollout, Sampler, complete
 
 

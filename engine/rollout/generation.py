@@ -20,9 +20,9 @@ import torch
 from ...kernels.attention_plan import KEY_TILE
 from ...model.cache import BlockCache, CachedContext
 from ...model.routing import FREE
-from ..stopwatch import Stopwatch
 from .cache_size import completion_blocks
 from .decode import DecodeRows, Drawn, Look, Row
+from .stopwatch import Stopwatch
 from .types import Completion, Request, RequestSource
 
 

@@ -22,11 +22,11 @@ from ...kernels.philox import Stream
 from ...kernels.sampling_params import SamplingParams
 from ...model.cache import BlockCache
 from ...model.decoder import Decoder
-from ..stopwatch import Stopwatch
 from .cache_size import CacheNeed, cache_limit, cache_need
 from .decode import DecodeMemory, DecodeRows
 from .generation import Generation, PassLimits, Prefix, make_prefixes
 from .scoring import score_rollouts
+from .stopwatch import Stopwatch
 from .types import Completion, DrawParams, Request, RequestSource, Rollout, check_requests
 
 # Sequences of one forward of a score. It decides no bit.

@@ -3,8 +3,7 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from ..config import EnvironmentConfig, TaskConfig
-from ..stopwatch import Stopwatch
+from ..config.run_config import EnvironmentConfig, TaskConfig
 from ..tasks.base import Problem, Task
 from ..tasks.environment import EnvironmentTask
 from ..tasks.environments import Environments, EnvironmentSettings, open_environments
@@ -16,6 +15,7 @@ from .answers import AnswerPlayer, GivenAnswers
 from .budgets import BudgetPlayer, DrawnAnswers
 from .episodes import CompletionPlayer, EpisodePlayer
 from .pairs import PairPlayer
+from .stopwatch import Stopwatch
 from .turns import TurnLimits, TurnPlayer
 
 # What gives the rewards of a task.

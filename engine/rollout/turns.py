@@ -29,7 +29,6 @@ from typing import NamedTuple
 import numpy as np
 
 from ...files.reading import shown
-from ..stopwatch import Stopwatch
 from ..tasks.base import Problem
 from ..tasks.environment import CONTEXT, ERROR, TIME_LIMIT, TOKENS, TURNS, EnvironmentKey, Turn
 from ..tasks.environments import Answer, Environments, Failure, Game
@@ -37,6 +36,7 @@ from ..tasks.rendering import Renderer, Transcript
 from ..tasks.tokenizer import Tokenizer
 from ..tasks.tool_calls import ToolCalls, parse_calls
 from .episodes import Episodes
+from .stopwatch import Stopwatch
 from .types import (
     Completion,
     ContinuousSampler,

@@ -3,8 +3,8 @@
 from pathlib import Path
 
 from ...model.checkpoint import resolve_model
-from ..config import Config
-from ..init_config import InitSettings
+from ..config.init_section import InitSettings
+from ..config.run_config import Config
 from ..tasks.perfectible import perfectible_set
 from .init import initialise
 

@@ -32,11 +32,11 @@ from ...model.weight_files import open_tensors
 from ...model.weights import FlatLayout
 from ...verify.ledger import Head, Ledger, LedgerFile
 from ...verify.run_files import checkpoint_folders
-from ..config import Config
-from ..parallel.tree_hash import hash_tree
+from ..config.run_config import Config
 from ..rollout.older_weights import Snapshot
 from ..tasks.perfectible import TASK_FILE
 from ..train.loss_scaling import LossScaler
+from ..train.parallel.tree_hash import hash_tree
 from ..train.sharded_optimizer import ShardedOptimizer
 from ..train.state import TrainState
 from .ledger_head import architecture, other_frozen_weight, run_layout

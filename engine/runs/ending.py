@@ -4,7 +4,7 @@ import shlex
 from collections.abc import Iterator
 from pathlib import Path
 
-from ..config_file import load_config
+from ..config.config_file import load_config
 from .folder import METRICS
 from .held_out import held_out_name
 from .ledger_head import is_free

@@ -12,19 +12,19 @@ from ...model.checkpoint import DTYPES
 from ...model.config import ModelConfig
 from ...model.decoder import Decoder
 from ...model.weights import Layout
-from ..allocator import return_freed_memory
-from ..config import Config
-from ..parallel.data_parallel import RankedSampler, RankedScorer, RankedWorkers
-from ..parallel.gathered import FrozenPieces, GatheredSampler, GatheredScorer, WholeWeights
-from ..parallel.gradient import TrainedAdapters
-from ..parallel.process_group import Ranks
-from ..parallel.scorer import Scorer, WorkersSampler, frozen
-from ..parallel.sharded_adapters import AdapterGradient, ShardedAdapters, ShardedAdapterWorkers
-from ..parallel.sharded_model import ShardedModel, ShardedWorkers
-from ..parallel.workers import Workers
-from ..parallel.zero import Slices
-from ..stopwatch import Stopwatch
+from ..config.run_config import Config
+from ..processes.allocator import return_freed_memory
+from ..rollout.stopwatch import Stopwatch
 from ..train.optimizer import Optimizer
+from ..train.parallel.data_parallel import RankedSampler, RankedScorer, RankedWorkers
+from ..train.parallel.gathered import FrozenPieces, GatheredSampler, GatheredScorer, WholeWeights
+from ..train.parallel.gradient import TrainedAdapters
+from ..train.parallel.process_group import Ranks
+from ..train.parallel.scorer import Scorer, WorkersSampler, frozen
+from ..train.parallel.sharded_adapters import AdapterGradient, ShardedAdapters, ShardedAdapterWorkers
+from ..train.parallel.sharded_model import ShardedModel, ShardedWorkers
+from ..train.parallel.workers import Workers
+from ..train.parallel.zero import Slices
 from ..train.sharded_optimizer import ShardedAdapterOptimizer, ShardedOptimizer
 from .samplers import Samplers, numerics_of
 from .trained import adapters_before

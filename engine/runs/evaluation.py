@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from ...files.reading import shown
 from ...kernels.philox import Stream
 from ...verify.mismatch import mean, standard_error
-from ..config import Config
+from ..config.run_config import Config
 from ..rollout.episodes import Episodes
 from ..rollout.types import GenerationParams, RngKey, Sampler
 from ..tasks.base import Task

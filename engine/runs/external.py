@@ -10,7 +10,7 @@ from ...kernels.philox import philox
 from ...model.checkpoint import DTYPES
 from ...model.config import ModelConfig
 from ...model.weights import Layout
-from ..config import Config
+from ..config.run_config import Config
 from ..rollout.hf import HfGenerator
 from ..rollout.types import Completion, DrawParams, GenerationParams, Request, Rollout, check_requests
 from ..rollout.vllm.generator import VllmGenerator

@@ -14,8 +14,8 @@ from ...files.reading import one_line
 from ...files.writing import check_in_place, check_writable, naming, write_whole
 from ...verify.ledger import LEDGER
 from ...verify.run_files import CONFIG, ROLLOUTS
-from ..config import Config
-from ..config_file import to_toml
+from ..config.config_file import to_toml
+from ..config.run_config import Config
 from ..train.recorder import Recorder
 from ..train.state import StepRecord
 from .rollout_lines import rollout_line

@@ -27,12 +27,10 @@ from ...model.config import ModelConfig
 from ...model.decoder import Buffers, Decoder
 from ...model.scoring import logprobs, pack
 from ...model.weights import Layout
-from ..config import EnvironmentConfig, OptimizerConfig, TaskConfig
+from ..config.init_section import InitSettings
+from ..config.run_config import EnvironmentConfig, OptimizerConfig, TaskConfig
 from ..display.progress import Display
 from ..display.terminal import console
-from ..init_config import InitSettings
-from ..parallel.partition import virtual_shards
-from ..parallel.workers import ParallelSampler, Workers, automatic
 from ..rollout.episodes import EpisodePlayer, Episodes, is_trained
 from ..rollout.players import make_player, open_judge, turn_limits
 from ..rollout.types import Completion, GenerationParams, Request, RngKey, Rollout, Sampler
@@ -44,6 +42,8 @@ from ..tasks.perfectible import PERFECTIBLE_FILE
 from ..tasks.tokenizer import Tokenizer, character_tokenizer
 from ..train.collect import step_problems
 from ..train.optimizer import Optimizer
+from ..train.parallel.partition import virtual_shards
+from ..train.parallel.workers import ParallelSampler, Workers, automatic
 
 # An accuracy that is this much above the target is reported: less is left to learn than was asked for.
 _TOO_FAR = 0.1

@@ -13,16 +13,16 @@ import torch
 
 from ...model.checkpoint import DTYPES
 from ...model.config import ModelConfig
-from ..config import Config
-from ..parallel.workers import Workers
-from ..perturb import sampled_weights, trained_weights
-from ..perturb_config import PerturbConfig
+from ..config.perturb_section import PerturbConfig
+from ..config.run_config import Config
 from ..rollout.older_weights import OlderWeights, Snapshot
+from ..rollout.perturb import sampled_weights, trained_weights
 from ..rollout.pool.actor import identify, weight_bytes
 from ..rollout.pool.dispatch import Dispatcher
 from ..rollout.pool.sampler import PinnedSampler, Published
 from ..rollout.types import Completion, Request, Sampler
 from ..train.optimizer import Optimizer
+from ..train.parallel.workers import Workers
 
 
 def perturbed(perturb: PerturbConfig, request: Request) -> Request:

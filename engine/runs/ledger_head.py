@@ -16,9 +16,9 @@ from ...model.lora import Lora
 from ...model.weights import FlatLayout, Layout
 from ...verify.environment import PACKAGE_ROOT, environment
 from ...verify.ledger import Head, LedgerFile, digest, digest_ids
-from ..config import FREE_SECTIONS, Config
-from ..lora import LoraConfig
-from ..loss.presets import DEFAULTS
+from ..config.lora_section import LoraConfig
+from ..config.loss_presets import DEFAULTS
+from ..config.run_config import FREE_SECTIONS, Config
 from ..tasks.pairs import Pair
 from ..tasks.problem import Problem
 from ..train.state import TrainState

@@ -11,8 +11,8 @@ from ...files.reading import parse_json, shown
 from ...files.writing import whole_lines
 from ...verify.ledger import LEDGER, LedgerFile, read_ledger
 from ...verify.run_files import CONFIG
-from ..config import Config
-from ..config_file import load_config
+from ..config.config_file import load_config
+from ..config.run_config import Config
 from .folder import METRICS, ROLLOUTS
 from .held_out import BASE_REWARD, MEAN_REWARD, held_out_curve
 from .rollout_lines import parse_rollout

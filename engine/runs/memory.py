@@ -12,10 +12,10 @@ from ...model.checkpoint import DTYPES
 from ...model.operations import layer_bytes_per_token
 from ...model.prompts import PASS_TOKENS as PROMPT_TOKENS
 from ...model.weights import Layout
-from ..config import Config
+from ..config.run_config import Config
+from ..config.sampler_names import EXTERNAL
 from ..rollout.cache_size import GPU_CACHE_SHARE, free_bytes, wanted_blocks
 from ..rollout.vllm.generator import CACHE_BYTES
-from ..sampler_names import EXTERNAL
 from .samplers import copied_weight_bytes, is_separate, numerics_of
 
 # Rows of a pass where the configuration names no micro_batch and the memory allows it: enough for a GPU.

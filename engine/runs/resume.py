@@ -20,8 +20,8 @@ from ...files.writing import first_free, write_whole
 from ...model.peft import checkpoint_config
 from ...model.weights import fingerprint
 from ...verify.ledger import LEDGER, Head, LedgerFile, read_ledger
-from ..config import Config
-from ..config_file import file_keys, load_config
+from ..config.config_file import file_keys, load_config
+from ..config.run_config import Config
 from .checkpoints import (
     DAMAGED,
     Checkpoint,

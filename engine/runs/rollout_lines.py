@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 
 from ...files.reading import json_number, json_ready, parse_json
-from ..loss.cuts import Cuts
+from ..config.budget_cuts import Cuts
 from ..rollout.types import Rollout
 from ..train.state import StepRecord
 

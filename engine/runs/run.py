@@ -13,15 +13,11 @@ from ...files.writing import first_free, hold_folder, os_error_line
 from ...model.checkpoint import write_checkpoint
 from ...model.weights import fingerprint
 from ...verify.ledger import LEDGER
-from ..compatibility import check_settings
-from ..config import Config
+from ..config.compatibility import check_settings
+from ..config.run_config import Config
 from ..display.interrupt import FirstInterrupt, StoppedError
 from ..display.progress import Display, Field
 from ..display.terminal import console
-from ..loss.surrogate_check import check_surrogate
-from ..parallel.data_parallel import RankedEnvironments, RankedReward
-from ..parallel.process_group import Ranks, join_ranks, world_size
-from ..parallel.workers import use_threads
 from ..rollout.players import Judge, open_judge
 from ..rollout.pool.on_ray import require_ray
 from ..rollout.vllm.arguments import check_engine_arguments
@@ -30,7 +26,11 @@ from ..tasks.base import Task
 from ..tasks.environment import EnvironmentTask
 from ..tasks.loading import load_task
 from ..tasks.perfectible import TASK_FILE
+from ..train.losses.surrogate_check import check_surrogate
 from ..train.monitor import MismatchError
+from ..train.parallel.data_parallel import RankedEnvironments, RankedReward
+from ..train.parallel.process_group import Ranks, join_ranks, world_size
+from ..train.parallel.workers import use_threads
 from ..train.recorder import Recorder
 from ..train.state import StepRecord, TrainState
 from ..train.step import train_step

@@ -2,7 +2,7 @@
 
     shared      native, the default; vllm-zerokl; or, on a GPU, vllm-exact: over the trainer's own weights
     separate    any sampler over weights of its own: older ones (max_staleness; lagged.py), weights in another
-                precision, or perturbed ones (perturb.py)
+                precision, or perturbed ones (rollout/perturb.py)
     pooled      native samplers of actors on any nodes (pool.engine; lagged.py)
     external    hf or vllm, which load the trainer's weights (external.py)
 
@@ -27,23 +27,23 @@ from ...model.checkpoint import DTYPES
 from ...model.config import ModelConfig
 from ...model.decoder import Decoder
 from ...model.numerics import Numerics, named_numerics
-from ..config import Config
+from ..config.run_config import Config
+from ..config.sampler_names import EXTERNAL
 from ..display.terminal import console
-from ..parallel.scorer import Scorer, WorkersSampler
-from ..parallel.workers import ParallelSampler, Workers
-from ..perturb import Delayed, sampled_weights, trained_weights
 from ..rollout.older_weights import OlderWeights
+from ..rollout.perturb import Delayed, sampled_weights, trained_weights
 from ..rollout.pool.actor import Blueprint, bits_environment
 from ..rollout.pool.dispatch import Dispatcher
 from ..rollout.pool.on_ray import RayCluster
+from ..rollout.stopwatch import Stopwatch
 from ..rollout.types import Sampler
 from ..rollout.vllm.arguments import vllm_context
 from ..rollout.vllm.exact import VllmExactSampler
 from ..rollout.vllm.installed import is_cpu_build
 from ..rollout.vllm.sampler import VllmZeroklSampler
-from ..sampler_names import EXTERNAL
-from ..stopwatch import Stopwatch
 from ..train.optimizer import Optimizer
+from ..train.parallel.scorer import Scorer, WorkersSampler
+from ..train.parallel.workers import ParallelSampler, Workers
 from .external import ExternalSampler, make_engine
 from .lagged import Drawing, DrawingSampler, LaggedSampler, PooledSampler
 

@@ -13,20 +13,15 @@ from ...model.compute_weights import quantise_all
 from ...model.config import ModelConfig
 from ...model.decoder import Decoder
 from ...model.weights import Layout
-from ..compatibility import check_settings
-from ..config import Config
+from ..config.compatibility import check_settings
+from ..config.run_config import Config
 from ..display.terminal import console
-from ..parallel.data_parallel import RankedEquivalence, RankedSampler, RankedScorer, RankedWorkers
-from ..parallel.process_group import ALONE, Ranks
-from ..parallel.scorer import Scorer, frozen
-from ..parallel.workers import Workers, automatic
-from ..parallel.zero import Slices
 from ..rollout.answers import AnswerPlayer, GivenAnswers
 from ..rollout.budgets import BudgetPlayer, DrawnAnswers
 from ..rollout.players import Judge, make_player, turn_limits
+from ..rollout.stopwatch import Stopwatch
 from ..rollout.types import check_room
 from ..rollout.vllm.installed import installed_vllm, is_cpu_build
-from ..stopwatch import Stopwatch
 from ..tasks.base import Problem, Task
 from ..tasks.environment import EnvironmentTask
 from ..tasks.equivalence import Equivalence, open_equivalence
@@ -35,6 +30,11 @@ from ..tasks.perfectible import perfectible_set
 from ..tasks.tokenizer import Tokenizer
 from ..train.ahead import Ahead
 from ..train.loss_scaling import LossScaler
+from ..train.parallel.data_parallel import RankedEquivalence, RankedSampler, RankedScorer, RankedWorkers
+from ..train.parallel.process_group import ALONE, Ranks
+from ..train.parallel.scorer import Scorer, frozen
+from ..train.parallel.workers import Workers, automatic
+from ..train.parallel.zero import Slices
 from ..train.state import TrainState
 from .engine import Engine, EngineInputs, sharded_engine
 from .memory import PassSizes, RunShape, fit

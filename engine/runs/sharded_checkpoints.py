@@ -19,8 +19,8 @@ from ...files.writing import os_error_line
 from ...model.checkpoint import SHARD_BYTES
 from ...model.weight_files import open_tensors, tensor_files
 from ...model.weights import FlatLayout
-from ..parallel.pieces import parts_of
-from ..parallel.process_group import Ranks
+from ..train.parallel.pieces import parts_of
+from ..train.parallel.process_group import Ranks
 from ..train.sharded_optimizer import ShardedOptimizer
 
 MOMENTS = "trainer/moments"

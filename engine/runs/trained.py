@@ -11,10 +11,10 @@ from ...model.decoder import Decoder
 from ...model.freezing import frozen_weights
 from ...model.peft import read_adapter
 from ...model.weights import Layout
-from ..config import Config
-from ..parallel.zero import Slices
+from ..config.run_config import Config
 from ..train.adapter_optimizer import AdapterOptimizer
 from ..train.optimizer import Optimizer
+from ..train.parallel.zero import Slices
 
 
 def model_layout(config: Config, model_config: ModelConfig) -> Layout:

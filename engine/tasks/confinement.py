@@ -12,7 +12,7 @@ Four means, none of which needs root:
 They hold from before the program is loaded, and it cannot take them back. Root loses its powers, too.
 Where the kernel lacks one of the first three, `missing` names what is open.
 
-Nothing here loads torch or numpy (see processes.py).
+Nothing here loads torch or numpy (see processes/process.py).
 """
 
 import ctypes

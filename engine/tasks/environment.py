@@ -18,7 +18,7 @@ problem, the key and the turns; what it draws at random comes from the key.
 In a game of several players the model plays all of them. Each player has a trajectory of its own, with what
 that player sees. `players` says how many there are, and an Observation says who moves next.
 
-Nothing here loads torch or numpy (see processes.py).
+Nothing here loads torch or numpy (see processes/process.py).
 """
 
 import hashlib

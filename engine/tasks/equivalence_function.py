@@ -1,6 +1,6 @@
 """Classes of texts that mean the same, as a process of the executor forms them.
 
-Nothing here loads torch or numpy (see processes.py).
+Nothing here loads torch or numpy (see processes/process.py).
 """
 
 from collections.abc import Callable, Sequence

@@ -23,7 +23,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from ...files.reading import one_line
-from ..processes import KeptProcess, ending
+from ..processes.process import KeptProcess, ending
 from .serve import Setup
 
 _ENTRY = "zerokl.engine.tasks.serve:serve"

@@ -1,6 +1,6 @@
 """Pairs of completions from a file of JSON objects, a line each: one is chosen, the other rejected.
 
-Nobody draws these completions. The loss preset dpo trains on them (engine/loss/dpo.py).
+Nobody draws these completions. The loss preset dpo trains on them (engine/train/losses/dpo.py).
 """
 
 from dataclasses import dataclass

@@ -3,7 +3,7 @@
 A namespace of users and one of mounts, which need no root where the kernel allows them to users. The program
 sees the places that it is given, for reading only, and its scratch directory.
 
-Nothing here loads torch or numpy (see processes.py).
+Nothing here loads torch or numpy (see processes/process.py).
 """
 
 import ctypes

@@ -1,6 +1,6 @@
 """The reward as a process of the executor calls it.
 
-Nothing here loads torch or numpy (see processes.py), unless the task is one of the user's.
+Nothing here loads torch or numpy (see processes/process.py), unless the task is one of the user's.
 """
 
 from collections.abc import Mapping

@@ -6,7 +6,7 @@ without site-packages and without the user's settings (-s -S -P), and nothing is
 next. Not fixed are time and time zone, os.urandom and what draws from it (`random` without a seed, uuid4,
 secrets), the process's number, the addresses of objects and the name of the directory.
 
-Nothing here loads torch or numpy (see processes.py).
+Nothing here loads torch or numpy (see processes/process.py).
 """
 
 import os

@@ -1,7 +1,7 @@
 """What a process of the executor runs: it makes a function, and answers calls of it, one at a time.
 
 Messages to it are pickled. Answers are JSON, because a user's code may have written them.
-Nothing here loads torch or numpy (see processes.py); what the user's code loads is its own affair.
+Nothing here loads torch or numpy (see processes/process.py); what the user's code loads is its own affair.
 """
 
 import json

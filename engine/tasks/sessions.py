@@ -4,7 +4,7 @@ A call has the problem, the key and all turns so far, which decide its answer. A
 trajectory up to here goes on from there. Any other plays it again from its first turn, and says so where an
 environment does not do the same again. So it decides nothing which process serves a call.
 
-Nothing here loads torch or numpy (see processes.py), unless the task is one of the user's.
+Nothing here loads torch or numpy (see processes/process.py), unless the task is one of the user's.
 """
 
 import hashlib

@@ -3,7 +3,7 @@
 A call that is not in the table fails with EPERM. One that Linux has since version 5.3 fails with ENOSYS: its
 callers know an older way, as libraries of C have one for clone3.
 
-Nothing here loads torch or numpy (see processes.py).
+Nothing here loads torch or numpy (see processes/process.py).
 """
 
 import errno

@@ -11,7 +11,7 @@ has no call, or one or more that are all well formed, or an error that says what
 half a call, a key that is there twice, a key that no call has, and a number that JSON does not know are
 errors. What an environment makes of an error is its own affair. `answers` hands it to the model.
 
-Nothing here loads torch or numpy (see processes.py).
+Nothing here loads torch or numpy (see processes/process.py).
 """
 
 import inspect

@@ -1,6 +1,6 @@
 """Code that a user wrote: how it is imported, and how one line names whatever it raises.
 
-Nothing here loads torch or numpy (see processes.py).
+Nothing here loads torch or numpy (see processes/process.py).
 """
 
 import importlib

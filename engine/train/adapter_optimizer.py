@@ -6,11 +6,11 @@ import torch
 
 from ...model.adapters import AdapterLayout, Adapters
 from ...verify.ledger import Tree
-from ..config import OptimizerConfig
-from ..parallel.sharded_adapters import ShardedAdapters
-from ..parallel.tree_hash import hash_tree
-from ..parallel.zero import Slices
+from ..config.run_config import OptimizerConfig
 from .optimizer import Optimizer
+from .parallel.sharded_adapters import ShardedAdapters
+from .parallel.tree_hash import hash_tree
+from .parallel.zero import Slices
 
 
 class AdapterOptimizer(Optimizer):

@@ -14,10 +14,10 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from ...kernels.philox import Stream, permutation
-from ..loss.advantage import all_equal
 from ..rollout.episodes import Episodes, joined
 from ..rollout.types import RngKey, Sampler
 from ..tasks.base import Problem
+from .losses.advantage import all_equal
 from .state import TrainState
 
 

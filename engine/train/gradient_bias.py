@@ -18,11 +18,11 @@ import torch
 
 from ...kernels.philox import Stream
 from ...verify.gradient_bias import figures_of_step, floor_of_step
-from ..loss.config import LossConfig
-from ..loss.corrected import corrected
-from ..parallel.inner_products import WHOLE, inner_products
+from ..config.loss_section import LossConfig
 from ..rollout.types import RngKey, Sampler
 from .collect import collect_step
+from .losses.corrected import corrected
+from .parallel.inner_products import WHOLE, inner_products
 from .prepare import prepare
 from .shard import Shard, ShardWork
 from .state import TrainState

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from ..precision import PrecisionConfig
+from ..config.precision_section import PrecisionConfig
 from .optimizer import GradientOverflowError, Optimizer
 from .shard import Scored
 from .underflow import WATCHED

@@ -13,12 +13,12 @@ import numpy as np
 import torch
 
 from ...verify.mismatch import mismatch_metrics
-from ..loss.advantage import all_equal
-from ..loss.policy_loss import LossConfig
-from ..loss.semantic_entropy import semantic_entropy
 from ..rollout.episodes import Episodes
 from ..tasks.environment import CONTEXT, DONE, ERROR, TIME_LIMIT, TOKENS, TURNS
 from .collect import RolloutBatch
+from .losses.advantage import all_equal
+from .losses.policy_loss import LossConfig
+from .losses.semantic_entropy import semantic_entropy
 from .shard import Scored
 
 # How a rollout ends whose last turn has no stop token, or no room for another one.

@@ -20,9 +20,9 @@ from ...model.decoder import Decoder
 from ...model.quantisation import Quantisation
 from ...model.weights import FLAT_TILE, VALUE_HEAD, FlatLayout
 from ...verify.ledger import Tree
-from ..config import OptimizerConfig
-from ..parallel.tree_hash import hash_tree
-from ..parallel.zero import Slices
+from ..config.run_config import OptimizerConfig
+from .parallel.tree_hash import hash_tree
+from .parallel.zero import Slices
 
 # Elements of one slice of an elementwise pass; a multiple of FLAT_TILE. On a CPU a temporary has 1 MiB and so
 # stays in the cache (benchmarks/LOG.md). On a GPU it has 128 MiB, because a GPU waits for each launch.

@@ -24,7 +24,7 @@ from ...model.config import ModelConfig
 from ...model.operation import Work
 from ...model.operations import forward_flops
 from ...model.prompts import first_of_prompt
-from ..loss.config import LossConfig
+from ..config.loss_section import LossConfig
 from .shard import Shard, has_gradient
 from .state import TrainState
 

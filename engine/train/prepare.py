@@ -7,19 +7,19 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ..loss.advantage import StepAdvantages, advantages, of_tokens
-from ..loss.budget_relative import cut_advantages
-from ..loss.config import LossConfig
-from ..loss.critic import Critic, critic_metrics, critic_of, token_rewards
-from ..loss.dpo import dpo_metrics, margins, pair_advantages
-from ..loss.policy_loss import sequence_weights
-from ..loss.reward_shaping import completion_kl, shaped_rewards
-from ..loss.semantic_entropy import scaled_by_entropy
-from ..loss.verifree import answer_advantages, answer_metrics
+from ..config.loss_section import LossConfig
 from ..rollout.answers import answer_length
 from ..rollout.episodes import Episodes
 from ..rollout.types import Rollout
 from .collect import RolloutBatch
+from .losses.advantage import StepAdvantages, advantages, of_tokens
+from .losses.budget_relative import cut_advantages
+from .losses.critic import Critic, critic_metrics, critic_of, token_rewards
+from .losses.dpo import dpo_metrics, margins, pair_advantages
+from .losses.policy_loss import sequence_weights
+from .losses.reward_shaping import completion_kl, shaped_rewards
+from .losses.semantic_entropy import scaled_by_entropy
+from .losses.verifree import answer_advantages, answer_metrics
 from .metrics import loss_metrics
 from .shard import Shard
 from .state import TrainState

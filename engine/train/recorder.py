@@ -11,10 +11,10 @@ import torch
 from ...files.writing import hash_json
 from ...verify.divergence import compare_lines
 from ...verify.ledger import Head, Ledger, LedgerFile, Line, Tree, digest, digest_ids
-from ..config import LedgerConfig
-from ..loss.advantage import StepAdvantages
+from ..config.run_config import LedgerConfig
 from ..rollout.episodes import Episodes
 from ..rollout.types import Rollout
+from .losses.advantage import StepAdvantages
 from .optimizer import Optimizer
 
 

@@ -21,11 +21,11 @@ from ...model.observer import Observer, Rows, observed
 from ...model.prompts import PromptLayout, Prompts, prompt_passes
 from ...model.routing import FREE, RecordedRouting, ReplayedRouting, Routing
 from ...model.scoring import PackedBatch, Scores, ScoringInputs, pack
-from ..loss.critic import value_loss
-from ..loss.load_balance import load_balance
-from ..loss.policy_loss import LossConfig, policy_loss
-from ..parallel.partition import micro_batches, virtual_shards
 from ..rollout.types import Rollout
+from .losses.critic import value_loss
+from .losses.load_balance import load_balance
+from .losses.policy_loss import LossConfig, policy_loss
+from .parallel.partition import micro_batches, virtual_shards
 from .underflow import WATCHED, OnePassUnderflow, PromptUnderflow, Underflow, ZeroCounts
 
 
@@ -93,7 +93,7 @@ class Scored:
     experts: torch.Tensor | None
     underflow: dict[str, int]  # zeros in the watched gradients (underflow.py); empty unless ShardWork.watch
     values: torch.Tensor | None = None  # [C], the critic's; None without one
-    load_balance: torch.Tensor | None = None  # of each sequence (loss/load_balance.py); None where it is off
+    load_balance: torch.Tensor | None = None  # of each sequence (losses/load_balance.py); None: it is off
 
 
 def mean_load_balance(parts: Sequence[Scored]) -> dict[str, float]:

@@ -14,13 +14,13 @@ import torch
 from ...kernels.adamw import AdamW, adamw
 from ...model.weights import VALUE_HEAD_TENSOR
 from ...verify.ledger import Tree
-from ..config import OptimizerConfig
-from ..parallel.gathered import WholeWeights
-from ..parallel.sharded_adapters import ShardedAdapters
-from ..parallel.sharded_model import ShardedModel, placed_like
-from ..parallel.zero import Slices
+from ..config.run_config import OptimizerConfig
 from .adapter_optimizer import AdapterOptimizer
 from .optimizer import GPU_SLICE, SLICE, Optimizer
+from .parallel.gathered import WholeWeights
+from .parallel.sharded_adapters import ShardedAdapters
+from .parallel.sharded_model import ShardedModel, placed_like
+from .parallel.zero import Slices
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor

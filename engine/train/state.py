@@ -10,23 +10,23 @@ from typing import Any
 import numpy as np
 
 from ...model.decoder import Decoder
-from ..config import Config
-from ..loss.advantage import StepAdvantages
-from ..parallel.data_parallel import RankedEquivalence, RankedScorer, RankedWorkers
-from ..parallel.process_group import Ranks
-from ..parallel.scorer import Scorer
-from ..parallel.sharded_model import ShardedWorkers
-from ..parallel.workers import Workers
+from ..config.run_config import Config
 from ..rollout.episodes import EpisodePlayer, Episodes
 from ..rollout.older_weights import OlderWeights
+from ..rollout.stopwatch import Stopwatch
 from ..rollout.types import GenerationParams, Sampler
-from ..stopwatch import Stopwatch
 from ..tasks.base import Problem
 from ..tasks.equivalence import Equivalence
 from ..tasks.tokenizer import Tokenizer
 from .ahead import Ahead
 from .loss_scaling import LossScaler
+from .losses.advantage import StepAdvantages
 from .optimizer import Optimizer
+from .parallel.data_parallel import RankedEquivalence, RankedScorer, RankedWorkers
+from .parallel.process_group import Ranks
+from .parallel.scorer import Scorer
+from .parallel.sharded_model import ShardedWorkers
+from .parallel.workers import Workers
 
 
 @dataclass

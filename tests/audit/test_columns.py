@@ -93,7 +93,7 @@ def test_rounded_columns_are_compared_within_their_rounding(tmp_path, capsys, of
 
 
 def test_a_model_is_compared_within_the_rounding_too(model, tmp_path):
-    from zerokl.engine.policy import load_policy
+    from zerokl.engine.rollout.policy import load_policy
 
     (rollout,) = load_policy(str(model), "float32").sample(["1+2="], n=1, max_tokens=8)
     row = {"prompt_ids": rollout.prompt_ids, "completion_ids": rollout.completion_ids, "temperature": 1.0}

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 from zerokl.benchmarks.real import gradient
-from zerokl.engine.compatibility import check_settings
-from zerokl.engine.config_file import load_config
+from zerokl.engine.config.compatibility import check_settings
+from zerokl.engine.config.config_file import load_config
 
 REAL = Path(__file__).resolve().parents[2] / "benchmarks" / "real"
 

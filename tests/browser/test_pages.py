@@ -11,8 +11,8 @@ from selenium import webdriver
 from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.support.ui import Select, WebDriverWait
-from zerokl.engine.commands.report.page import write_report
-from zerokl.engine.commands.report.watch import LiveRuns, Server
+from zerokl.engine.runs.report.page import write_report
+from zerokl.engine.runs.report.watch import LiveRuns, Server
 
 from tests.browser.conftest import NARROW, WIDE
 from tests.made_run import HOSTILE, made_run, metrics_line, write_lines, write_rollouts

@@ -7,8 +7,8 @@ import subprocess
 import sys
 
 from zerokl.cli import main
-from zerokl.engine.parallel.scorer import WorkersSampler
 from zerokl.engine.runs import samplers
+from zerokl.engine.train.parallel.scorer import WorkersSampler
 
 
 def test_a_run_that_was_refused_can_be_started_again_in_the_same_folder(training, refused, capsys):

@@ -66,7 +66,7 @@ def test_a_file_that_is_removed_while_a_run_writes_it_ends_the_run(folder, train
 
 
 def test_a_complete_run_whose_report_cannot_be_written_is_done(folder, training, capsys, monkeypatch):
-    from zerokl.engine.commands.report import page
+    from zerokl.engine.runs.report import page
 
     def full(runs, out=None):
         raise OSError(28, "No space left on device", "run/report.html")

@@ -8,7 +8,7 @@ import sys
 import pytest
 from zerokl.cli import main
 from zerokl.cli.settings import sections
-from zerokl.engine.config_file import known_keys
+from zerokl.engine.config.config_file import known_keys
 from zerokl.verify.environment import PACKAGE_ROOT
 
 

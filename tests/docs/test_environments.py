@@ -12,7 +12,7 @@ import pytest
 import torch
 import zerokl
 from zerokl.cli import main
-from zerokl.engine.config import EnvironmentConfig
+from zerokl.engine.config.run_config import EnvironmentConfig
 from zerokl.engine.rollout.players import turn_limits
 from zerokl.engine.rollout.turns import TurnPlayer
 from zerokl.engine.rollout.types import Completion, GenerationParams, Request, RngKey

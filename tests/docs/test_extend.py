@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 import zerokl
 from zerokl.cli import main
-from zerokl.engine.loss.config import LossConfig
+from zerokl.engine.config.loss_section import LossConfig
 from zerokl.engine.runs import init as initialise
 from zerokl.model.config import ModelConfig
 
@@ -173,7 +173,10 @@ def test_a_run_trains_with_the_surrogate(train, monkeypatch):
     settings = {"loss__preset": "grpo", "loss__surrogate": "mysurrogate:dual_clip", "updates_per_rollout": 2}
     summary = train("dual", **settings)
     assert (summary["mismatch_max_abs"], summary["tokens_unequal"]) == (0.0, 0)
-    assert train("clip", **settings | {"loss__surrogate": "zerokl.engine.loss.surrogates:clip"})["steps"] == 2
+    assert (
+        train("clip", **settings | {"loss__surrogate": "zerokl.engine.train.losses.surrogates:clip"})["steps"]
+        == 2
+    )
     # Control: a floor below every ratio takes the slope of every bad completion.
     monkeypatch.setattr(mysurrogate, "FLOOR", 0.5)
     assert train("floor", **settings)["weights"] != summary["weights"]
@@ -297,7 +300,7 @@ def test_the_diffs_fit_the_source_and_its_own_tests_pass(source):
         text = text.replace("from zerokl.kernels.", "from .").replace("from relu2_mul", "from .relu2_mul")
         (source / "kernels" / f"{name}.py").write_text(text)
     files = {
-        "engine/loss/test_loss.py": "dual_clip",
+        "engine/train/losses/test_loss.py": "dual_clip",
         "model/test_transformers.py": "mistral",
         "model/test_refusals.py": "unsupported_config",
         "kernels/test_row_independence.py": "relu2_mul",

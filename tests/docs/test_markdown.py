@@ -51,7 +51,7 @@ def test_nothing_on_a_page_is_for_sphinx_alone(page):
 @pytest.mark.parametrize(
     "hole",
     [
-        "See {src}`engine/config.py` and more.",
+        "See {src}`engine/config/run_config.py` and more.",
         "| key |\n| --- |\n| {confval}`loss.preset` |",
         "```{literalinclude} x.toml\n```",
         "```{glossary}\nword\n  What it is.\n```",

@@ -12,9 +12,9 @@ import pytest
 import torch
 import zerokl
 from zerokl import cli
-from zerokl.engine.commands.ablations.ablate import read_grid
-from zerokl.engine.commands.ablations.hypotheses import judged, read_hypotheses
-from zerokl.engine.config_file import load_config
+from zerokl.engine.config.config_file import load_config
+from zerokl.engine.runs.ablations.ablate import read_grid
+from zerokl.engine.runs.ablations.hypotheses import judged, read_hypotheses
 from zerokl.engine.tasks.answers import NAMED_REWARDS
 from zerokl.engine.tasks.jsonl import Jsonl
 

@@ -17,18 +17,18 @@ PLANTED = {
     "huggingface/trl#5231": "tests/audit/test_columns.py::test_what_truncated_metrics_hide_is_said",
     "huggingface/trl#6688": f"{_LOGS}/test_weights.py::test_a_merge_in_bf16_is_named",
     "huggingface/trl#6800": f"{_LOGS}/test_tokens.py::test_positions_and_padding_are_told_apart",
-    "unslothai/unsloth#4502": "tests/engine/commands/test_variants.py"
+    "unslothai/unsloth#4502": "tests/engine/runs/checks/test_variants.py"
     "::test_dropout_is_found_in_train_mode_and_nowhere_else",
     "verl-project/verl#7904": f"{_LOGS}/test_weights.py::test_an_adapter_merged_into_merged_weights_is_named",
     "verl-project/verl#3126": "tests/audit/logs/test_log_diff.py::test_one_seed_and_two_curves",
-    "verl-project/verl#7978": "tests/engine/commands/test_weight_hashes.py"
+    "verl-project/verl#7978": "tests/engine/runs/checks/test_weight_hashes.py"
     "::test_experts_that_a_sync_corrupted_are_named",
     "Tencent-Hunyuan/UniRL#208": f"{_LOGS}/test_tokens.py::test_doubled_lines_are_named",
     "NVIDIA-NeMo/RL#4018": f"{_LOGS}/test_weights.py::test_a_stale_prefix_cache_is_told_from_older_weights",
     "NVIDIA-NeMo/RL#1801": f"{_LOGS}/test_operations.py::test_a_fused_activation_in_bf16_is_named",
     "NVIDIA-NeMo/RL#2586": "tests/audit/test_changes_since.py"
     "::test_an_upgrade_that_changes_a_backend_is_named",
-    "NovaSky-AI/SkyRL#1680": "tests/engine/commands/test_weight_hashes.py"
+    "NovaSky-AI/SkyRL#1680": "tests/engine/runs/checks/test_weight_hashes.py"
     "::test_experts_that_a_sync_corrupted_are_named",
     "NovaSky-AI/SkyRL#2201": "tests/audit/figures/test_full_vocab.py"
     "::test_a_difference_in_tokens_that_were_not_drawn_is_named",

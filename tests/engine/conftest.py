@@ -11,8 +11,8 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import pytest
 import torch
-from zerokl.engine.config import Config
-from zerokl.engine.config_file import load_config
+from zerokl.engine.config.config_file import load_config
+from zerokl.engine.config.run_config import Config
 from zerokl.engine.rollout.native import NativeSampler
 from zerokl.model.checkpoint import load_decoder
 from zerokl.model.decoder import Decoder
@@ -75,7 +75,7 @@ def broken(problem, completion):
 
 def ppo(r, A, logp, low, high):
     """PPO's clip, as a surrogate that a user wrote."""
-    from zerokl.engine.loss.surrogates import clip
+    from zerokl.engine.train.losses.surrogates import clip
 
     return clip(r, A, logp, low, high)
 

@@ -18,8 +18,8 @@ from random import Random
 import pytest
 from allpairspy import AllPairs
 from zerokl.cli import main
-from zerokl.engine.compatibility import check_settings
-from zerokl.engine.config import Config
+from zerokl.engine.config.compatibility import check_settings
+from zerokl.engine.config.run_config import Config
 from zerokl.engine.runs.loaded import load_run
 from zerokl.engine.runs.run import train
 

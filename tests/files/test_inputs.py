@@ -18,20 +18,24 @@ from tests.test_floors import FLOORS
 PROGRAMS = ("audit/formats/scripts", "engine/tasks/try_tokenizer.py")
 # What opens a file for reading, and readers of other libraries that are given a name: where each is allowed.
 READERS = {
-    "read_text": ("engine/processes.py",),  # the kernel's list of children
+    "read_text": ("engine/processes/process.py",),  # the kernel's list of children
     "read_bytes": (),
     "safe_open": ("model/weight_files.py",),  # after check_input
     "load_file": (),
     "fdopen": (),
     "ParquetFile": ("audit/formats/text_only.py",),  # after check_input
     "torch.load": ("audit/formats/slime.py",),  # after check_input
-    "torch.from_file": ("engine/shared_tensor.py",),  # memory of this machine's processes
+    "torch.from_file": ("engine/processes/shared_tensor.py",),  # memory of this machine's processes
     # model folders, after check_folder
-    "from_pretrained": ("engine/tasks/tokenizer.py", "engine/commands/variants.py", "engine/rollout/hf.py"),
+    "from_pretrained": (
+        "engine/tasks/tokenizer.py",
+        "engine/runs/checks/variants.py",
+        "engine/rollout/hf.py",
+    ),
     # folders whose lists of names are synced or locked, shared memory, /dev/null, places that Linux is told
     "os.open": (
         "files/writing.py",
-        "engine/shared_tensor.py",
+        "engine/processes/shared_tensor.py",
         "engine/display/output.py",
         "engine/tasks/confinement.py",
     ),
@@ -85,12 +89,12 @@ def test_no_other_module_opens_an_input():
     ],
 )
 def test_control_a_module_that_opens_an_input_is_found(line):
-    assert len(own_readings(line, "engine/policy.py")) == 1
+    assert len(own_readings(line, "engine/rollout/policy.py")) == 1
 
 
 @pytest.mark.parametrize("line", ['open(path, "ab")', "read_bytes(path)", 'open(path, mode="x")'])
 def test_control_a_writer_is_none(line):
-    assert own_readings(line, "engine/policy.py") == []
+    assert own_readings(line, "engine/rollout/policy.py") == []
 
 
 @pytest.fixture

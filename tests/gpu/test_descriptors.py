@@ -9,10 +9,10 @@ import pytest
 import torch
 from zerokl import kernels
 from zerokl.benchmarks.machine import model_config
-from zerokl.engine.loss.config import LossConfig
-from zerokl.engine.parallel.gradient import ShardSum
+from zerokl.engine.config.loss_section import LossConfig
 from zerokl.engine.rollout.native import NativeSampler
 from zerokl.engine.rollout.types import GenerationParams, RngKey, complete
+from zerokl.engine.train.parallel.gradient import ShardSum
 from zerokl.engine.train.shard import ShardWork
 from zerokl.kernels import tiles
 from zerokl.kernels.attention_tables import Spans

@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from zerokl.engine.parallel.gradient import ShardSum, TrainedAdapters
+from zerokl.engine.train.parallel.gradient import ShardSum, TrainedAdapters
 from zerokl.model import decoder, experts
 from zerokl.model.adapters import AdapterLayout, adapted_layout
 from zerokl.model.config import Experts

@@ -7,13 +7,13 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 import torch
-from zerokl.engine.config import OptimizerConfig
-from zerokl.engine.parallel import scorer, tree_hash
-from zerokl.engine.parallel.gradient import ShardSum
+from zerokl.engine.config.run_config import OptimizerConfig
 from zerokl.engine.rollout import decode
 from zerokl.engine.rollout.native import NativeSampler
 from zerokl.engine.rollout.types import GenerationParams, RngKey, complete
 from zerokl.engine.train.optimizer import Optimizer
+from zerokl.engine.train.parallel import scorer, tree_hash
+from zerokl.engine.train.parallel.gradient import ShardSum
 from zerokl.kernels import to_host, upload
 from zerokl.kernels.sampling_params import SamplingParams
 from zerokl.model.decoder import Decoder

@@ -10,13 +10,13 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 import torch
-from zerokl.engine.loss.advantage import of_tokens
-from zerokl.engine.loss.config import LossConfig
-from zerokl.engine.parallel import scorer
-from zerokl.engine.parallel.gradient import ShardSum
+from zerokl.engine.config.loss_section import LossConfig
 from zerokl.engine.rollout import scoring as given_tokens
 from zerokl.engine.rollout.types import Rollout
 from zerokl.engine.train import shard as shards_work
+from zerokl.engine.train.losses.advantage import of_tokens
+from zerokl.engine.train.parallel import scorer
+from zerokl.engine.train.parallel.gradient import ShardSum
 from zerokl.engine.train.shard import Shard, ShardWork
 from zerokl.kernels import attention_plan, linear, logprob, order, to_host, upload
 from zerokl.kernels.sampling_params import SamplingParams

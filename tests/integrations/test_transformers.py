@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, PreTrainedModel
-from zerokl.engine.loss.policy_loss import LossConfig
 from zerokl.engine.rollout.types import Rollout
+from zerokl.engine.train.losses.policy_loss import LossConfig
 from zerokl.engine.train.shard import Shard, ShardWork, shard_gradients
 from zerokl.files.bitwise import equal
 from zerokl.integrations.transformers import StaleWeightsError, exact

@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from zerokl.engine.parallel.gradient import GradientTree, add_roots
+from zerokl.engine.train.parallel.gradient import GradientTree, add_roots
 
 from tests.helpers import randn, total_unequal
 

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 from zerokl.cli import main
-from zerokl.engine.config_file import load_config
+from zerokl.engine.config.config_file import load_config
 from zerokl.engine.runs.run import train
 from zerokl.files.bitwise import count_unequal
 from zerokl.model.adapters import AdapterLayout, adapted_layout

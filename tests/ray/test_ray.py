@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 import ray
 from zerokl.cli import main
-from zerokl.engine.config import Config
-from zerokl.engine.config_file import load_config, to_toml
+from zerokl.engine.config.config_file import load_config, to_toml
+from zerokl.engine.config.run_config import Config
 from zerokl.engine.rollout.pool.actor import SamplerActor, StaleWeightsError
 from zerokl.engine.rollout.pool.on_ray import RayCluster
 from zerokl.engine.runs import samplers

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from zerokl.engine.config_file import load_config
+from zerokl.engine.config.config_file import load_config
 from zerokl.engine.runs.run import train
 
 from tests.random_model import TWO_LAYERS, random_model

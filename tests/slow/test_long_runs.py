@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from zerokl.engine.config_file import load_config
+from zerokl.engine.config.config_file import load_config
 from zerokl.engine.runs.init import initialise
 from zerokl.engine.runs.run import train
 

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.slow
 _RUN = """
 import resource, sys
 from pathlib import Path
-from zerokl.engine.config_file import load_config
+from zerokl.engine.config.config_file import load_config
 from zerokl.engine.runs.init import random_decoder
 from zerokl.engine.runs.run import train
 from zerokl.engine.tasks.tokenizer import character_tokenizer

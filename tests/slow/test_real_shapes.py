@@ -40,7 +40,7 @@ _SHAPES = {
 }
 _STEP = """
 import json, resource, sys
-from zerokl.engine.config_file import load_config
+from zerokl.engine.config.config_file import load_config
 from zerokl.engine.runs.run import train
 model, run, dtype = sys.argv[1:]
 overrides = {

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.slow
 _CODE = """
 import json, sys
 from zerokl.engine.runs import run
-from zerokl.engine.config_file import load_config
+from zerokl.engine.config.config_file import load_config
 plain, pages = run.train_step, []
 def measured(state, recorder):
     record = plain(state, recorder)

@@ -1,7 +1,7 @@
 """The demo's model learns tasks of many turns: a tool, and a game that it plays against itself."""
 
 import pytest
-from zerokl.engine.config_file import load_config
+from zerokl.engine.config.config_file import load_config
 from zerokl.engine.runs.run import train
 
 NIM = {

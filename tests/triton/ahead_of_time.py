@@ -13,8 +13,8 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
-from zerokl.engine.commands import verify_binaries
-from zerokl.engine.commands.verify_binaries import build, check, read_tables
+from zerokl.engine.runs.checks import verify_binaries
+from zerokl.engine.runs.checks.verify_binaries import build, check, read_tables
 from zerokl.kernels.compiled_cases import configurations
 from zerokl.kernels.launch import Launch
 from zerokl.verify.binaries import TARGETS, Binary, compile_launch, faults, float_program, inspect

@@ -21,9 +21,9 @@ import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
 from zerokl.benchmarks.host_cost import gpu_code_on_cpu
 from zerokl.benchmarks.machine import model_config
-from zerokl.engine.parallel.gradient import ShardSum, TrainedAdapters
 from zerokl.engine.rollout import generation, native
 from zerokl.engine.rollout.types import GenerationParams, RngKey, complete
+from zerokl.engine.train.parallel.gradient import ShardSum, TrainedAdapters
 from zerokl.kernels.compiled_cases import configurations
 from zerokl.kernels.grad import GradBuffer, PendingSums
 from zerokl.kernels.launch import Launch, recorded_launches

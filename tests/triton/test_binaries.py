@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from zerokl import kernels
 from zerokl.cli import main
-from zerokl.engine.commands import verify_binaries
+from zerokl.engine.runs.checks import verify_binaries
 from zerokl.kernels.compiled_cases import configurations
 from zerokl.verify.binaries import TARGETS
 

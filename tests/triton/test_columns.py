@@ -19,7 +19,7 @@ def partials(n: int, D: int, blocks: TokenBlocks) -> list[torch.Tensor]:
 
 
 def sums(n: int, D: int, shards: int, pending: PendingSums | None) -> list[GradBuffer]:
-    """Buffers over one memory, as in engine/parallel/gradient.py."""
+    """Buffers over one memory, as in engine/train/parallel/gradient.py."""
     memory = torch.zeros(shards, n * D)
     return [GradBuffer(memory[:, i * D : (i + 1) * D], pending=pending) for i in range(n)]
 

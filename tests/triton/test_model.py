@@ -3,10 +3,10 @@
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from zerokl.engine.commands.verify import cached_scores
-from zerokl.engine.parallel.gradient import ShardSum
 from zerokl.engine.rollout.native import NativeSampler
 from zerokl.engine.rollout.types import GenerationParams, RngKey, complete
+from zerokl.engine.runs.checks.verify import cached_scores
+from zerokl.engine.train.parallel.gradient import ShardSum
 from zerokl.engine.train.shard import micro_batches
 from zerokl.kernels import tiles
 from zerokl.kernels.launch import recorded_launches

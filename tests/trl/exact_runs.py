@@ -13,8 +13,8 @@ import torch
 from datasets import Dataset
 from transformers import AutoModelForCausalLM, Trainer, set_seed
 from trl import GRPOConfig, RLOOConfig, RLOOTrainer
+from zerokl.engine.config.vllm_section import VllmConfig
 from zerokl.engine.tasks.tokenizer import character_tokenizer
-from zerokl.engine.vllm_config import VllmConfig
 from zerokl.integrations.exact_trl import ExactGRPOTrainer, ExactRLOOTrainer
 
 from tests.model.checkpoints import FAMILIES

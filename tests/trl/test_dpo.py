@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from zerokl.engine.config_file import load_config
+from zerokl.engine.config.config_file import load_config
 from zerokl.engine.rollout.players import open_judge
 from zerokl.engine.runs.setup import make_state
 from zerokl.engine.tasks.loading import load_task

@@ -33,10 +33,10 @@ import math
 import numpy as np
 import pytest
 import torch
-from zerokl.engine.loss.advantage import advantages
-from zerokl.engine.loss.config import LossConfig
-from zerokl.engine.loss.policy_loss import policy_loss, sequence_weights
-from zerokl.engine.loss.reward_shaping import completion_kl, shaped_rewards
+from zerokl.engine.config.loss_section import LossConfig
+from zerokl.engine.train.losses.advantage import advantages
+from zerokl.engine.train.losses.policy_loss import policy_loss, sequence_weights
+from zerokl.engine.train.losses.reward_shaping import completion_kl, shaped_rewards
 
 from tests.helpers import assert_at_most_twice_the_error
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from zerokl.engine.config.vllm_section import VllmConfig
 from zerokl.engine.rollout.vllm.sampler import VllmZeroklSampler
-from zerokl.engine.vllm_config import VllmConfig
 from zerokl.integrations.transformers import StaleWeightsError
 
 from tests.trl.exact_runs import STEPS, G, P, SeenGRPO, SeenRLOO, make_trainer, mismatches, write_model

@@ -11,10 +11,10 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from zerokl.engine.config.vllm_section import VllmConfig
+from zerokl.engine.processes.shared_tensor import SharedTensor
 from zerokl.engine.rollout.types import GenerationParams, RngKey, complete
 from zerokl.engine.rollout.vllm.sampler import VllmZeroklSampler
-from zerokl.engine.shared_tensor import SharedTensor
-from zerokl.engine.vllm_config import VllmConfig
 from zerokl.kernels.sampling_params import SamplingParams
 from zerokl.model.checkpoint import load_decoder
 from zerokl.model.decoder import Decoder

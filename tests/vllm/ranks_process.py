@@ -12,9 +12,9 @@ from dataclasses import replace
 from typing import Any
 
 from zerokl.cli import main
+from zerokl.engine.processes.shared_tensor import Handle, map_tensor
 from zerokl.engine.rollout.types import Request
 from zerokl.engine.rollout.vllm.sampler import prepare_vllm
-from zerokl.engine.shared_tensor import Handle, map_tensor
 
 
 def copies_once(self, info: Any) -> None:

@@ -1,8 +1,8 @@
 """A run that samples with vLLM, killed at random moments, ends with the ledger of the native sampler."""
 
 import pytest
-from zerokl.engine.config import Config
-from zerokl.engine.config_file import load_config
+from zerokl.engine.config.config_file import load_config
+from zerokl.engine.config.run_config import Config
 
 from tests.engine.runs.test_kills import check_kills
 

@@ -20,7 +20,7 @@ if __name__ == "__main__":
     from pathlib import Path
 
     import torch
-    from zerokl.engine.vllm_config import VllmConfig
+    from zerokl.engine.config.vllm_section import VllmConfig
     from zerokl.engine.rollout.native import NativeSampler
     from zerokl.engine.rollout.types import RngKey, GenerationParams, complete
     from zerokl.engine.rollout.vllm import exact

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from ...config import PoolConfig
+from ...config.run_config import PoolConfig
 from ..types import Request
 from .actor import Blueprint, SamplerActor, WeightsId
 from .dispatch import ActorLostError

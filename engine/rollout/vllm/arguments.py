@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ....model.config import ModelConfig
-from ...vllm_config import VllmConfig
+from ...config.vllm_section import VllmConfig
 
 _LOGS = "what is logged or measured; no forward depends on it"
 _MEMORY = "how much memory is taken; a row's bits do not depend on where its keys lie"

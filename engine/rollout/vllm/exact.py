@@ -35,7 +35,7 @@ import torch
 
 from ....model.config import ModelConfig
 from ....model.weights import Layout
-from ...vllm_config import VllmConfig
+from ...config.vllm_section import VllmConfig
 from .plugin import EXACT
 from .sampler import KeyedSampler, prepare_vllm
 
@@ -91,7 +91,7 @@ def refuse_after_exact() -> None:
 class VllmExactSampler(KeyedSampler):
     """vLLM's own model. At every update it loads the trainer's weights `flat` [layout.numel].
 
-    For a GPU only: on a CPU vLLM has other kernels, which are not batch-invariant (engine/compatibility.py
+    For a GPU only: on a CPU vLLM has other kernels, which are not batch-invariant (config/compatibility.py
     refuses it). Raises ValueError as KeyedSampler does, or where vLLM is already in use in another mode.
     """
 

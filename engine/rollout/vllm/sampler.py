@@ -23,8 +23,8 @@ import torch.distributed as dist
 from ....model.config import ModelConfig
 from ....model.decoder import COMPUTE, Numerics
 from ....model.routing import id_dtype
-from ...shared_tensor import SharedTensor
-from ...vllm_config import VllmConfig
+from ...config.vllm_section import VllmConfig
+from ...processes.shared_tensor import SharedTensor
 from ..types import Completion, Request, RequestSource, check_requests
 from .arguments import check_engine_arguments, vllm_context
 from .experts import EXTENSION, experts_of
@@ -290,7 +290,7 @@ class VllmZeroklSampler(KeyedSampler):
     ):
         from .plugin import ARCHITECTURE, FROZEN, HAS_VALUE_HEAD, KV, OWN, SHARED, TILES_OVERRIDE
 
-        assert numerics.cache is None, "engine/compatibility.py refuses it"
+        assert numerics.cache is None, "engine/config/compatibility.py refuses it"
         overrides = {
             "architectures": [ARCHITECTURE],
             FROZEN: sorted(frozen),

@@ -17,7 +17,7 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 
 from ....kernels.matmul import UNPACKED, pack_weights
 from ....model.weights import Layout
-from ...shared_tensor import Handle, map_tensor
+from ...processes.shared_tensor import Handle, map_tensor
 
 
 @dataclass

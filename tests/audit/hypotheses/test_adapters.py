@@ -10,8 +10,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from zerokl.cli import main
-from zerokl.engine.commands.merge import merge_adapter
 from zerokl.engine.rollout.types import Rollout
+from zerokl.engine.runs.merge import merge_adapter
 from zerokl.model import decoder as decoder_module
 from zerokl.model.adapters import AdapterLayout, adapted_layout
 from zerokl.model.checkpoint import load_decoder, stored_dtype, write_checkpoint

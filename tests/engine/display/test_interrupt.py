@@ -5,7 +5,7 @@ import signal
 
 import pytest
 from zerokl.cli import main
-from zerokl.engine.config_file import to_toml
+from zerokl.engine.config.config_file import to_toml
 from zerokl.engine.display.interrupt import FirstInterrupt, StoppedError
 from zerokl.engine.runs import run as run_module
 from zerokl.engine.runs.run import resume, train

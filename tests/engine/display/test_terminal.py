@@ -17,12 +17,12 @@ from rich.cells import cell_len
 from rich.table import Table
 from safetensors.torch import load_file, save_file
 from zerokl.cli import main
-from zerokl.engine.commands.ablations.figures import FIGURES, PLOTS, spread
-from zerokl.engine.commands.ablations.report import write_report
-from zerokl.engine.commands.trace import write_trace
 from zerokl.engine.display import progress
 from zerokl.engine.display.progress import Display, Stages, duration, packed, sparkline
 from zerokl.engine.display.terminal import Printer, console
+from zerokl.engine.runs.ablations.figures import FIGURES, PLOTS, spread
+from zerokl.engine.runs.ablations.report import write_report
+from zerokl.engine.runs.checks.trace import write_trace
 from zerokl.engine.runs.run import _fields
 
 ESCAPE = re.compile(r"\x1b\[[\d;?]*[A-Za-z]")
@@ -304,7 +304,7 @@ def test_nothing_else_prints():
         "engine/display/output.py",
         "engine/display/terminal.py",
         "engine/display/progress.py",
-        "engine/commands/ablations/display.py",
+        "engine/runs/ablations/display.py",
     }
     assert users == ours
     prints = [
@@ -354,7 +354,7 @@ def test_stages_are_lines_in_a_log_and_go_from_a_terminal(terminal, capsys):
 
 
 def test_a_plot_without_data_is_left_out(tmp_path, monkeypatch):
-    monkeypatch.setattr("zerokl.engine.commands.ablations.report._markdown", lambda combinations: "")
+    monkeypatch.setattr("zerokl.engine.runs.ablations.report._markdown", lambda combinations: "")
     points = [{"step": step, "mean": 0.5, "min": 0.25, "max": 0.75} for step in range(3)]
     by_step = {metric: [] if metric.startswith("eval/") else points for metric in PLOTS}
     figures = {name: spread([0.5]) for name in FIGURES}

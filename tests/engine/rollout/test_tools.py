@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
-from zerokl.engine.config import EnvironmentConfig
+from zerokl.engine.config.run_config import EnvironmentConfig
 from zerokl.engine.rollout.players import turn_limits
 from zerokl.engine.rollout.turns import TurnPlayer
 from zerokl.engine.rollout.types import Completion, GenerationParams, Request, RngKey

@@ -10,7 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from zerokl.audit.formats.zerokl import parse
 from zerokl.cli import main
-from zerokl.engine.commands.logged_steps import read_step, rollouts_fault
 from zerokl.engine.rollout import episodes
 from zerokl.engine.rollout.native import NativeSampler
 from zerokl.engine.rollout.types import (
@@ -23,6 +22,7 @@ from zerokl.engine.rollout.types import (
     Sampler,
     complete,
 )
+from zerokl.engine.runs.checks.logged_steps import read_step, rollouts_fault
 from zerokl.engine.runs.rollout_lines import parse_rollout
 from zerokl.engine.runs.run import train
 from zerokl.engine.train.monitor import MismatchError, Monitor

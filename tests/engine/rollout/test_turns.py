@@ -12,12 +12,12 @@ from pathlib import Path
 
 import pytest
 from zerokl.cli import main
-from zerokl.engine.config import Config
-from zerokl.engine.config_file import to_toml
-from zerokl.engine.loss.advantage import advantages
+from zerokl.engine.config.config_file import to_toml
+from zerokl.engine.config.run_config import Config
 from zerokl.engine.rollout import turns
 from zerokl.engine.runs.run import train
 from zerokl.engine.tasks.environment import Turn
+from zerokl.engine.train.losses.advantage import advantages
 from zerokl.engine.train.monitor import MismatchError
 from zerokl.verify.ledger import read_ledger
 

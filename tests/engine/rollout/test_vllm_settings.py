@@ -11,9 +11,10 @@ import pytest
 import torch
 from zerokl.audit.engines.vllm import VllmEngine
 from zerokl.cli import main
-from zerokl.engine.compatibility import check_settings
-from zerokl.engine.config import Config
-from zerokl.engine.config_file import known_keys
+from zerokl.engine.config.compatibility import check_settings
+from zerokl.engine.config.config_file import known_keys
+from zerokl.engine.config.run_config import Config
+from zerokl.engine.config.sampler_names import SAMPLERS
 from zerokl.engine.rollout.types import DrawParams, Request, RngKey
 from zerokl.engine.rollout.vllm import exact
 from zerokl.engine.rollout.vllm.arguments import SET_BY_ZEROKL, check_engine_arguments
@@ -21,7 +22,6 @@ from zerokl.engine.rollout.vllm.installed import SUPPORTED, installed_vllm, requ
 from zerokl.engine.rollout.vllm.sampler import VllmZeroklSampler
 from zerokl.engine.runs.ledger_head import binding
 from zerokl.engine.runs.setup import make_state
-from zerokl.engine.sampler_names import SAMPLERS
 from zerokl.engine.tasks.loading import load_task
 from zerokl.engine.tasks.rewards import Reward
 from zerokl.kernels.sampling_params import SamplingParams

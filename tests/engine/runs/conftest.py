@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from zerokl.engine.parallel.scorer import WorkersSampler
+from zerokl.engine.train.parallel.scorer import WorkersSampler
 
 
 @pytest.fixture

@@ -11,18 +11,18 @@ import pytest
 import torch
 from transformers import Qwen3ForCausalLM
 from zerokl.cli import main
-from zerokl.engine.commands.logged_steps import read_step, rollouts_fault
-from zerokl.engine.commands.report.rollouts import RolloutLog
-from zerokl.engine.parallel.scorer import WorkersSampler
 from zerokl.engine.rollout.budgets import BudgetPlayer
 from zerokl.engine.rollout.players import open_judge
+from zerokl.engine.runs.checks.logged_steps import read_step, rollouts_fault
 from zerokl.engine.runs.loaded import load_run
+from zerokl.engine.runs.report.rollouts import RolloutLog
 from zerokl.engine.runs.run import resume, train
 from zerokl.engine.runs.setup import make_state
 from zerokl.engine.tasks.loading import load_task
 from zerokl.engine.tasks.tokenizer import Tokenizer
 from zerokl.engine.train.collect import collect
 from zerokl.engine.train.monitor import MismatchError
+from zerokl.engine.train.parallel.scorer import WorkersSampler
 from zerokl.engine.train.prepare import prepare
 from zerokl.engine.train.shard import ShardWork
 

@@ -13,8 +13,6 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import Qwen3ForCausalLM
 from zerokl.cli import main
-from zerokl.engine.loss import critic
-from zerokl.engine.parallel.scorer import Scorer
 from zerokl.engine.rollout.players import open_judge
 from zerokl.engine.runs.checkpoints import checked_checkpoint
 from zerokl.engine.runs.loaded import load_run
@@ -23,6 +21,8 @@ from zerokl.engine.runs.setup import make_state
 from zerokl.engine.tasks.loading import load_task
 from zerokl.engine.train import prepare as preparing
 from zerokl.engine.train.collect import collect
+from zerokl.engine.train.losses import critic
+from zerokl.engine.train.parallel.scorer import Scorer
 from zerokl.engine.train.prepare import prepare
 from zerokl.engine.train.shard import ShardWork
 from zerokl.engine.train.state import TrainState

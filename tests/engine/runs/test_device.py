@@ -2,12 +2,12 @@
 
 import pytest
 import torch
-from zerokl.engine.config import Config
-from zerokl.engine.config_file import load_config
+from zerokl.engine.config.config_file import load_config
+from zerokl.engine.config.run_config import Config
+from zerokl.engine.config.vllm_section import VllmConfig
 from zerokl.engine.runs import setup
 from zerokl.engine.runs.run import train
 from zerokl.engine.runs.setup import run_device
-from zerokl.engine.vllm_config import VllmConfig
 from zerokl.kernels import backend
 
 no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without a GPU")

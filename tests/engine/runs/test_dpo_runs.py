@@ -9,12 +9,12 @@ import pytest
 import torch
 from transformers import Qwen3ForCausalLM
 from zerokl.cli import main
-from zerokl.engine.loss.dpo import margins
 from zerokl.engine.rollout.players import open_judge
 from zerokl.engine.runs.run import resume, train
 from zerokl.engine.runs.setup import make_state
 from zerokl.engine.tasks.loading import load_task
 from zerokl.engine.train.collect import collect
+from zerokl.engine.train.losses.dpo import margins
 from zerokl.engine.train.monitor import MismatchError
 from zerokl.engine.train.prepare import prepare
 from zerokl.engine.train.shard import ShardWork

@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
-from zerokl.engine.config import Config
+from zerokl.engine.config.run_config import Config
 from zerokl.engine.runs.loaded import load_run
 from zerokl.engine.runs.run import train
 from zerokl.engine.tasks.base import Problem

@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from zerokl.engine.commands.verify import check_law
-from zerokl.engine.commands.verify_run import verify_run
-from zerokl.engine.config import Config
-from zerokl.engine.perturb_config import PerturbConfig
+from zerokl.engine.config.perturb_section import PerturbConfig
+from zerokl.engine.config.run_config import Config
 from zerokl.engine.rollout.types import Completion, Request, Sampler
 from zerokl.engine.runs import samplers
+from zerokl.engine.runs.checks.verify import check_law
+from zerokl.engine.runs.checks.verify_run import verify_run
 from zerokl.engine.runs.init import random_decoder
 from zerokl.engine.runs.run import resume, train
 from zerokl.engine.train.monitor import MismatchError

@@ -12,9 +12,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from zerokl.cli import main
-from zerokl.engine.commands.replay import Replayer
-from zerokl.engine.commands.verify_run import verify_run
-from zerokl.engine.config import Config
+from zerokl.engine.config.run_config import Config
+from zerokl.engine.runs.checks.replay import Replayer
+from zerokl.engine.runs.checks.verify_run import verify_run
 from zerokl.engine.runs.run import resume, train
 from zerokl.files.bitwise import count_unequal
 from zerokl.files.writing import MANIFEST, write_manifest

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 from zerokl.cli import main
-from zerokl.engine.compatibility import check_settings
-from zerokl.engine.config_file import to_toml
-from zerokl.engine.loss.corrected import CORRECTED, MEASURED
+from zerokl.engine.config.compatibility import check_settings
+from zerokl.engine.config.config_file import to_toml
 from zerokl.engine.runs.run import resume, train
+from zerokl.engine.train.losses.corrected import CORRECTED, MEASURED
 
 from tests.helpers import torchrun
 from tests.random_model import EXPERTS, ONE_LAYER, random_model

@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 from zerokl.cli import main
-from zerokl.engine.loss.advantage import advantages
 from zerokl.engine.runs.loaded import load_run
 from zerokl.engine.runs.run import resume, train
+from zerokl.engine.train.losses.advantage import advantages
 
 
 def test_pass_at_k_trains_on_a_binary_reward_with_the_advantages_of_its_log(config, read_jsonl, tmp_path):

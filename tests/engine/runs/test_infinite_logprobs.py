@@ -14,8 +14,8 @@ from zerokl.audit.formats import zerokl as own
 from zerokl.audit.formats.fields import logprobs
 from zerokl.audit.formats.record import is_logged_nan
 from zerokl.cli import main
-from zerokl.engine.commands.report.payload import Source
-from zerokl.engine.config_file import load_config
+from zerokl.engine.config.config_file import load_config
+from zerokl.engine.runs.report.payload import Source
 from zerokl.engine.runs.run import train
 from zerokl.files.reading import json_number, json_ready, parse_json
 from zerokl.integrations.recorder import Recorder

@@ -3,8 +3,8 @@
 import json
 
 import pytest
-from zerokl.engine.config import Config, TaskConfig
-from zerokl.engine.init_config import InitConfig, InitSettings
+from zerokl.engine.config.init_section import InitConfig, InitSettings
+from zerokl.engine.config.run_config import Config, TaskConfig
 from zerokl.engine.runs.base_model import is_base
 from zerokl.engine.runs.init import initialise
 from zerokl.engine.tasks.loading import load_task

@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
-from zerokl.engine.config_file import to_toml
+from zerokl.engine.config.config_file import to_toml
 from zerokl.engine.runs.run import train
 
 from tests.helpers import torchrun

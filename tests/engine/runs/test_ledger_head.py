@@ -1,9 +1,9 @@
 """Which settings the head of a run's ledger chains."""
 
 import pytest
-from zerokl.engine.config import Config
-from zerokl.engine.loss.config import LossConfig
-from zerokl.engine.loss.presets import DEFAULTS, PRESETS
+from zerokl.engine.config.loss_presets import DEFAULTS, PRESETS
+from zerokl.engine.config.loss_section import LossConfig
+from zerokl.engine.config.run_config import Config
 from zerokl.engine.runs.ledger_head import CHAINED_WHERE_SET, binding
 
 # Settings of the loss that most runs do not have, each with a value that is no default.

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from zerokl.engine.config import Config
+from zerokl.engine.config.run_config import Config
 from zerokl.engine.runs.memory import (
     CPU_MICRO_BATCH,
     PassSizes,

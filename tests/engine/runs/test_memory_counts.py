@@ -7,9 +7,8 @@ from math import log2
 
 import pytest
 import torch
-from zerokl.engine.config import Config
-from zerokl.engine.lora import LoraConfig
-from zerokl.engine.parallel.gradient import ShardSum
+from zerokl.engine.config.lora_section import LoraConfig
+from zerokl.engine.config.run_config import Config
 from zerokl.engine.rollout import decode, native
 from zerokl.engine.rollout.generation import make_prefixes
 from zerokl.engine.rollout.native import NativeSampler
@@ -20,6 +19,7 @@ from zerokl.engine.runs.setup import make_state
 from zerokl.engine.runs.trained import adapter_layout, model_layout
 from zerokl.engine.tasks.loading import load_task
 from zerokl.engine.tasks.rewards import Reward
+from zerokl.engine.train.parallel.gradient import ShardSum
 from zerokl.engine.train.step import train_step
 from zerokl.kernels.sampling_params import SamplingParams
 from zerokl.model.checkpoint import load_decoder

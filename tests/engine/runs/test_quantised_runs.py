@@ -8,14 +8,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from zerokl.cli import main
-from zerokl.engine.commands.verify_run import verify_run
-from zerokl.engine.config import Config, OptimizerConfig
-from zerokl.engine.parallel.tree_hash import hash_tree
+from zerokl.engine.config.run_config import Config, OptimizerConfig
 from zerokl.engine.runs import samplers
+from zerokl.engine.runs.checks.verify_run import verify_run
 from zerokl.engine.runs.loaded import load_run
 from zerokl.engine.runs.run import resume, train
 from zerokl.engine.train.monitor import MismatchError
 from zerokl.engine.train.optimizer import GradientOverflowError, Optimizer
+from zerokl.engine.train.parallel.tree_hash import hash_tree
 from zerokl.files.bitwise import count_unequal
 from zerokl.kernels.quantise import quantise
 from zerokl.model.checkpoint import read_weights

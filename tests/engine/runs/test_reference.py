@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from zerokl.cli import main
-from zerokl.engine.commands.replay import Replayer
+from zerokl.engine.runs.checks.replay import Replayer
 from zerokl.engine.runs.run import resume, train
 from zerokl.files.writing import hash_json
 from zerokl.model.checkpoint import load_decoder

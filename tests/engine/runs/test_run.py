@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
-from zerokl.engine.config_file import load_config
-from zerokl.engine.loss.presets import PRESETS
-from zerokl.engine.policy import load_policy
+from zerokl.engine.config.config_file import load_config
+from zerokl.engine.config.loss_presets import PRESETS
+from zerokl.engine.rollout.policy import load_policy
 from zerokl.engine.runs.ending import figures
 from zerokl.engine.runs.loaded import load_run
 from zerokl.engine.runs.run import train

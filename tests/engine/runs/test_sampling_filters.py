@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 from zerokl.cli import main
-from zerokl.engine.commands.verify_run import verify_run
-from zerokl.engine.config import Config
+from zerokl.engine.config.run_config import Config
+from zerokl.engine.runs.checks.verify_run import verify_run
 from zerokl.engine.runs.ledger_head import binding
 from zerokl.engine.runs.run import resume, train
 from zerokl.files.writing import hash_json

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from itertools import permutations
 
 import pytest
-from zerokl.engine.config import TaskConfig
+from zerokl.engine.config.run_config import TaskConfig
 from zerokl.engine.tasks.base import Problem
 from zerokl.engine.tasks.equivalence import open_equivalence
 

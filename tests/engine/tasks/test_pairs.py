@@ -4,8 +4,8 @@ import json
 
 import pytest
 from zerokl.cli import main
-from zerokl.engine.config_file import to_toml
-from zerokl.engine.policy import load_policy
+from zerokl.engine.config.config_file import to_toml
+from zerokl.engine.rollout.policy import load_policy
 from zerokl.engine.tasks.loading import load_task
 
 GOOD = {"prompt": "1+1=", "chosen": "2", "rejected": "11"}

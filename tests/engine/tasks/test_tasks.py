@@ -7,7 +7,7 @@ from contextlib import contextmanager
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from zerokl.engine.config import TaskConfig
+from zerokl.engine.config.run_config import TaskConfig
 from zerokl.engine.tasks.answers import NAMED_REWARDS
 from zerokl.engine.tasks.base import Problem
 from zerokl.engine.tasks.loading import TASKS, load_task

@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 import torch
 from zerokl.cli import main
-from zerokl.engine.config import TaskConfig
-from zerokl.engine.config_file import to_toml
+from zerokl.engine.config.config_file import to_toml
+from zerokl.engine.config.run_config import TaskConfig
 from zerokl.engine.runs.run import train
 from zerokl.engine.tasks.base import Problem
 from zerokl.engine.tasks.guard import guarded

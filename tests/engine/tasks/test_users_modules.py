@@ -8,12 +8,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from zerokl.engine.config import TaskConfig
-from zerokl.engine.loss.config import LossConfig
-from zerokl.engine.loss.surrogate_check import check_surrogate
+from zerokl.engine.config.loss_section import LossConfig
+from zerokl.engine.config.run_config import TaskConfig
 from zerokl.engine.runs.run import train
 from zerokl.engine.tasks.loading import load_task, problems_of
 from zerokl.engine.tasks.rewards import open_reward
+from zerokl.engine.train.losses.surrogate_check import check_surrogate
 
 # A module with a sibling, which imports another one when it is called; a package with relative imports.
 MODULES = {
@@ -74,7 +74,7 @@ def clip(r, A, logp, low, high):
 
     return clip(r, A, logp, low, high)
 """,
-    "own_clip.py": "from zerokl.engine.loss.surrogates import clip\n",
+    "own_clip.py": "from zerokl.engine.train.losses.surrogates import clip\n",
 }
 
 

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
-from zerokl.engine.config import OptimizerConfig
-from zerokl.engine.loss.config import LossConfig
-from zerokl.engine.parallel.workers import Workers
+from zerokl.engine.config.loss_section import LossConfig
+from zerokl.engine.config.run_config import OptimizerConfig
 from zerokl.engine.train.adapter_optimizer import AdapterOptimizer
+from zerokl.engine.train.parallel.workers import Workers
 from zerokl.engine.train.shard import Shard, ShardWork
 from zerokl.kernels.sampling_params import SamplingParams
 from zerokl.model.adapters import (

@@ -7,19 +7,19 @@ import numpy as np
 import pytest
 import torch
 from zerokl.cli import main
-from zerokl.engine.config_file import to_toml
-from zerokl.engine.parallel.scorer import frozen
+from zerokl.engine.config.config_file import to_toml
 from zerokl.engine.rollout.episodes import CompletionPlayer, Episodes
 from zerokl.engine.rollout.native import NativeSampler
+from zerokl.engine.rollout.stopwatch import Stopwatch
 from zerokl.engine.rollout.types import GenerationParams, RngKey, Rollout, complete
 from zerokl.engine.runs.run import train
-from zerokl.engine.stopwatch import Stopwatch
 from zerokl.engine.tasks.base import Problem
 from zerokl.engine.tasks.environment import ERROR, TIME_LIMIT
 from zerokl.engine.tasks.equivalence import Equivalence
 from zerokl.engine.tasks.rewards import Reward
 from zerokl.engine.tasks.tokenizer import Tokenizer
 from zerokl.engine.train.collect import collect, step_problems
+from zerokl.engine.train.parallel.scorer import frozen
 from zerokl.kernels.sampling_params import SamplingParams
 from zerokl.model.checkpoint import load_decoder, write_checkpoint
 

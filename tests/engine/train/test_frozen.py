@@ -5,11 +5,11 @@ from collections.abc import Collection
 
 import pytest
 import torch
-from zerokl.engine.config import OptimizerConfig
-from zerokl.engine.loss.config import LossConfig
-from zerokl.engine.parallel.gradient import ShardSum
-from zerokl.engine.parallel.workers import Workers
+from zerokl.engine.config.loss_section import LossConfig
+from zerokl.engine.config.run_config import OptimizerConfig
 from zerokl.engine.train.optimizer import Optimizer
+from zerokl.engine.train.parallel.gradient import ShardSum
+from zerokl.engine.train.parallel.workers import Workers
 from zerokl.engine.train.shard import ShardWork
 from zerokl.kernels.sampling_params import SamplingParams
 from zerokl.model.checkpoint import load_decoder

@@ -21,12 +21,12 @@ import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
-from zerokl.engine.loss.corrections import CORRECTIONS
 from zerokl.engine.rollout.players import open_judge
 from zerokl.engine.rollout.types import RngKey, Sampler
 from zerokl.engine.runs.setup import make_state, settled
 from zerokl.engine.tasks.loading import load_task
 from zerokl.engine.train.gradient_bias import drawn, exact_gradient, loss_products, measured_losses
+from zerokl.engine.train.losses.corrections import CORRECTIONS
 from zerokl.engine.train.state import TrainState
 from zerokl.kernels.philox import Stream
 from zerokl.verify.gradient_bias import estimate, figures_of_step, floor_of_step

@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 import torch
 from zerokl.cli import main
-from zerokl.engine.parallel.scorer import WorkersSampler
 from zerokl.engine.runs import run as run_module
 from zerokl.engine.runs import samplers as samplers_module
 from zerokl.engine.runs.run import resume, train
 from zerokl.engine.train.monitor import MismatchError
+from zerokl.engine.train.parallel.scorer import WorkersSampler
 from zerokl.kernels.philox import Stream
 from zerokl.model.checkpoint import load_decoder
 from zerokl.model.weights import fingerprint

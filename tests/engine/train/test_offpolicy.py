@@ -16,15 +16,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from zerokl.cli import main
-from zerokl.engine.config import Config
-from zerokl.engine.config_file import load_config
-from zerokl.engine.parallel.workers import ParallelSampler
-from zerokl.engine.perturb import Delayed, sampled_weights
-from zerokl.engine.perturb_config import PerturbConfig
+from zerokl.engine.config.config_file import load_config
+from zerokl.engine.config.perturb_section import PerturbConfig
+from zerokl.engine.config.run_config import Config
+from zerokl.engine.rollout.perturb import Delayed, sampled_weights
 from zerokl.engine.rollout.types import logit_noise
 from zerokl.engine.runs import samplers as samplers_module
 from zerokl.engine.runs.run import train
 from zerokl.engine.train.monitor import MismatchError
+from zerokl.engine.train.parallel.workers import ParallelSampler
 from zerokl.kernels.sampling_params import SamplingParams
 from zerokl.model.checkpoint import load_decoder
 from zerokl.model.scoring import logprobs, pack

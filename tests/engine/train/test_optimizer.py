@@ -9,9 +9,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from zerokl.engine.config import OptimizerConfig
-from zerokl.engine.parallel.gradient import GradientTree, ShardSum
+from zerokl.engine.config.run_config import OptimizerConfig
 from zerokl.engine.train.optimizer import Optimizer
+from zerokl.engine.train.parallel.gradient import GradientTree, ShardSum
 from zerokl.model.checkpoint import load_decoder
 from zerokl.model.config import ModelConfig
 from zerokl.model.decoder import Buffers, Decoder

@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import Qwen3Config, Qwen3ForCausalLM
 from zerokl.cli import main
-from zerokl.engine import stopwatch
-from zerokl.engine.loss.advantage import of_tokens
+from zerokl.engine.rollout import stopwatch
+from zerokl.engine.rollout.stopwatch import Stopwatch
 from zerokl.engine.rollout.types import Rollout
 from zerokl.engine.runs.run import resume, train
-from zerokl.engine.stopwatch import Stopwatch
 from zerokl.engine.train import performance
+from zerokl.engine.train.losses.advantage import of_tokens
 from zerokl.engine.train.performance import PEAK_TFLOPS, peak_flops, training_flops
 from zerokl.engine.train.shard import Shard
 from zerokl.model.config import ModelConfig

@@ -8,14 +8,14 @@ from functools import cache
 import pytest
 import torch
 from zerokl.cli import main
-from zerokl.engine.commands.verify import random_pairs
-from zerokl.engine.config import OptimizerConfig
-from zerokl.engine.config_file import load_config, to_toml
-from zerokl.engine.parallel.workers import Workers
-from zerokl.engine.precision import PrecisionConfig
+from zerokl.engine.config.config_file import load_config, to_toml
+from zerokl.engine.config.precision_section import PrecisionConfig
+from zerokl.engine.config.run_config import OptimizerConfig
+from zerokl.engine.runs.checks.verify import random_pairs
 from zerokl.engine.runs.run import train
 from zerokl.engine.train.loss_scaling import IN_A_ROW, LossScaler
 from zerokl.engine.train.optimizer import GradientOverflowError, Optimizer
+from zerokl.engine.train.parallel.workers import Workers
 from zerokl.engine.train.underflow import Underflow, ZeroCounts
 from zerokl.kernels.logprob import linear_logprob
 from zerokl.kernels.passes import Pass

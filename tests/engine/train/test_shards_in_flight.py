@@ -7,10 +7,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from zerokl.engine.loss.advantage import of_tokens
-from zerokl.engine.loss.config import LossConfig
-from zerokl.engine.parallel.gradient import ShardSum
+from zerokl.engine.config.loss_section import LossConfig
 from zerokl.engine.rollout.types import Rollout
+from zerokl.engine.train.losses.advantage import of_tokens
+from zerokl.engine.train.parallel.gradient import ShardSum
 from zerokl.engine.train.shard import Scored, Shard, ShardWork
 from zerokl.kernels.sampling_params import SamplingParams
 from zerokl.model import prompts

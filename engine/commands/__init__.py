@@ -1,1 +1,0 @@
-"""What each subcommand of the command line does."""

@@ -1,0 +1,1 @@
+"""The settings of a run: sections, presets, and the rules by which they go together."""

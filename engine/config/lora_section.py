@@ -1,0 +1,73 @@
+"""The settings of LoRA: adapters are trained in place of the weights (model/adapters.py)."""
+
+from typing import Any, Literal
+
+from pydantic import Field, field_validator, model_validator
+
+from ...model.lora import TARGETS, Lora
+from .section import Section
+
+# Settings of PEFT's LoraConfig that zerokl does not have, by name: why, and what to do instead.
+REFUSED = {
+    "dropout": "the trainer would drop inputs that the sampler does not, so no logprob would be exact; "
+    "adapters are trained without dropout: leave it out",
+    "use_dora": "DoRA's division by a column norm is not built; leave it out",
+    "use_rslora": "rank-stabilised LoRA has s = alpha / sqrt(rank); set lora.alpha to sqrt(rank) times "
+    "yours, which gives the same s",
+    "modules_to_save": "only adapters are trained, and all else is frozen; leave it out",
+    "bias": "only adapters are trained, and biases are frozen; leave it out",
+    "r": "the rank is called lora.rank",
+    "lora_alpha": "it is called lora.alpha",
+    "target_modules": "they are called lora.targets",
+}
+REFUSED["lora_dropout"] = REFUSED["dropout"]
+
+
+class LoraConfig(Section):
+    """LoRA (Hu et al., arXiv:2106.09685): low-rank adapters are trained, and the model itself is frozen.
+
+    docs/lora.md says what it computes and what memory it needs.
+    """
+
+    rank: int = Field(0, ge=0, le=4096)
+    """Rank of the adapters; 0 is off, and every weight is trained."""
+    alpha: float = Field(32.0, gt=0)
+    """An adapter is scaled by alpha / rank before it is added to its weight."""
+    targets: tuple[Literal[TARGETS], ...] = TARGETS  # type: ignore[valid-type]
+    """The matrices of each layer that have an adapter. Embedding and lm_head have none."""
+    adapter: str = ""
+    """Folder of a PEFT adapter to go on from; empty begins with an adapter that changes nothing. Its rank,
+    alpha and targets must be those set here. The ledger chains its weights, not its place.
+    """
+
+    @property
+    def shape(self) -> Lora | None:
+        """What a run's adapters look like; None where LoRA is off."""
+        return Lora(self.rank, self.alpha, self.targets) if self.rank else None
+
+    @field_validator("targets")
+    @classmethod
+    def _in_order(cls, targets: tuple[str, ...]) -> tuple[str, ...]:
+        """Equal sets are equal settings, so that the ledger chains the same."""
+        if not targets:
+            raise ValueError("must name a matrix; without LoRA set lora.rank = 0")
+        return tuple(name for name in TARGETS if name in targets)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _known(cls, values: Any) -> Any:
+        for name in REFUSED if isinstance(values, dict) else ():
+            if name in values:
+                raise ValueError(refusal(name))
+        return values
+
+    @model_validator(mode="after")
+    def _on(self) -> "LoraConfig":
+        if not self.rank and self != LoraConfig.model_construct():
+            raise ValueError("lora.alpha, targets and adapter need lora.rank; set it, 16 for example")
+        return self
+
+
+def refusal(name: str) -> str:
+    """Why lora.`name`, a key of REFUSED, is refused."""
+    return f"lora.{name} is refused: {REFUSED[name]}"

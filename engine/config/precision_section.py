@@ -1,0 +1,126 @@
+"""Precision settings: the dtypes of the sampler and of the trainer, and the scaling of the loss."""
+
+import math
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BeforeValidator, Field, field_validator
+
+from ...model.quantisation import KvQuantisation, Quantisation
+from .section import Section
+
+SHORT_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+
+
+def full_dtype(name: Any) -> Any:
+    """torch's name of a dtype for its short name, such as bfloat16 for bf16. Anything else stays as it is."""
+    return SHORT_DTYPES.get(name, name) if isinstance(name, str) else name
+
+
+# In front of a Literal of dtypes: the short names are accepted too, and the full one is kept.
+ShortNames = BeforeValidator(full_dtype)
+
+
+def _known(text: str) -> str:
+    if text:
+        Quantisation.parse(text)
+    return text
+
+
+def _known_of_kv(text: str) -> str:
+    if text:
+        KvQuantisation.parse(text)
+    return text
+
+
+# Empty, or how weights, or keys and values, are quantised (model/quantisation.py).
+QuantisationText = Annotated[str, AfterValidator(_known)]
+KvQuantisationText = Annotated[str, AfterValidator(_known_of_kv)]
+
+
+class PrecisionConfig(Section):
+    """Dtypes other than the compute dtype, and loss scaling.
+
+    The sampler has the trainer's dtypes, unless a sampler_ key names another.
+    """
+
+    scaling: Literal["auto", "off", "static", "dynamic"] = "auto"
+    """Loss scaling. auto is dynamic for float16 and off for the other dtypes, whose exponents need none."""
+    scale: float = 65536.0
+    """The scale at the start; a power of two."""
+    growth_interval: int = Field(100, ge=1)
+    """Updates without overflow after which a dynamic scale is doubled."""
+    backoff: float = Field(0.5, gt=0, lt=1)
+    """A dynamic scale is multiplied by this at an overflow; a power of two."""
+    minimum: float = 1.0
+    """The lowest value of a dynamic scale; a power of two."""
+    maximum: float = 16777216.0
+    """The highest value of a dynamic scale; a power of two."""
+    head_dtype: Annotated[Literal["compute", "float32"], ShortNames] = "compute"
+    """Dtype of the logits: the compute dtype, or float32. With float32, hidden states and lm_head are
+    multiplied in fp32, and the logits are not rounded.
+    """
+    cache_dtype: Annotated[Literal["compute", "bfloat16", "float16"], ShortNames] = "compute"
+    """Dtype to which keys and values are rounded before attention reads them, in the sampler and in the
+    trainer. Where this dtype is narrower than the compute dtype, the sampler's cache stores them in it: with
+    float32 this halves the bytes.
+    """
+    router_dtype: Annotated[Literal["compute", "float32"], ShortNames] = "compute"
+    """Dtype of the router's logits in a mixture of experts: the compute dtype, as vLLM has it for Qwen3-MoE,
+    or float32. With float32, hidden states and the router are multiplied in fp32, and the logits are not
+    rounded.
+    """
+    weights: QuantisationText = ""
+    """The matrices of attention, MLPs and experts are quantised to 8 bits and back, for sampler and trainer
+    alike: FORMAT/SCALE, or FORMAT/SCALE/pow2 for scales that are powers of two. FORMAT: float8_e4m3fn,
+    float8_e5m2, int8. SCALE, from the largest absolute value: tensor, row (of each output channel), block
+    (128 x 128), block32 (32 x 32). Empty: they are not. Master weights stay fp32, and the gradient counts the
+    rounding as the identity.
+    """
+    kv: KvQuantisationText = ""
+    """Keys and values are quantised to 8 bits and back before attention reads them, for sampler and trainer
+    alike: FORMAT/SCALE, or FORMAT/SCALE/pow2. FORMAT: float8_e4m3fn, float8_e5m2, int8. SCALE: unit (1, what
+    is out of range is clipped; not for int8), or from the largest absolute value of each token, or of each
+    head of each token (token_head). Empty: they are not. The cache stores them in the compute dtype, and the
+    gradient counts the rounding as the identity.
+    """
+    tiles: Literal["vllm-0.32", "vllm-0.33"] = "vllm-0.32"
+    """The vLLM version whose tiles the matrix products use along the reduced dimension, on a GPU. These tiles
+    decide the order of sums. With sampler = "vllm-exact" it must be the vLLM that samples.
+    """
+    sampler_dtype: Annotated[Literal["", "float32", "bfloat16", "float16"], ShortNames] = ""
+    """Compute dtype of the sampler; empty is the trainer's. Needs exact = false."""
+    sampler_head_dtype: Annotated[Literal["", "compute", "float32"], ShortNames] = ""
+    """head_dtype of the sampler; empty is the trainer's. Needs exact = false."""
+    sampler_cache_dtype: Annotated[Literal["", "compute", "bfloat16", "float16"], ShortNames] = ""
+    """cache_dtype of the sampler; empty is the trainer's. Needs exact = false."""
+    sampler_router_dtype: Annotated[Literal["", "compute", "float32"], ShortNames] = ""
+    """router_dtype of the sampler; empty is the trainer's. Needs exact = false."""
+
+    @field_validator("scale", "backoff", "minimum", "maximum")
+    @classmethod
+    def _power_of_two(cls, value: float) -> float:
+        if value <= 0 or math.frexp(value)[0] != 0.5:
+            raise ValueError(f"{value} must be a power of two, so that no bit of a weight depends on it")
+        return value
+
+    @property
+    def sampler_differs(self) -> bool:
+        """Whether a sampler_ key is set."""
+        other_parts = self.sampler_head_dtype or self.sampler_cache_dtype or self.sampler_router_dtype
+        return bool(self.sampler_dtype or other_parts)
+
+    @property
+    def quantisation(self) -> Quantisation | None:
+        """How the weights that are computed with are quantised; None where they are not."""
+        return Quantisation.parse(self.weights) if self.weights else None
+
+    @property
+    def of_sampler(self) -> "PrecisionConfig":
+        """These settings with the sampler's dtypes of logits and cache in place of the trainer's."""
+        return self.model_copy(
+            update={
+                "head_dtype": self.sampler_head_dtype or self.head_dtype,
+                "cache_dtype": self.sampler_cache_dtype or self.cache_dtype,
+                "router_dtype": self.sampler_router_dtype or self.router_dtype,
+            }
+        )

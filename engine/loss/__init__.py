@@ -1,1 +1,0 @@
-"""The policy-gradient loss, its presets, advantages and reward shaping."""

@@ -1,0 +1,1 @@
+"""Whether two things are the same: verify, replay, diff, attest, and what they compare."""

@@ -1,0 +1,1 @@
+"""The policy-gradient loss, advantages and reward shaping."""

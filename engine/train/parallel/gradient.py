@@ -1,0 +1,166 @@
+"""The gradient of a step: virtual shards as the leaves of one fixed binary tree.
+
+All tensors here are flat over what is trained, [numel] fp32: weights (model/weights.py), or the adapters of
+LoRA (model/adapters.py).
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple, TypeVar
+
+import torch
+
+from ....kernels.grad import GradBuffer, PendingSums
+from ....model.adapters import AdapterLayout, adapter_buffers
+from ....model.decoder import Buffers, Decoder
+
+X = TypeVar("X")
+Y = TypeVar("Y")
+# Adds the gradients of some virtual shards to the buffers, and returns a result for each shard; None is an
+# empty shard.
+ShardsWork = Callable[[Decoder, Sequence[X | None], Buffers], list[Y | None]]
+
+
+class GradientTree:
+    """Adds the shards of a step as the leaves of a perfect binary tree.
+
+    It works as a binary counter: level k holds the sum of 2^k consecutive shards until the next such sum
+    arrives. It therefore holds at most log2(shards) partial sums.
+    """
+
+    def __init__(self, shards: int):
+        self.shards = shards
+        self._levels: dict[int, torch.Tensor | None] = {}
+        self._spare: list[torch.Tensor] = []
+        self.pushed = 0
+
+    def push(self, leaf: torch.Tensor | None) -> None:
+        """Add the next shard's gradient [numel]; None for a shard without sequences.
+
+        The caller may reuse `leaf` afterwards. With one shard in all, `leaf` itself is the root until the
+        next push.
+        """
+        if self.shards == 1:
+            self._levels, self.pushed = {0: leaf}, 1
+            return
+        carry, owned, level = leaf, False, 0
+        while level in self._levels:
+            left = self._levels.pop(level)
+            if left is not None and carry is not None:
+                left += carry
+                if owned:
+                    self._spare.append(carry)
+            if left is not None:
+                carry, owned = left, True
+            level += 1
+        if carry is not None and not owned:
+            buffer = self._spare.pop() if self._spare else torch.empty_like(carry)
+            carry = buffer.copy_(carry)
+        self._levels[level] = carry
+        self.pushed += 1
+
+    def take(self) -> torch.Tensor | None:
+        """The root, once every shard was pushed; None if all shards were empty.
+
+        This empties the tree. The root is valid until the next push.
+        """
+        assert self.pushed == self.shards, f"{self.pushed} of {self.shards} shards were pushed"
+        (root,) = self._levels.values()
+        self._levels, self.pushed = {}, 0
+        if root is not None and self.shards > 1:
+            self._spare.append(root)
+        return root
+
+
+class TrainedAdapters(NamedTuple):
+    """LoRA adapters as a worker knows them."""
+
+    layout: AdapterLayout
+    flat: torch.Tensor  # [layout.numel] fp32, in the memory that the optimizer changes
+
+
+class ShardSum:
+    """The sum, by a tree, of the gradients of consecutive virtual shards, all computed with one decoder.
+
+    `in_flight` shards are computed together, each with a gradient buffer of its own: a pass over the samples
+    of several shards keeps a GPU busy. With `adapters`, these are trained in place of the decoder's weights.
+    """
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        shards: int,
+        in_flight: int = 1,
+        adapters: TrainedAdapters | None = None,
+    ):
+        self.decoder, self.in_flight = decoder, min(in_flight, shards)
+        self.tree = GradientTree(shards)
+        layout = adapters.layout if adapters else decoder.layout
+        # Zeros, for what lies between the weights.
+        self._leaves = torch.zeros(self.in_flight, layout.trained_numel, device=decoder.device)
+        # The gradients of norms and biases wait for each other, so that few launches add them.
+        pending, sums = PendingSums(), {}
+        for entry in layout.trained:
+            leaf = self._leaves[:, entry.offset : entry.offset + entry.numel].view(-1, *entry.shape)
+            is_vector = len(entry.shape) == 1
+            sums[entry.name] = GradBuffer(leaf, pending=pending if is_vector else None)
+        self._tied, self._small, self._products = None, list(sums.values()), []
+        self.buffers: Buffers = (
+            adapter_buffers(*adapters, decoder.w, sums) if adapters else self._of_weights(sums)
+        )
+
+    def _of_weights(self, sums: Mapping[str, GradBuffer]) -> dict[torch.Tensor, GradBuffer]:
+        """The buffer of each weight that is trained, and lm_head's. sums: by the weight's name."""
+        decoder = self.decoder
+        buffers = {decoder.w[name]: buffer for name, buffer in sums.items()}
+        # With tied embeddings lm_head has a gradient buffer of its own (see Decoder). It is added to the
+        # embedding's gradient at the end of each shard.
+        if decoder.config.tied and decoder.lm_head.requires_grad:
+            shape = (self.in_flight, *decoder.lm_head.shape)
+            self._tied = torch.empty(shape, device=decoder.device)
+            buffers[decoder.lm_head] = GradBuffer(self._tied)
+        # The weights of products have nearly all bytes, and their kernels can write over an empty buffer.
+        self._products = [buffers[w] for w in decoder.matrices() if w in buffers]
+        products = set(self._products)
+        self._small = [buffer for buffer in buffers.values() if buffer not in products]
+        return buffers
+
+    def add(self, work: ShardsWork, shards: Sequence[X | None]) -> list[Y | None]:
+        """Run the backward passes of the next shards by `work`, and return a result for each shard.
+
+        work(decoder, shards, buffers) takes `in_flight` shards. None is a shard without sequences.
+        """
+        results: list[Y | None] = []
+        for start in range(0, len(shards), self.in_flight):
+            together = shards[start : start + self.in_flight]
+            present = [i for i, shard in enumerate(together) if shard is not None]
+            if not present:
+                results += together
+            else:
+                self._empty()
+                no_shards = [None] * (self.in_flight - len(together))
+                results += work(self.decoder, [*together, *no_shards], self.buffers)[: len(together)]
+                assert all(w.grad is None for w in self.buffers), "a gradient that missed its buffer"
+                for buffer in (*self._small, *self._products):
+                    buffer.zeroed(present)
+            for i, shard in enumerate(together):
+                if shard is not None and self._tied is not None:
+                    self.buffers[self.decoder.w["embed"]].sums[i].add_(self._tied[i])
+                self.tree.push(None if shard is None else self._leaves[i])
+        return results
+
+    def _empty(self) -> None:
+        """Let every sum start from zero. The products' buffers are only marked: they are written over."""
+        if self._small:
+            torch._foreach_zero_([buffer.sums for buffer in self._small])
+        for buffer in self._products:
+            buffer.empty.update(range(self.in_flight))
+
+
+def add_roots(roots: list[torch.Tensor | None]) -> torch.Tensor | None:
+    """Add the roots of neighbouring subtrees of equal size pairwise, in place: the tree's upper levels."""
+    while len(roots) > 1:
+        for left, right in zip(roots[::2], roots[1::2], strict=True):
+            if left is not None and right is not None:
+                left += right
+        roots = [right if left is None else left for left, right in zip(roots[::2], roots[1::2], strict=True)]
+    return roots[0]

@@ -1,0 +1,234 @@
+"""Ranks: the processes of `torchrun -m zerokl train`, a mesh with named dimensions (torch's DeviceMesh).
+
+What is spread along a dimension asks the Ranks of this dimension for rank and size, and sends through its
+group. Today the mesh has one dimension. Along it, each rank has its own part of the prompts and of the
+virtual shards (data_parallel.py). The gradient is the root of one tree (gradient.py) over the shards of all
+ranks. The ranks' shards of a round are neighbours in this tree, and zero.py adds their sums in the tree's
+order. Each rank updates its own slice of the weights and sends this slice to all ranks. Only rank 0 writes
+files.
+"""
+
+import gc
+import os
+import socket
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from ...processes.orphans import end_with
+
+X = TypeVar("X")
+
+# The data-parallel dimension of the mesh, along which prompts, virtual shards and slices are spread.
+DATA_PARALLEL = "dp"
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """The ranks along one dimension of the mesh, as this process sees them.
+
+    mesh: of this one dimension. A single rank has no mesh, and no process group. A method in which ranks
+    wait for each other raises ChildProcessError when one of them has died.
+    """
+
+    mesh: DeviceMesh | None = None
+
+    @property
+    def rank(self) -> int:
+        """This process's place among the ranks."""
+        return 0 if self.mesh is None else self.mesh.get_local_rank()
+
+    @property
+    def size(self) -> int:
+        """The number of ranks."""
+        return 1 if self.mesh is None else self.mesh.size()
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """What the ranks send through. A single rank has none."""
+        assert self.mesh is not None, "a single rank sends nothing"
+        return self.mesh.get_group()
+
+    @property
+    def first(self) -> bool:
+        """Whether this is the rank that writes."""
+        return self.rank == 0
+
+    def barrier(self) -> None:
+        """Wait for all ranks."""
+        if self.size > 1:
+            with _peers():
+                dist.barrier(self.group)
+
+    def send(self, tensor: torch.Tensor, receiver: int) -> None:
+        """Send a tensor to a rank, which receives it."""
+        with _peers():
+            dist.send(tensor, group=self.group, group_dst=receiver)
+
+    def receive(self, tensors: Iterable[tuple[torch.Tensor, int]]) -> None:
+        """Receive into each tensor what its rank sends. They may arrive in any order."""
+        with _peers():
+            for request in [dist.irecv(x, group=self.group, group_src=sender) for x, sender in tensors]:
+                request.wait()
+
+    def broadcast(self, tensor: torch.Tensor, sender: int) -> None:
+        """Copy a rank's tensor into that of every other rank. All ranks must call this together."""
+        with _peers():
+            dist.broadcast(tensor, group=self.group, group_src=sender)
+
+    def gather(self, make: Callable[[], X]) -> list[X]:
+        """The results of make() in every rank, in the order of the ranks.
+
+        Where make() fails, all ranks raise the exception of the first rank that failed.
+        """
+        if self.size == 1:
+            return [make()]
+        try:
+            outcome: tuple[bool, Any] = (True, make())
+        except Exception as error:
+            outcome = (False, error)
+        outcomes: list[Any] = [None] * self.size
+        with _peers():
+            dist.all_gather_object(outcomes, outcome, self.group)
+        for rank, (succeeded, value) in enumerate(outcomes):
+            if not succeeded:
+                raise (
+                    ChildProcessError(f"{value} (of rank {rank})")
+                    if isinstance(value, ChildProcessError)
+                    else value
+                )
+        return [value for _, value in outcomes]
+
+    def gather_tensors(self, make: Callable[[], Sequence[torch.Tensor]]) -> list[list[torch.Tensor]]:
+        """The tensors that make() returns in every rank, in the order of the ranks; on the host.
+
+        Only their shapes and dtypes are pickled. Where make() fails, all ranks raise as in `gather`.
+        """
+        own: list[torch.Tensor] = []
+
+        def shapes() -> list[tuple[torch.Size, torch.dtype]]:
+            own.extend(x.contiguous() for x in make())
+            return [(x.shape, x.dtype) for x in own]
+
+        gathered = self.gather(shapes)
+        if self.size == 1:
+            return [own]
+        all_tensors = [[torch.empty(shape, dtype=dtype) for shape, dtype in of_rank] for of_rank in gathered]
+        all_tensors[self.rank] = own
+        for sender, tensors in enumerate(all_tensors):
+            for x in tensors:
+                if x.numel():
+                    self.broadcast(x.view(-1).view(torch.uint8), sender)  # gloo does not know every dtype
+        return all_tensors
+
+    def from_first(self, make: Callable[[], X]) -> X:
+        """The result of make() in rank 0, returned in every rank; the other ranks do not call make."""
+        return self.gather(make if self.first else lambda: None)[0]
+
+
+ALONE = Ranks()
+
+
+@contextmanager
+def _peers() -> Iterator[None]:
+    """Turn the error of a collective operation into a ChildProcessError with one line that explains it."""
+    try:
+        yield
+    except RuntimeError as error:
+        reason = str(error).strip().splitlines()[0]
+        raise ChildProcessError(
+            f"another rank has ended or does not answer ({reason}); torchrun names it and its exit code; "
+            "`zerokl train --resume` goes on with the run, with any number of ranks"
+        ) from None
+
+
+def world_size() -> int:
+    """The number of processes that torchrun started; 1 without torchrun."""
+    return int(os.environ.get("WORLD_SIZE", "1")) if "MASTER_ADDR" in os.environ else 1
+
+
+def _check_torchrun() -> None:
+    """Raise ChildProcessError where torchrun has ended already, whose store the ranks would wait for."""
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return
+    try:
+        socket.create_connection((os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])), 10.0).close()
+    except OSError as error:
+        raise ChildProcessError(f"torchrun, which started this rank, has ended ({error})") from None
+
+
+def _take_gpu() -> None:
+    """Make the GPU of this rank's number on its machine the current one.
+
+    Raises ValueError where the machine has fewer GPUs than ranks.
+    """
+    rank, gpus = int(os.environ["LOCAL_RANK"]), torch.cuda.device_count()
+    if rank >= gpus:
+        raise ValueError(
+            f"ranks: rank {rank} of this machine has no GPU, as it has {gpus}; start at most {gpus} ranks on "
+            'it, or set device = "cpu"'
+        )
+    torch.cuda.set_device(rank)
+
+
+@contextmanager
+def join_ranks(on_gpu: bool = False, always: bool = False) -> Iterator[Ranks]:
+    """The ranks among which torchrun started this process; one rank without torchrun.
+
+    on_gpu: each rank computes on a GPU of its own. Raises ValueError where there are too few. always: a
+    single rank too has a mesh, for FSDP. compatibility.py says which settings ranks can be used with.
+    """
+    size, backend = world_size(), "cpu:gloo,cuda:nccl" if on_gpu else "gloo"
+    if size == 1:
+        with _alone(backend, on_gpu) if always else nullcontext(ALONE) as ranks:
+            yield ranks
+        return
+    # A torchrun that is killed leaves its ranks behind, and they would wait for each other.
+    end_with(os.getppid())
+    _check_torchrun()
+    if on_gpu:
+        _take_gpu()
+    _init(backend)
+    with _mesh(size, on_gpu) as ranks:
+        yield ranks
+
+
+def _init(backend: str, **options: Any) -> None:
+    """Make the process group (see dist.init_process_group)."""
+    # Loaded later, its functions would hold the group as the default of an argument (see _mesh).
+    import_module("torch.distributed.nn.functional")
+    dist.init_process_group(backend, **options)
+
+
+@contextmanager
+def _mesh(size: int, on_gpu: bool) -> Iterator[Ranks]:
+    """The ranks of the process group, which ends with this context.
+
+    The group's destructor waits for the threads of gloo. One that lets go of a tensor while the interpreter
+    ends aborts the process (pytorch#190489): a run that has succeeded would end with a code of -6. So nothing
+    may keep the group.
+    """
+    try:
+        mesh = init_device_mesh("cuda" if on_gpu else "cpu", (size,), mesh_dim_names=(DATA_PARALLEL,))
+        try:
+            yield Ranks(mesh[DATA_PARALLEL])
+        finally:
+            # DTensor's caches keep a mesh for good, and the mesh its groups. torch 2.11 has no such registry.
+            getattr(mesh, "_pg_registry", {}).clear()
+    finally:
+        dist.destroy_process_group()
+        gc.collect()  # the modules of FSDP, which are cycles, keep it too
+
+
+@contextmanager
+def _alone(backend: str, on_gpu: bool) -> Iterator[Ranks]:
+    """One rank with a process group of its own."""
+    _init(backend, store=dist.HashStore(), rank=0, world_size=1)
+    with _mesh(1, on_gpu) as ranks:
+        yield ranks

@@ -1,0 +1,109 @@
+"""LoRA's adapters over a model that FSDP has sharded.
+
+A and B are small, and whole in every rank, as without FSDP: the optimizer's state of them lies in the slices
+of zero.py. The base and the merged weights are spread. Each rank merges its own rows: a row of
+W' = round(W + s B A) needs the same row of W and of B, and all of A.
+
+FSDP only gathers here: no Parameter has a gradient. A rank sums the gradient of A and B of its virtual shard
+in one buffer, and the ranks add theirs by the tree of gradient.py, as in data_parallel.py.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import TypeVar
+
+import torch
+
+from ....kernels.grad import GradBuffer
+from ....kernels.merge import merge
+from ....model.adapters import Adapter, adapter_buffers_by_name
+from ....model.decoder import Decoder
+from ....verify.ledger import Tree
+from .gradient import TrainedAdapters
+from .sharded_model import OnePassWork, ShardedModel, ShardedWorkers
+from .zero import Slices
+
+X = TypeVar("X")
+Y = TypeVar("Y")
+
+
+class AdapterGradient:
+    """The gradient of A and B of one virtual shard, [layout.numel] fp32; and where a pass adds it up.
+
+    buffers: by the name of the weight that is adapted.
+    """
+
+    def __init__(self, adapters: TrainedAdapters):
+        layout = adapters.layout
+        self.flat = torch.zeros(layout.trained_numel, device=adapters.flat.device)
+        sums = {
+            e.name: GradBuffer(self.flat[e.offset : e.offset + e.numel].view(1, *e.shape))
+            for e in layout.trained
+        }
+        self.buffers = adapter_buffers_by_name(*adapters, sums)
+
+
+class ShardedAdapters:
+    """See Adapters (model/adapters.py). Of the base, a rank has its rows of what is adapted."""
+
+    def __init__(self, adapters: TrainedAdapters, model: ShardedModel, decoder: Decoder, base: torch.dtype):
+        """model: with the base in it; the adapters are merged into it at once. decoder: see WholeWeights."""
+        self.layout, self.flat = adapters
+        self._model, self.decoder = model, decoder
+        self._base = {
+            part.name: x.to(base, copy=True)
+            for part, x in zip(model.pieces.parts, model.locals(), strict=True)
+        }
+        self._pieces = dict(zip((p.name for p in model.pieces.parts), model.pieces.parts, strict=True))
+        self.merge()
+
+    @torch.no_grad()
+    def merge(self) -> None:
+        """Compute this rank's rows of the merged weights again."""
+        locals_ = dict(zip(self._pieces, self._model.locals(), strict=True))
+        for adapter in self.layout.adapters:
+            name = f"{adapter.module}.weight"
+            if len(base := self._base[name]):
+                merged = torch.empty_like(base, dtype=self._model.dtype)
+                b, a = self._factors(adapter)
+                merge(merged, base, b[self._pieces[name].rows], a, self.layout.lora.scale)
+                locals_[name].copy_(merged)  # fp32 holds it exactly
+
+    def _factors(self, adapter: Adapter) -> tuple[torch.Tensor, torch.Tensor]:
+        """B and A."""
+        views = (self.flat[e.offset : e.offset + e.numel].view(e.shape) for e in (adapter.b, adapter.a))
+        return tuple(views)
+
+    def base_views(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """See Adapters. All ranks iterate together: each weight is gathered in its turn."""
+        for name in self._model.by_name:
+            yield name, self._model.whole(name, self._base.get(name)).cpu()
+
+    def hash_merged(self) -> Tree:
+        """The root of the hash tree of the merged weights, in the compute dtype. It has no leaves."""
+        pieces, slices = self._model.pieces, Slices(self._model.layout, self._model.ranks)
+        merged = pieces.to_slice(self._model.master()).to(self._model.dtype)
+        return Tree(slices.hash_tree(slices.hashing(merged)).root, [])
+
+
+class ShardedAdapterWorkers(ShardedWorkers):
+    """See ShardedWorkers, for adapters. slices: of the adapters."""
+
+    def __init__(self, model: ShardedModel, gradient: AdapterGradient, slices: Slices, virtual_shards: int):
+        super().__init__(model, virtual_shards)
+        self._gradient, self._slices = gradient, slices
+
+    def _sum_round(
+        self, work: OnePassWork, shards: Sequence[X | None]
+    ) -> tuple[list[Y | None], torch.Tensor | None]:
+        """The results of all ranks, and this rank's slice of the gradients' sum."""
+        self._gradient.flat.zero_()
+        results, has_gradient = self._model.compute_round(work, shards)
+        if not has_gradient:
+            self._gradient.flat.zero_()
+        present = [shard is not None for shard in shards]
+        own = self._gradient.flat if present[self._model.ranks.rank] else None
+        return results, self._slices.sum_roots(own, present)
+
+    def _slice_of(self, root: torch.Tensor | None) -> torch.Tensor | None:
+        """It is this rank's slice already."""
+        return root

@@ -1,0 +1,205 @@
+"""The model with its fp32 master weights spread over the ranks by FSDP2 (torch.distributed.fsdp).
+
+Each rank keeps a piece of every Parameter: some of its rows. A layer's weights are whole only while the layer
+computes, in the compute dtype. FSDP adds up the gradients of the ranks when a layer's backward has ended. It
+does so by TreeReduceScatter: each rank sends every piece to its owner, and the owner adds what it got by the
+lower levels of the tree of gradient.py. Virtual shard number j W + r is computed by rank r of W, in one
+backward, in round j. A GradientTree over the rounds, of pieces, is the upper levels.
+
+So 1, 2, 4 or 8 ranks build the same tree over the same leaves, and no rank ever holds a whole gradient.
+"""
+
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Protocol, TypeVar
+
+import torch
+
+from ....kernels.low_rank import LowRankBuffers
+from ....model.causal_lm import CausalLM
+from ....model.checkpoint import read_rows
+from ....model.decoder import Numerics
+from ....model.weights import Layout
+from .gradient import GradientTree
+from .pieces import Pieces, TrainedPieces, fill_pieces
+from .process_group import Ranks
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
+X = TypeVar("X")
+Y = TypeVar("Y")
+
+
+class OnePassWork(Protocol[X, Y]):
+    """The work of one virtual shard in one forward and one backward."""
+
+    def has_gradient(self, shard: X) -> bool:
+        """Whether the loss of this shard has a gradient."""
+        ...
+
+    def one_pass(self, model: CausalLM, shard: X, backward: bool) -> Y:
+        """Its forward and, if asked for, its backward. The gradients are then in the Parameters' .grad."""
+        ...
+
+
+class ShardedModel:
+    """A CausalLM whose Parameters FSDP has sharded, in fp32; and the rounds of its gradient.
+
+    pieces: where the rank's pieces lie. The gradient and the optimizer's state are flat over them,
+    [pieces.numel].
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        layout: Layout,
+        dtype: torch.dtype,
+        numerics: Numerics,
+        recompute: bool,
+        ranks: Ranks,
+        device: torch.device,
+        adapters: Mapping[str, LowRankBuffers] = MappingProxyType({}),
+    ):
+        """Read this rank's pieces from a model's folder. dtype: of the computation. adapters: see CausalLM.
+
+        Raises ValueError (see read_rows).
+        """
+        self.layout, self.ranks, self.dtype = layout, ranks, dtype
+        options = {"numerics": numerics, "recompute": recompute, "layout": layout, "adapters": adapters}
+        self.model = CausalLM(layout.config, device="meta", **options)
+        # torch takes two seconds to load its FSDP, and most runs have none.
+        from .fsdp import apply_fsdp_with_tree
+
+        self._comm = apply_fsdp_with_tree(self.model, ranks.mesh, dtype)
+        self.model.to_empty(device=device)
+        self._named = dict(self.model.named_parameters())
+        self.pieces = TrainedPieces(layout, ranks)
+        self._all_pieces = Pieces(layout.entries.values(), ranks)
+        self.parameters = [self._named[part.name] for part in self.pieces.parts]
+        rows = read_rows(folder, layout, self._all_pieces.rows)
+        fill_pieces(self._named, self._all_pieces.parts, rows)
+
+    def load(self, flat: torch.Tensor) -> None:
+        """Set this rank's pieces from all weights, [layout.numel]."""
+        parts = self._all_pieces.parts
+        fill_pieces(self._named, parts, {part.name: flat[part.start : part.stop] for part in parts})
+
+    def locals(self) -> list[torch.Tensor]:
+        """This rank's piece of each Parameter that is trained, in fp32."""
+        return [p.detach().to_local() for p in self.parameters]
+
+    def _all_locals(self) -> list[torch.Tensor]:
+        """The same of every Parameter, in the order of the flat tensor."""
+        return [self._named[part.name].detach().to_local() for part in self._all_pieces.parts]
+
+    def whole(self, name: str, own: torch.Tensor | None = None) -> torch.Tensor:
+        """A Parameter, in every rank; or what has its shape, and of which this rank has the rows `own`.
+
+        All ranks call this together.
+        """
+        like = self._named[name].detach()
+        return like.full_tensor() if own is None else placed_like(like, own.to(like.dtype)).full_tensor()
+
+    @property
+    def by_name(self) -> dict[str, "DTensor"]:
+        """Every Parameter by its name in the checkpoint, without a graph; of this rank its rows."""
+        return {part.name: self._named[part.name].detach() for part in self._all_pieces.parts}
+
+    def master(self) -> torch.Tensor:
+        """A copy of all of these, [pieces.numel]."""
+        return torch.cat([x.reshape(-1) for x in self.locals()])
+
+    def compute_round(self, work: OnePassWork, shards: Sequence[X | None]) -> tuple[list[Y | None], bool]:
+        """Compute one virtual shard in each rank. None is a shard without sequences.
+
+        Returns the results of all ranks, and whether this rank has a gradient that counts.
+        """
+        own = shards[self.ranks.rank]
+        if not any(shard is not None for shard in shards):
+            return list(shards), False
+        # FSDP's ranks gather and add together, so a rank without a shard computes another's, for nothing.
+        shard = own if own is not None else next(x for x in shards if x is not None)
+        backward = any(shard is not None and work.has_gradient(shard) for shard in shards)
+        has_gradient = backward and work.has_gradient(shard)
+        self._comm.begin([shard is not None for shard in shards], is_zero=not has_gradient)
+        result = work.one_pass(self.model, shard, backward)
+        return self.ranks.gather(lambda: None if own is None else result), has_gradient
+
+    def sum_round(
+        self, work: OnePassWork, shards: Sequence[X | None]
+    ) -> tuple[list[Y | None], torch.Tensor | None]:
+        """Compute one virtual shard in each rank.
+
+        Returns the results of all, and this rank's pieces of the gradients' sum; None where no rank has one.
+        """
+        results, _ = self.compute_round(work, shards)
+        present = [shard for shard in shards if shard is not None]
+        if not present:
+            return results, None
+        if not any(map(work.has_gradient, present)):
+            return results, torch.zeros(self.pieces.numel, device=self.parameters[0].device)
+        gradient = torch.cat([p.grad.to_local().reshape(-1) for p in self.parameters])
+        self.model.zero_grad()
+        return results, gradient
+
+    def gather_into(self, flat: torch.Tensor) -> None:
+        """Write the compute weights of all ranks to `flat` [layout.numel], rounded once to its dtype."""
+        own = torch.cat([x.reshape(-1).to(flat.dtype) for x in self._all_locals()])
+        self._all_pieces.gather_into(flat, own)
+
+
+def placed_like(tensor: "DTensor", own: torch.Tensor) -> "DTensor":
+    """A tensor of the same shape, of which each rank has the same rows. own: this rank's."""
+    return type(tensor).from_local(
+        own.view(tensor.to_local().shape),
+        tensor.device_mesh,
+        tensor.placements,
+        run_check=False,
+        shape=tensor.shape,
+        stride=tensor.stride(),
+    )
+
+
+class ShardedWorkers:
+    """The interface of Workers, as far as training needs it, for a model that FSDP has sharded.
+
+    The gradient is this rank's part in the slices of zero.py, for the norm and the ledger.
+    """
+
+    n = 1
+
+    def __init__(self, model: ShardedModel, virtual_shards: int):
+        self._model = model
+        self._tree = GradientTree(virtual_shards // model.ranks.size)
+
+    def own_threads(self) -> AbstractContextManager[None]:
+        """See Workers: there is one worker."""
+        return nullcontext()
+
+    def sum_shards(
+        self, work: OnePassWork, shards: Sequence[X | None]
+    ) -> tuple[list[Y | None], torch.Tensor | None]:
+        """See RankedWorkers.sum_shards."""
+        results: list[Y | None] = []
+        size = self._model.ranks.size
+        for first in range(0, len(shards), size):
+            of_round, gradient = self._sum_round(work, shards[first : first + size])
+            results += of_round
+            self._tree.push(gradient)
+        return results, self._slice_of(self._tree.take())
+
+    def _sum_round(
+        self, work: OnePassWork, shards: Sequence[X | None]
+    ) -> tuple[list[Y | None], torch.Tensor | None]:
+        """See ShardedModel.sum_round."""
+        return self._model.sum_round(work, shards)
+
+    def _slice_of(self, root: torch.Tensor | None) -> torch.Tensor | None:
+        """The gradient in the slices of zero.py, of the tree's root."""
+        return None if root is None else self._model.pieces.to_gradient_slice(root)
+
+    def close(self) -> None:
+        """Nothing runs outside this process."""
