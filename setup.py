@@ -30,6 +30,7 @@ setup(
         "zerokl.audit.engines",
         "zerokl.audit.figures",
         "zerokl.audit.formats",
+        "zerokl.audit.frameworks",
         "zerokl.audit.hypotheses",
         "zerokl.audit.logs",
         "zerokl.audit.operations",
@@ -61,7 +62,7 @@ setup(
     package_data={
         "zerokl.kernels.cpp": ["*.cpp", "*.h"],
         "zerokl.engine.config.presets": ["*.toml"],
-        "zerokl.audit.formats": ["log.schema.json", "scripts/*.py"],
+        "zerokl.audit.formats": ["log.schema.json"],
         "zerokl.engine.runs.report": ["static/*"],
     },
     cmdclass={"build_py": _WithoutSetup},

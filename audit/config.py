@@ -13,6 +13,8 @@ from ..engine.config import sampler_names
 from ..engine.config.section import Section
 from ..kernels.sampling_params import SamplingParams
 from .conclusion.outcome import Tolerances
+from .figures.bands import BANDS, GATES
+from .frameworks import NAMES
 from .settings import Dtypes
 
 # Names that an audit does not take, and why.
@@ -37,22 +39,8 @@ TRAINERS = {
 }
 Dtype = Literal["float32", "bfloat16", "float16"]
 Device = Literal["auto", "cpu", "cuda"]
-LogFormat = Literal[
-    "auto",
-    "zerokl",
-    "atropos",
-    "nemo-gym",
-    "nemo-rl",
-    "prime-rl",
-    "prime-rl-tokens",
-    "skyrl",
-    "slime",
-    "tinker",
-    "titanrl",
-    "trl",
-    "verl",
-]
-Band = Literal["strict", "1%", "5%", "prime-rl", "slime", "skyrl", "verl", "nemo-rl"]
+LogFormat = Literal[("auto", *NAMES)]
+Band = Literal[(*BANDS, *GATES)]
 DTYPES = ("float32", "bfloat16", "float16")
 # Completions that engines draw, or that a model scores, where nothing else is asked for.
 COMPLETIONS = 64

@@ -28,7 +28,7 @@ from aiohttp import ClientError, ClientResponse, ClientSession, ClientTimeout, T
 from multidict import CIMultiDict, CIMultiDictProxy
 from yarl import URL
 
-from ..audit.formats.zerokl import parse
+from ..audit.frameworks.zerokl import parse
 from ..files.reading import one_line, shown
 from ..files.writing import os_error_line
 from .proxy_answers import ANSWER_BYTES, REQUEST_BYTES, Exchange, completions, has_last_event, is_recorded

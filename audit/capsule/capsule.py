@@ -25,8 +25,8 @@ from ...files.reading import json_ready, parse_json, shown
 from ...files.writing import hash_json, write_whole
 from ..conclusion.outcome import Tolerances
 from ..config import Band
-from ..formats import zerokl
 from ..formats.record import LoggedRollout
+from ..frameworks import zerokl
 
 FORMAT = 1
 # Bytes of a capsule, and of what it unpacks to: a small file may unpack to a very large one.

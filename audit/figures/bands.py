@@ -13,11 +13,14 @@ import numpy as np
 
 from ...verify.mismatch import log_ratios, ratios
 from ...verify.mismatch import mean as mean_of
-from .gates import GateFigure, gate_figures
+from ..frameworks import FRAMEWORKS
+from .gates import GateFigure, joined
 
 # Lowest and highest geometric mean of a sequence's ratios. strict: the bounds with which NeMo-RL masks
 # sequences in its guide to ProRL v2.
 BANDS = {"strict": (0.999, 1.002), "1%": (0.99, 1.01), "5%": (0.95, 1.05)}
+# The projects that gate on a figure of their own, each with its gate.
+GATES = {name: framework.gate for name, framework in FRAMEWORKS.items() if framework.gate}
 _BOUNDS = (2.0, 3.0, 5.0, 10.0)
 
 
@@ -63,12 +66,12 @@ def band_figures(trainer: Sequence[np.ndarray], sampler: Sequence[np.ndarray]) -
 
     trainer, sampler: logprobs [C] fp32 of each sequence, without NaN.
     """
-    lengths = [len(x) for x in sampler]
-    d = log_ratios(np.concatenate(trainer), np.concatenate(sampler))
-    r, of_sequence = ratios(d, lengths)
-    starts = np.concatenate([[0], np.cumsum(lengths)[:-1]])
+    columns = joined(trainer, sampler)
+    d = log_ratios(columns.trainer, columns.sampler)
+    r, of_sequence = ratios(d, columns.lengths)
+    starts = np.concatenate([[0], np.cumsum(columns.lengths)[:-1]])
     with np.errstate(over="ignore", invalid="ignore"):
-        mean = np.exp(np.add.reduceat(d, starts) / lengths)
+        mean = np.exp(np.add.reduceat(d, starts) / columns.lengths)
     return Corrections(
         {
             name: BandShare(low, high, _share(~((mean >= low) & (mean <= high))))
@@ -86,7 +89,7 @@ def band_figures(trainer: Sequence[np.ndarray], sampler: Sequence[np.ndarray]) -
             )
             for bound in _BOUNDS
         ],
-        gate_figures(trainer, sampler),
+        {name: gate.judged(columns) for name, gate in GATES.items()},
     )
 
 

@@ -1,4 +1,4 @@
-"""The lines of a log, one at a time: a file of any size takes the memory of one line."""
+"""The rows of a log, one at a time: a file of lines of any size takes the memory of one line."""
 
 import sys
 import time
@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from ...files.inputs import input_lines, open_input
+from ...files.inputs import check_input, input_lines, open_input
 from ...files.reading import one_line, parse_json
 
 # A smaller file is read before anybody wonders.
@@ -55,3 +55,22 @@ def _shown(path: Path, file: BinaryIO) -> Iterator[bytes]:
             last = time.monotonic()
             progress = f"{path}: read {read / 2**20:,.0f} of {size / 2**20:,.0f} MiB"
             print(one_line(progress), file=sys.stderr, flush=True)
+
+
+def parquet_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The rows of a Parquet file, with their places. Raises ValueError without pyarrow."""
+    try:
+        from pyarrow import ArrowInvalid
+        from pyarrow.parquet import ParquetFile
+    except ImportError:
+        raise ValueError(f"{path} is a Parquet file; pip install pyarrow to read it") from None
+    try:
+        check_input(path)
+        file = ParquetFile(path)
+    except (ArrowInvalid, OSError) as error:
+        raise ValueError(f"{path} cannot be read ({error})") from None
+    number = 0
+    for batch in file.iter_batches(batch_size=1024):
+        for row in batch.to_pylist():
+            number += 1
+            yield f"row {number}", row

@@ -1,107 +1,23 @@
-"""The table of log formats, and how a file is read by its row of the table."""
+"""Which framework wrote a file, and how the file is read by what the framework declares."""
 
 import re
 import sys
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
 from ...files.inputs import open_input
 from ...files.reading import one_line
-from . import (
-    atropos,
-    nemo_gym,
-    nemo_rl,
-    pickles,
-    prime_rl,
-    prime_rl_tokens,
-    slime,
-    text_only,
-    tinker,
-    titanrl,
-    unknown,
-    zerokl,
-)
-from .lines import json_rows
+from ..frameworks import FRAMEWORKS, LOGS, NAMES
+from . import unknown
+from .framework import Log, Rows
+from .lines import json_rows, parquet_rows
+from .pickles import PickledError
 from .record import LoggedRollout
 
-Row = dict[str, Any]
-
-
-@dataclass(frozen=True)
-class Format:
-    """How one framework's log is read."""
-
-    name: str
-    # Which file it is, for people.
-    file: str
-    # Whether a row is of this format.
-    recognises: Callable[[Row], bool]
-    # The completions of a row. Raises ValueError for a wrong field, and KeyError for a missing one.
-    parse: Callable[[Row, Path], Iterator[LoggedRollout]]
-    # The rows of a file, with the place of each.
-    rows: Callable[[Path], Iterator[tuple[str, Row]]] = json_rows
-    # How else to get a log that can be audited, where this one lacks ids or logprobs.
-    remedy: str = ""
-
-
-_RECORD_TRL = "record the run with zerokl.integrations.trl.record"
-_RECORD_VERL = "record the run with zerokl.integrations.verl"
-
-# The order decides which format is tried first.
-FORMATS = {
-    row.name: row
-    for row in (
-        Format("zerokl", "a log in zerokl's own fields, JSONL", zerokl.recognises, zerokl.parse),
-        Format("nemo-rl", "train_data_stepN.jsonl", nemo_rl.recognises, nemo_rl.parse),
-        Format("tinker", "capture/sample.jsonl", tinker.recognises, tinker.parse),
-        Format(
-            "titanrl",
-            "rollout_samples.jsonl",
-            titanrl.recognises,
-            titanrl.parse,
-            remedy="set log_logprobs in the recorder's Config",
-        ),
-        Format("nemo-gym", "rollouts.jsonl", nemo_gym.recognises, nemo_gym.parse),
-        Format("prime-rl", "rollouts/step_N/.../traces.jsonl", prime_rl.recognises, prime_rl.parse),
-        Format(
-            "prime-rl-tokens",
-            "token_exports/step_N/rank_N.jsonl",
-            prime_rl_tokens.recognises,
-            prime_rl_tokens.parse,
-        ),
-        Format(
-            "atropos",
-            "the file of data_path_to_save_groups",
-            atropos.recognises,
-            atropos.parse,
-            remedy="let the environment keep inference_logprobs, as a ManagedServer gives them",
-        ),
-        Format("slime", "--save-debug-rollout-data, .pt", slime.recognises, slime.parse, slime.rows),
-        Format("skyrl", "global_step_N_training_input.pkl", lambda row: False, zerokl.parse, pickles.rows),
-        Format(
-            "verl",
-            "rollout_data_dir/STEP.jsonl",
-            text_only.recognises_verl,
-            text_only.parse_verl,
-            remedy=_RECORD_VERL,
-        ),
-        Format(
-            "trl",
-            "completions/completions_STEP.parquet",
-            text_only.recognises_trl,
-            text_only.parse_trl,
-            remedy=_RECORD_TRL,
-        ),
-    )
-}
-# How a binary file begins, and the format that has such files.
-_MAGIC = {b"PK": "slime", b"\x80": "skyrl"}
-_PARQUET = b"PAR1"
-# Formats whose log can also be in our own fields, written by a recorder or by `zerokl convert`.
-_RECORDED = ("slime", "skyrl", "verl", "trl")
+# How a Parquet file begins, and a pickle.
+_PARQUET, _PICKLE = b"PAR1", b"\x80"
 # Completions of a log that are looked at before a model is loaded.
 _FIRST_ROWS = 16
 LOG_SUFFIXES = (".jsonl", ".parquet", ".pt")
@@ -132,33 +48,43 @@ def _natural(name: str) -> list[tuple[int, str]]:
     return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", name)]
 
 
-def find_format(path: Path, name: str = "auto") -> Format:
-    """The format called `name`, or the one that the file's first row is of.
+def find_format(path: Path, name: str = "auto") -> Log:
+    """The kind of log called `name`, or the one that the file's first row is of.
 
-    Raises ValueError for an unknown name, and for a file that is of no known format.
+    Raises ValueError for an unknown name, and for a file that is of no known format. Raises PickledError for
+    a pickle.
     """
-    if name != "auto" and name not in FORMATS:
-        raise ValueError(f"format {name} is not known; choose auto, {', '.join(FORMATS)}")
+    if name != "auto" and name not in NAMES:
+        raise ValueError(f"format {name} is not known; choose auto, {', '.join(NAMES)}")
     magic = _magic(path)
-    if magic.startswith(_PARQUET):
-        return _by_first_row(path, name, text_only.parquet_rows)
-    for beginning, binary in _MAGIC.items():
-        if magic.startswith(beginning):
-            return FORMATS[binary]
-    return _by_first_row(path, name, json_rows)
+    if magic.startswith(_PICKLE):
+        first, *others = scripted()
+        raise PickledError(
+            f"{path} is a pickle, and zerokl loads none",
+            f"`zerokl convert {path} --format {first}` (or {', '.join(others)}) prints what to run in that "
+            "framework's environment",
+        )
+    binary = next((log for log in LOGS.values() if log.magic and magic.startswith(log.magic)), None)
+    return binary or _by_first_row(path, name, parquet_rows if magic.startswith(_PARQUET) else json_rows)
 
 
-def _by_first_row(path: Path, name: str, rows: Callable[[Path], Iterator[tuple[str, Row]]]) -> Format:
-    """The format that the first row of a file is of. Where it is of none, the one called `name` says why."""
+def scripted() -> list[str]:
+    """The frameworks that have a script for their pickles."""
+    return [name for name, framework in FRAMEWORKS.items() if framework.script]
+
+
+def _by_first_row(path: Path, name: str, rows: Rows) -> Log:
+    """The log that the first row of a file is of. Where it is of none, the one called `name` says why."""
     place, row = next(rows(path), ("", None))
     if row is None:
         raise ValueError(f"{path} holds no row")
-    asked = FORMATS.get(name)
+    asked = LOGS.get(name)
     known = asked if asked and asked.recognises(row) else None
-    known = known or next((f for f in FORMATS.values() if f.recognises(row)), asked)
+    known = known or next((log for log in LOGS.values() if log.recognises(row)), asked)
     if known is None:
-        raise ValueError(f"{path}, {place}: {unknown.refusal(row, FORMATS)}")
-    if name not in ("auto", known.name) and not (known.name == "zerokl" and name in _RECORDED):
+        raise ValueError(f"{path}, {place}: {unknown.refusal(row, NAMES)}")
+    ours = known.name == "zerokl" and name in FRAMEWORKS and FRAMEWORKS[name].writes_ours
+    if name not in ("auto", known.name) and not ours:
         raise ValueError(f"{path}, {place}: the row is of the format {known.name}; leave out --format {name}")
     return replace(known, rows=rows)
 
@@ -198,7 +124,7 @@ def read_rollouts(path: Path, format: str = "auto") -> Iterator[tuple[str, Logge
             print(one_line(told), file=sys.stderr, flush=True)
 
 
-def _file_rollouts(file: Path, chosen: Format) -> Iterator[tuple[str, LoggedRollout]]:
+def _file_rollouts(file: Path, chosen: Log) -> Iterator[tuple[str, LoggedRollout]]:
     for place, row in chosen.rows(file):
         where = f"{file}, {place}"
         try:

@@ -4,12 +4,10 @@ import json
 from pathlib import Path
 
 from ...engine.display.terminal import console
-from ...files.inputs import read_text
 from ..formats.pickles import PickledError
-from ..formats.registry import find_format, log_files, read_rollouts
-from ..formats.zerokl import as_row
-
-_SCRIPTS = Path(__file__).parents[1] / "formats" / "scripts"
+from ..formats.registry import find_format, log_files, read_rollouts, scripted
+from ..frameworks import FRAMEWORKS
+from ..frameworks.zerokl import as_row
 
 
 def convert(source: Path, out: Path | None, format: str) -> int:
@@ -22,7 +20,7 @@ def convert(source: Path, out: Path | None, format: str) -> int:
             raise ValueError(f"{out} exists; choose another file")
         if pickled := _pickled(source, format):
             script, reason = pickled
-            console.print(read_text(script), end="")
+            console.print(script, end="")
             raise ValueError(
                 f"no log was written: {reason}; save the script that was printed, and run it where the "
                 "framework is installed, as its first lines say"
@@ -36,28 +34,26 @@ def convert(source: Path, out: Path | None, format: str) -> int:
     return 0
 
 
-def _pickled(source: Path, format: str) -> tuple[Path, str] | None:
+def _pickled(source: Path, format: str) -> tuple[str, str] | None:
     """For a file that zerokl does not open: the script that does, and why. None for what zerokl reads.
 
     Raises ValueError where nobody says who wrote a pickle.
     """
     if not source.is_file():
         return None
-    known = find_format(source, format)
-    if known.name not in ("slime", "skyrl"):
-        return None
     try:
-        next(known.rows(source), None)
+        next(find_format(source, format).rows(source), None)
         return None
     except PickledError as error:
-        writer = "slime" if known.name == "slime" else format
+        writer = error.writer or format
         if writer == "auto":
+            *first, last = scripted()
             raise ValueError(
-                f"{source} is a pickle; say who wrote it with --format skyrl, verl or slime"
+                f"{source} is a pickle; say who wrote it with --format {', '.join(first)} or {last}"
             ) from None
-        if not (script := _SCRIPTS / f"{writer}_to_log.py").exists():
+        if writer not in scripted():
             raise ValueError(f"{source} is a pickle, and {writer} writes none that zerokl knows of") from None
-        return script, error.reason
+        return FRAMEWORKS[writer].script, error.reason
 
 
 def _write(source: Path, out: Path, format: str) -> int:

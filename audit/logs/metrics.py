@@ -10,6 +10,7 @@ from typing import Any
 from ...files.inputs import read_text
 from ...files.reading import parse_json
 from ..formats.lines import json_rows
+from ..frameworks import LOGS
 
 # What a clock or a machine decides. Two equal runs differ in it.
 MACHINE = re.compile(
@@ -19,18 +20,8 @@ LEARNING_RATE = re.compile(r"(^|[/_.])(lr|learning_rate)([/_.]|$)", re.I)
 LOSS_SCALE = re.compile(r"^scale$|(loss|grad|amp|fp16|scaler|scaling)[/_.]?.*scale$", re.I)
 GRADIENT_NORM = re.compile(r"grad.*norm", re.I)
 STEPS = ("step", "global_step", "training/global_step", "_step", "iteration")
-# A row of a log of rollouts has one of these; a row of metrics has none.
-_ROLLOUT = {
-    "prompt_ids",
-    "token_ids",
-    "turns",
-    "traces",
-    "nodes",
-    "samples",
-    "input",
-    "completion",
-    "scope",
-}
+# A row of a log of rollouts has one of these, which is no number; a row of metrics has none.
+_MARKS = {mark for log in LOGS.values() for mark in log.marks}
 # Names of JSON files in a folder that hold metrics; others are configurations.
 _JSON = re.compile(r"metrics|trainer_state|log_history|training_log", re.I)
 Row = dict[str, Any]
@@ -43,9 +34,7 @@ def is_metrics(path: Path) -> bool:
     if path.suffix != ".jsonl":
         return True
     _, first = next(json_rows(path), ("", {}))
-    if isinstance(first.get("tokens"), list):
-        return False
-    return bool(first) and not _ROLLOUT & first.keys()
+    return bool(first) and not any(isinstance(first.get(mark), str | list | dict) for mark in _MARKS)
 
 
 def metric_files(folder: Path) -> list[Path]:

@@ -15,7 +15,7 @@ from zerokl.verify.environment import PACKAGE_ROOT
 from tests.test_floors import FLOORS
 
 # Programs of their own, which import nothing of zerokl; they are given files that zerokl has written.
-PROGRAMS = ("audit/formats/scripts", "engine/tasks/try_tokenizer.py")
+PROGRAMS = ("engine/tasks/try_tokenizer.py",)
 # What opens a file for reading, and readers of other libraries that are given a name: where each is allowed.
 READERS = {
     "read_text": ("engine/processes/process.py",),  # the kernel's list of children
@@ -23,8 +23,8 @@ READERS = {
     "safe_open": ("model/weight_files.py",),  # after check_input
     "load_file": (),
     "fdopen": (),
-    "ParquetFile": ("audit/formats/text_only.py",),  # after check_input
-    "torch.load": ("audit/formats/slime.py",),  # after check_input
+    "ParquetFile": ("audit/formats/lines.py",),  # after check_input
+    "torch.load": ("audit/frameworks/slime.py",),  # after check_input
     "torch.from_file": ("engine/processes/shared_tensor.py",),  # memory of this machine's processes
     # model folders, after check_folder
     "from_pretrained": (

@@ -1,7 +1,6 @@
 """The recorders for loops and frameworks: what they write is read to the bit, and nothing changes."""
 
 import json
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,7 +9,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from zerokl.audit.formats import zerokl as own
 from zerokl.audit.formats.registry import read_rollouts
 from zerokl.cli import main
 from zerokl.integrations import openrlhf, skyrl, verl
@@ -18,6 +16,7 @@ from zerokl.integrations.recorder import FIELDS, Recorder
 from zerokl.integrations.trl import record
 from zerokl.integrations.verl import RecordsRollouts
 from zerokl.kernels.sampling_params import SamplingParams
+from zerokl.verify.environment import PACKAGE_ROOT
 
 from tests.helpers import property_settings
 
@@ -84,7 +83,7 @@ def test_a_log_is_not_overwritten(tmp_path):
 
 
 def test_the_recorder_knows_every_field_of_the_format():
-    schema = json.loads((Path(own.__file__).parent / "log.schema.json").read_text())
+    schema = json.loads((PACKAGE_ROOT / "audit/formats/log.schema.json").read_text())
     assert {*FIELDS, "prompt_ids", "completion_ids", "logprobs", "turns"} == set(schema["properties"])
 
 

@@ -11,20 +11,20 @@ from pathlib import Path
 
 # The package's root, from this file.
 ROOT = Path(__file__).resolve().parents[2]
+# The frameworks' files, which audit/frameworks/__init__.py finds by listing the folder. The recorder of one
+# lies in integrations/, under the same name.
+FRAMEWORKS = [file.stem for file in sorted((ROOT / "audit" / "frameworks").glob("[!_]*.py"))]
 # What the wheel is for: the command line, and the recorders.
 ENTRIES = (
     "__main__",
     "cli",
-    "integrations.openrlhf",
     "integrations.recorder",
-    "integrations.skyrl",
-    "integrations.trl",
-    "integrations.verl",
     # vLLM loads it by its entry point where it is a sampler.
     "engine.rollout.vllm.plugin",
+    *(f"{room}.{name}" for name in FRAMEWORKS for room in ("audit.frameworks", "integrations")),
 )
 # Data beside the modules: package -> patterns.
-DATA = {"audit.formats": ["log.schema.json", "scripts/*.py"], "kernels.cpp": ["*.cpp", "*.h"]}
+DATA = {"audit.formats": ["log.schema.json"], "kernels.cpp": ["*.cpp", "*.h"]}
 
 
 def module_file(name: str, root: Path = ROOT) -> Path | None:

@@ -5,14 +5,18 @@ import math
 import numpy as np
 import pytest
 import torch
-from zerokl.audit.figures.bands import band_figures, band_lines
-from zerokl.audit.figures.gates import gate_figures
+from zerokl.audit.figures.bands import GATES, band_figures, band_lines
+from zerokl.audit.figures.gates import joined
 
 
 def columns(scale: float, lengths: tuple[int, ...] = (3, 40, 1)) -> tuple[list, list]:
     rng = np.random.default_rng(0)
     sampler = [-rng.exponential(2.0, n).astype(np.float32) for n in lengths]
     return [(s + rng.normal(0, scale, len(s))).astype(np.float32) for s in sampler], sampler
+
+
+def gate_figures(trainer: list, sampler: list) -> dict:
+    return {name: gate.judged(joined(trainer, sampler)) for name, gate in GATES.items()}
 
 
 @pytest.mark.parametrize("scale", [0.0, 1e-3, 0.05, 0.5])

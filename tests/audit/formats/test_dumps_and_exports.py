@@ -10,8 +10,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from zerokl.audit.formats import text_only, unknown
-from zerokl.audit.formats.registry import FORMATS, find_format, read_rollouts
+from zerokl.audit.formats import registry, unknown
+from zerokl.audit.formats.registry import find_format, read_rollouts
+from zerokl.audit.frameworks import LOGS
 from zerokl.cli import main
 from zerokl.kernels.sampling_params import SamplingParams
 
@@ -237,10 +238,10 @@ def test_tokens_of_a_frozen_model_were_not_drawn():
     drawn = [4, 5]
     row["rl_weights"] = [float(i == drawn[0]) for i in range(count)]
     row["ref_kl_weights"] = [float(i == drawn[1]) for i in range(count)]
-    (rollout,) = FORMATS["prime-rl-tokens"].parse(row, Path())
+    (rollout,) = LOGS["prime-rl-tokens"].parse(row, Path())
     assert [len(rollout.prompt_ids) + i for i in np.flatnonzero(rollout.mask)] == drawn
     row |= {"rl_weights": [0.0] * count, "ref_kl_weights": [None] * count}
-    assert list(FORMATS["prime-rl-tokens"].parse(row, Path())) == []
+    assert list(LOGS["prime-rl-tokens"].parse(row, Path())) == []
 
 
 @pytest.mark.parametrize(
@@ -276,9 +277,9 @@ def test_a_rollout_of_nemo_gym_without_ids_is_refused_unless_nothing_was_written
     for name in ("prompt_token_ids", "generation_token_ids", "generation_log_probs"):
         del row["response"]["output"][-1][name]
     with pytest.raises(ValueError, match="return_token_id_information: true"):
-        list(FORMATS["nemo-gym"].parse(row, Path()))
+        list(LOGS["nemo-gym"].parse(row, Path()))
     row["response"]["output"] = [{"type": "message", "role": "assistant", "content": []}]
-    assert list(FORMATS["nemo-gym"].parse(row, Path())) == []
+    assert list(LOGS["nemo-gym"].parse(row, Path())) == []
 
 
 def test_the_groups_and_nodes_of_atropos():
@@ -295,7 +296,7 @@ def test_a_mask_of_atropos_is_minus_100_or_the_token(tmp_path, capsys):
     group = sample("atropos")[0]
     group["masks"][1][-1] = -100
     group["masks"][0] = [-100] * len(group["masks"][0])
-    (rollout,) = FORMATS["atropos"].parse(group, Path())
+    (rollout,) = LOGS["atropos"].parse(group, Path())
     assert rollout.mask.tolist() == [True, True, False]
     group["masks"][1][-1] = 1
     log = write_rows(tmp_path / "log.jsonl", group)
@@ -367,7 +368,7 @@ def test_another_format_than_the_one_asked_for_is_named():
 
 def test_a_parquet_file_is_of_the_format_of_its_first_row(tmp_path, monkeypatch):
     row = {"sample_index": 3, "response_length": 1, "tokens": [1, 2], "rollout_log_probs": [-0.5]}
-    monkeypatch.setattr(text_only, "parquet_rows", lambda path: iter([("row 1", row)]))
+    monkeypatch.setattr(registry, "parquet_rows", lambda path: iter([("row 1", row)]))
     (tmp_path / "rollout_5.parquet").write_bytes(b"PAR1")
     (rollout,) = read(tmp_path / "rollout_5.parquet")
     assert (rollout.completion_ids, rollout.sample) == ((2,), 3)

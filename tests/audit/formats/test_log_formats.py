@@ -14,17 +14,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 from zerokl.audit.audit import audit
 from zerokl.audit.command import find_log
-from zerokl.audit.formats import zerokl as own
-from zerokl.audit.formats.registry import FORMATS, find_format, read_rollouts
+from zerokl.audit.formats.registry import find_format, read_rollouts
+from zerokl.audit.frameworks import FRAMEWORKS, LOGS
+from zerokl.audit.frameworks import zerokl as own
 from zerokl.audit.hypotheses.value_checks import LogValues
 from zerokl.cli import main
 from zerokl.kernels.sampling_params import SamplingParams
+from zerokl.verify.environment import PACKAGE_ROOT
 
 from tests.audit.settings import audit_config, audit_json
 from tests.helpers import property_settings
 
 SAMPLES = Path(__file__).parents[1] / "log_samples"
-SCHEMA = json.loads((Path(own.__file__).parent / "log.schema.json").read_text())
+SCHEMA = json.loads((PACKAGE_ROOT / "audit/formats/log.schema.json").read_text())
 VALID = jsonschema.Draft202012Validator(SCHEMA)
 FULL = {
     "prompt_ids": [12, 5, 39],
@@ -102,7 +104,7 @@ def test_paths_that_part_late_count_their_beginning_once():
     row = json.loads((SAMPLES / "prime-rl.jsonl").read_text().splitlines()[0])
     nodes = row["traces"][0]["nodes"]
     nodes.append(copy.deepcopy(nodes[3]) | {"parent": 1, "token_ids": [2, 6, 6, 6]})
-    first, second = FORMATS["prime-rl"].parse(row, Path())
+    first, second = LOGS["prime-rl"].parse(row, Path())
     assert int(first.mask.sum()) == 7
     assert second.completion_ids == (27, 29, 5, 19, 2, 6, 6, 6)
     assert second.mask.tolist() == [False] * 5 + [True] * 3
@@ -179,7 +181,7 @@ def test_a_pickle_is_never_loaded(tmp_path, monkeypatch, capsys, name, format):
     assert main(["convert", name, "--format", format]) == 2
     script, error = capsys.readouterr()
     assert "no log was written" in error
-    assert script == (Path(own.__file__).parent / "scripts" / f"{format}_to_log.py").read_text()
+    assert script == FRAMEWORKS[format].script
     assert not Path("opened").exists()
     pickle.loads(pickle.dumps(Opened()))  # control: loading it leaves the mark
     assert Path("opened").exists()
@@ -396,7 +398,7 @@ def test_a_reader_takes_a_row_or_says_why_not(format, row, data):
         else:
             parent[path[-1]] = data.draw(ANY)
     try:
-        rollouts = list(FORMATS[format].parse(changed, Path("train_data_step4.jsonl")))
+        rollouts = list(LOGS[format].parse(changed, Path("train_data_step4.jsonl")))
     except (ValueError, KeyError):
         return
     for rollout in rollouts:

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from zerokl.audit import compare
 from zerokl.audit.columns import audit_columns
-from zerokl.audit.formats import zerokl as own
 from zerokl.audit.formats.record import is_logged_nan
+from zerokl.audit.frameworks import zerokl as own
 from zerokl.audit.logs.scan import scan_log
 from zerokl.audit.page.rows import figure_rows
 from zerokl.cli import main

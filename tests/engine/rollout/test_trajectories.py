@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from zerokl.audit.formats.zerokl import parse
+from zerokl.audit.frameworks.zerokl import parse
 from zerokl.cli import main
 from zerokl.engine.rollout import episodes
 from zerokl.engine.rollout.native import NativeSampler

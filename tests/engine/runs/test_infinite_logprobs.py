@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import zerokl
 from zerokl.audit.columns import audit_columns
-from zerokl.audit.formats import zerokl as own
 from zerokl.audit.formats.fields import logprobs
 from zerokl.audit.formats.record import is_logged_nan
 from zerokl.cli import main
@@ -19,6 +18,7 @@ from zerokl.engine.runs.report.payload import Source
 from zerokl.engine.runs.run import train
 from zerokl.files.reading import json_number, json_ready, parse_json
 from zerokl.integrations.recorder import Recorder
+from zerokl.verify.environment import PACKAGE_ROOT
 
 from tests.random_model import ONE_LAYER, random_model
 
@@ -86,7 +86,7 @@ def test_load_run_gives_the_numbers_and_the_metrics_count_them(run):
 
 
 def test_every_line_is_json_and_fits_the_schema(run):
-    schema = json.loads((Path(own.__file__).parent / "log.schema.json").read_text())
+    schema = json.loads((PACKAGE_ROOT / "audit/formats/log.schema.json").read_text())
     lines = [_strict(line) for line in (run / "rollouts.jsonl").read_text().splitlines()]
     assert any("-Infinity" in line["trainer_logprobs"] for line in lines)
     for line in lines:

@@ -8,9 +8,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from . import fields
-from .aligned import Aligned
-from .record import LoggedRollout
+from ..formats import fields
+from ..formats.aligned import Aligned
+from ..formats.framework import SAMPLER, Framework, Log
+from ..formats.record import LoggedRollout
 
 _NOT_DRAWN = -100
 _COLUMNS = ("tokens", "masks", "scores", "inference_logprobs", "advantages")
@@ -58,3 +59,32 @@ def _drawn(ids: tuple[int, ...], mask: Any) -> list[int]:
     if wrong := [m for m, token in zip(mask, ids, strict=False) if m not in (_NOT_DRAWN, token)]:
         raise ValueError(f"masks holds {wrong[0]}, which is neither -100 nor the token there")
     return [int(m != _NOT_DRAWN) for m in mask]
+
+
+FRAMEWORK = Framework(
+    name="atropos",
+    title="atropos",
+    page="gyms.md#you-use-atropos-do-this",
+    source="atropos, `atroposlib/envs/base.py`",
+    logs=(
+        Log(
+            name="atropos",
+            file="the file of `data_path_to_save_groups`",
+            switch="`data_path_to_save_groups`, and a `ManagedServer`",
+            recognises=recognises,
+            parse=parse,
+            fields={
+                "completion_ids": "`tokens`, a list for each sequence of the group",
+                "mask": "`masks`: -100 where a token was not drawn, else the token",
+                "logprobs": "`inference_logprobs`, not rounded; the 1.0 at tokens that were not drawn is "
+                "passed over",
+                "sampling_params": "`generation_params`, where it has a temperature; else as given by "
+                "`--temperature`",
+                "reward advantage": "`scores`, `advantages`",
+            },
+            marks=("tokens",),
+            columns=SAMPLER,
+            remedy="let the environment keep inference_logprobs, as a ManagedServer gives them",
+        ),
+    ),
+)

@@ -8,8 +8,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from . import fields
-from .record import LoggedRollout
+from ..formats import fields
+from ..formats.framework import SAMPLER, Framework, Log
+from ..formats.record import LoggedRollout
 
 _NO_TOKENS = (
     "no item of its response has token ids; set return_token_id_information: true for the model's server, as "
@@ -59,3 +60,30 @@ def _written(item: dict[str, Any]) -> bool:
     content = item.get("content")
     parts = content if isinstance(content, list) else []
     return any(isinstance(part, dict) and part.get("text") for part in parts)
+
+
+FRAMEWORK = Framework(
+    name="nemo-gym",
+    title="NeMo Gym",
+    page="gyms.md",
+    source="NeMo Gym, `nemo_gym/rollout_collection.py`",
+    logs=(
+        Log(
+            name="nemo-gym",
+            file="`rollouts.jsonl`",
+            switch="`return_token_id_information: true` for the model's server",
+            recognises=recognises,
+            parse=parse,
+            fields={
+                "completion_ids turn": "`prompt_token_ids` and `generation_token_ids` of the last item of "
+                "each call; each call is a turn",
+                "logprobs": "`generation_log_probs`, not rounded",
+                "sampling_params": "`responses_create_params`, where it has a temperature; else as given by "
+                "`--temperature`",
+                "prompt sample reward": "`_ng_task_index`, `_ng_rollout_index`, `reward`",
+            },
+            marks=("responses_create_params",),
+            columns=SAMPLER,
+        ),
+    ),
+)

@@ -13,8 +13,9 @@ from typing import Any
 import numpy as np
 
 from ...files.reading import json_ready
-from . import fields
-from .record import LoggedRollout, is_logged_nan
+from ..formats import fields
+from ..formats.framework import Framework, Log
+from ..formats.record import LoggedRollout, is_logged_nan
 
 # What a turn may say for itself. The rest of a line is said of the completion as a whole.
 _OF_A_TURN = (
@@ -150,3 +151,34 @@ def _numbers(values: Any) -> list[float | None] | None:
         return None
     absent = np.isnan(values) & ~is_logged_nan(values)
     return [None if none else x for x, none in zip(values.tolist(), absent.tolist(), strict=True)]
+
+
+FRAMEWORK = Framework(
+    name="zerokl",
+    title="your own loop, or another framework",
+    page="own-loop.md",
+    source="`audit/formats/log.schema.json`",
+    logs=(
+        Log(
+            name="zerokl",
+            file="a log in zerokl's own fields, JSONL",
+            switch="a `Recorder`",
+            recognises=recognises,
+            parse=parse,
+            fields={
+                "completion_ids mask turn": "`prompt_ids`, `completion_ids`, `mask`, `turns`",
+                "logprobs trainer_logprobs": "`logprobs`, `trainer_logprobs`, with `decimals` and "
+                "`trainer_decimals` where they are rounded",
+                "decimals trainer_decimals": "`decimals`, `trainer_decimals`",
+                "sampling_params sampling_mask": "`temperature` and the filters, `sampling_mask`",
+                "weight_span token_versions": "`weight_version`",
+                "routed_experts": "`routed_experts`",
+                "reward advantage step prompt sample": "under these names",
+                "truncated": "`finish_reason`",
+                "prompt_text completion_text": "under these names",
+            },
+            marks=("prompt_ids", "turns"),
+            columns="what you write",
+        ),
+    ),
+)

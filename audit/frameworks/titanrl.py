@@ -8,8 +8,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from . import fields
-from .record import LoggedRollout
+from ..formats import fields
+from ..formats.framework import SAMPLER, Framework, Log
+from ..formats.record import LoggedRollout
 
 
 def recognises(row: dict[str, Any]) -> bool:
@@ -54,3 +55,30 @@ def _span(turn: dict[str, Any], index: int) -> tuple[int, int] | None:
     if low > high:
         raise ValueError(f"turns[{index}]: min_policy_version ({low}) is above max_policy_version ({high})")
     return low, high
+
+
+FRAMEWORK = Framework(
+    name="titanrl",
+    title="torchtitan RL",
+    page="torchtitan.md",
+    source="torchtitan, the rollout recorder of `torchtitan/experiments/rl`",
+    logs=(
+        Log(
+            name="titanrl",
+            file="`rollout_samples.jsonl`",
+            switch="two settings of its recorder",
+            recognises=recognises,
+            parse=parse,
+            fields={
+                "completion_ids turn": "`prompt_token_ids` and `completion_token_ids` of each turn, with "
+                "`log_tensors`",
+                "logprobs": "`completion_logprobs` of each turn, with `log_logprobs`; not rounded",
+                "weight_span": "`min_policy_version` and `max_policy_version` of each turn",
+                "prompt sample reward advantage": "`group_id`, `rollout_id`, `reward`, `advantage`",
+            },
+            marks=("turns",),
+            columns=SAMPLER,
+            remedy="set log_logprobs in the recorder's Config",
+        ),
+    ),
+)

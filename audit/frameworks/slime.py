@@ -18,17 +18,78 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from ...files.inputs import check_input
-from . import fields, unknown
-from .pickles import PickledError
-from .record import LoggedRollout
+from ...verify.mismatch import mean
+from ..figures.gates import Columns, Gate
+from ..formats import fields, unknown
+from ..formats.framework import Framework, Log
+from ..formats.pickles import PickledError
+from ..formats.record import LoggedRollout
 
 _SLICES = (
     "a rank of context parallelism holds a slice of each response; dump with --context-parallel-size 1, or "
     "with a slime after 0.3.1, which joins the slices"
 )
-
 _OTHERS = "of the folders of --dump-details, train_data and rollout_data have samples"
+
+_SCRIPT = '''"""A dump of slime or miles (--save-debug-rollout-data or -train-data) as plain values.
+
+python SCRIPT INPUT.pt OUT.jsonl; then zerokl audit OUT.jsonl --format slime
+"""
+
+import json
+import sys
+
+import torch
+
+NAMES = (
+    "tokens",
+    "response_length",
+    "response_lengths",
+    "loss_mask",
+    "loss_masks",
+    "rollout_log_probs",
+    "log_probs",
+    "weight_versions",
+    "rollout_top_p_token_ids",
+    "rollout_top_p_token_offsets",
+    "reward",
+    "local_raw_reward",
+    "rewards",
+    "advantages",
+    "group_index",
+    "index",
+    "sample_index",
+    "sample_indices",
+)
+
+
+def samples(dump):
+    """The samples: a list of them, or, of one rank, columns with an entry for each."""
+    if "samples" in dump:
+        return dump["samples"]
+    if dump.get("cp_size", 1) != 1:
+        sys.exit(
+            "a rank of context parallelism has a slice of each response; dump with --context-parallel-size 1"
+        )
+    data = dump["rollout_data"]
+    columns = {name: data[name] for name in NAMES if data.get(name) is not None}
+    return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+
+
+def plain(value):
+    """A value that JSON does not have: a tensor or an array as a list, anything else as a text."""
+    return value.tolist() if hasattr(value, "tolist") else str(value)
+
+
+dump = torch.load(sys.argv[1], map_location="cpu", weights_only=False)
+with open(sys.argv[2], "x") as out:
+    for sample in samples(dump):
+        row = {name: sample[name] for name in NAMES if sample.get(name) is not None}
+        print(json.dumps(row | {"rollout_id": dump["rollout_id"]}, default=plain), file=out)
+'''
 
 
 def rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -61,23 +122,27 @@ def rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
 def _opened(path: Path) -> Any:
     """The content of a file of torch's, opened without running code in it."""
-    script = f"`zerokl convert {path} --format slime` prints what to run in slime's environment"
     try:
         import torch
     except ImportError:
-        raise PickledError(f"{path} is a file of torch's; pip install torch to read it", script) from None
+        raise _closed(path, "is a file of torch's; pip install torch to read it") from None
     try:
         check_input(path)
         return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except pickle.UnpicklingError as error:
         other = re.search(r"GLOBAL (\S+)", str(error))
         named = f" ({other[1]})" if other else ""
-        raise PickledError(f"{path} holds more than tensors and plain values{named}", script) from None
+        raise _closed(path, f"holds more than tensors and plain values{named}") from None
     except OSError as error:
         raise ValueError(f"{path} cannot be read ({error.strerror})") from None
     except (RuntimeError, ValueError, EOFError, KeyError) as error:
         reason = re.split(r"\. |\n", str(error).strip())[0]
         raise ValueError(f"{path} is no whole file of torch's ({reason})") from None
+
+
+def _closed(path: Path, reason: str) -> PickledError:
+    remedy = f"`zerokl convert {path} --format slime` prints what to run in slime's environment"
+    return PickledError(f"{path} {reason}", remedy, "slime")
 
 
 def _transposed(columns: dict[str, Any]) -> Iterator[dict[str, Any]]:
@@ -173,3 +238,52 @@ def _kept(row: dict[str, Any], completion: Any, drawn: Any) -> Any:
     kept = [ids[a:b] or None for a, b in pairwise(offsets)]
     kept = [k if drawn is None or drawn[i] else None for i, k in enumerate(kept)]
     return fields.sampling_mask("rollout_top_p_token_ids", kept, completion)
+
+
+def _abs_of_completions(c: Columns) -> float:
+    parts = np.split(np.abs(c.d), np.cumsum(c.lengths)[:-1])
+    return mean(np.array([mean(part) for part in parts]))
+
+
+FRAMEWORK = Framework(
+    name="slime",
+    title="slime, miles",
+    page="slime.md",
+    source="slime 0.3.1, `slime/utils/types.py`",
+    logs=(
+        Log(
+            name="slime",
+            file="the `.pt` of `--save-debug-train-data` or `--save-debug-rollout-data`",
+            switch="`--save-debug-train-data`",
+            recognises=recognises,
+            parse=parse,
+            fields={
+                "completion_ids": "`tokens`, of which the last `response_length` are the completion",
+                "mask": "`loss_mask`",
+                "logprobs": "`rollout_log_probs`, not rounded",
+                "trainer_logprobs": "`log_probs`, in the dump of training only",
+                "weight_span": "`weight_versions`, oldest to newest of the sample; only versions that are "
+                "numbers are read",
+                "sampling_mask": "`rollout_top_p_token_ids` and `rollout_top_p_token_offsets`",
+                "step prompt sample": "`rollout_id` of the dump, `group_index`, `index`; of training "
+                "`sample_index`",
+                "reward": "`reward`; of training `local_raw_reward`, or `rewards`, which are normalised for "
+                "GRPO and its like",
+                "advantage": "`advantages`, of training only",
+                "truncated": "`status`",
+            },
+            marks=("tokens",),
+            rows=rows,
+            magic=b"PK",
+        ),
+    ),
+    script=_SCRIPT,
+    gate=Gate(
+        _abs_of_completions,
+        "train_rollout_logprob_abs_diff",
+        "the mean of |d| of a completion, over completions",
+        0.1,
+        may_reach=True,
+        source="the default of `--ci-train-rollout-logprob-abs-diff-threshold`",
+    ),
+)

@@ -1,10 +1,15 @@
-"""prime-rl and verifiers: rollouts/step_N/.../traces.jsonl, one line for each episode (or for each trace).
+"""prime-rl and verifiers: the record of rollouts, and the trainer's token exports.
 
-A trace is a graph of messages, and every path from its root to a leaf is a sequence. A message has its
-tokens, a mask of those that were drawn, and the logprobs of the drawn ones alone. The record rounds them to
-four decimals.
+rollouts/step_N/.../traces.jsonl has one line for each episode (or for each trace). A trace is a graph of
+messages, and every path from its root to a leaf is a sequence. A message has its tokens, a mask of those that
+were drawn, and the logprobs of the drawn ones alone. The record rounds them to four decimals.
+
+token_exports/step_N/rank_N.jsonl has one line for each sequence, with both columns. Every list has an entry
+for each token of the sequence, the prompt's included. All digits are there, and a number that is not finite
+is null. The file says nothing about the temperature.
 """
 
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,19 +17,25 @@ from typing import Any
 import numpy as np
 
 from ...kernels.sampling_params import SamplingParams
-from . import fields
-from .record import LoggedRollout
+from ...verify.mismatch import mean
+from ..figures.gates import Columns, Gate
+from ..formats import fields
+from ..formats.aligned import Aligned
+from ..formats.framework import SAMPLER, Framework, Log
+from ..formats.record import LoggedRollout
 
 # What the record keeps, unless its writer was asked for every digit.
 _DECIMALS = 4
+# Of a token export.
+_SCHEMA = 1
 
 
-def recognises(row: dict[str, Any]) -> bool:
+def recognises_trace(row: dict[str, Any]) -> bool:
     """Whether a line is an episode or a trace."""
     return isinstance(row.get("traces"), list) or (isinstance(row.get("nodes"), list) and "task" in row)
 
 
-def parse(row: dict[str, Any], path: Path) -> Iterator[LoggedRollout]:
+def parse_trace(row: dict[str, Any], path: Path) -> Iterator[LoggedRollout]:
     """The paths on which a token was drawn. Raises ValueError, or KeyError with a field."""
     traces = fields.listed("traces", row["traces"], "traces") if "traces" in row else [row]
     for index, trace in enumerate(traces):
@@ -161,3 +172,104 @@ def _reward(trace: dict[str, Any]) -> float | None:
         if r
     ]
     return sum(values) if values else None
+
+
+def recognises_export(row: dict[str, Any]) -> bool:
+    """Whether a line is an exported sequence."""
+    return {"token_ids", "loss_mask", "inference_logprobs"} <= row.keys()
+
+
+def parse_export(row: dict[str, Any], path: Path) -> Iterator[LoggedRollout]:
+    """The sequence of a line; none where no token was drawn. Raises ValueError, or KeyError with a field."""
+    schema = fields.integer("schema_version", row.get("schema_version"), _SCHEMA)
+    if schema != _SCHEMA:
+        raise ValueError(
+            f"schema_version ({schema}) must be {_SCHEMA}, the one that zerokl knows; write the lines in "
+            "zerokl's own format (docs/log-format.md)"
+        )
+    ids = fields.token_ids("token_ids", row["token_ids"])
+    aligned = Aligned("token_ids", ids, "loss_mask", _trained(row))
+    if not aligned.completion_ids:
+        return
+    yield LoggedRollout(
+        prompt_ids=aligned.prompt_ids,
+        completion_ids=aligned.completion_ids,
+        logprobs=aligned.logprobs("inference_logprobs", row["inference_logprobs"]),
+        trainer_logprobs=aligned.logprobs("trainer_logprobs", row.get("trainer_logprobs")),
+        mask=aligned.mask,
+        advantage=aligned.advantage("advantages", row.get("advantages")),
+        step=fields.optional_integer("step", row.get("step")),
+    )
+
+
+def _trained(row: dict[str, Any]) -> list:
+    """The loss mask without the tokens of a frozen model: the policy's components have no weight on them.
+
+    A weight of null is the default: 1 of `rl_weights`, 0 of `ref_kl_weights`.
+    """
+    mask = fields.listed("loss_mask", row["loss_mask"], "0 and 1")
+    nulls = [None] * len(mask)
+    weights = [row.get(name) or nulls for name in ("rl_weights", "ref_kl_weights")]
+    if any(not isinstance(w, list) or len(w) != len(mask) for w in weights):
+        raise ValueError(f"rl_weights and ref_kl_weights must have an entry for each of {len(mask)} tokens")
+    return [m if rl != 0 or ref not in (0, None) else 0 for m, rl, ref in zip(mask, *weights, strict=True)]
+
+
+def _k3(c: Columns) -> float:
+    size = np.abs(c.d)
+    with np.errstate(invalid="ignore"):
+        return mean(np.where(np.isinf(size), math.inf, np.exp(c.d) - 1 - c.d))
+
+
+_TRACES = Log(
+    name="prime-rl",
+    file="`rollouts/step_N/KIND/all/traces.jsonl`",
+    switch="nothing: it writes `traces.jsonl`",
+    recognises=recognises_trace,
+    parse=parse_trace,
+    fields={
+        "completion_ids": "`token_ids` of the messages, from the root of a trace to each leaf; tokens that "
+        "paths share count once",
+        "mask": "`mask`; users and tools are not drawn",
+        "logprobs decimals": "`logprobs`, **rounded to four decimals**",
+        "trainer_logprobs trainer_decimals": "`trainer_logprobs`, where the trace has them; else none",
+        "sampling_params": "`calls[].sampling`, where all calls of a path have the same; else as given by "
+        "`--temperature`",
+        "weight_span": "`run.work.policy`: the oldest and the newest of the episode",
+        "step prompt sample reward": "`run.work.step`, `group.id`, the trace's `id`, the weighted sum of "
+        "`rewards`",
+    },
+    marks=("traces", "nodes"),
+    columns=f"{SAMPLER}, four decimals",
+)
+_EXPORTS = Log(
+    name="prime-rl-tokens",
+    file="`token_exports/step_N/rank_N.jsonl`",
+    switch="`trainer.enable_token_export = true`",
+    recognises=recognises_export,
+    parse=parse_export,
+    fields={
+        "completion_ids": "`token_ids`; the prompt ends at the first drawn token",
+        "mask": "`loss_mask`, without the tokens of a frozen model: those on which `rl_weights` and "
+        "`ref_kl_weights` are 0",
+        "logprobs": "`inference_logprobs`, not rounded",
+        "trainer_logprobs": "`trainer_logprobs`, not rounded: of the step's forward, before its update",
+        "step advantage": "`step`, `advantages`",
+    },
+    marks=("token_ids",),
+)
+FRAMEWORK = Framework(
+    name="prime-rl",
+    title="prime-rl",
+    page="prime-rl.md",
+    source="verifiers 0.4.0, `verifiers/v1/trace.py`; prime-rl, `src/prime_rl/trainer/rl/token_export.py`",
+    logs=(_EXPORTS, _TRACES),
+    gate=Gate(
+        _k3,
+        "mismatch_kl",
+        "the mean of exp(d) - 1 - d over tokens",
+        0.01,
+        may_reach=True,
+        source="prime-rl's integration test of reverse-text",
+    ),
+)

@@ -10,9 +10,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from . import fields
-from .aligned import Aligned
-from .record import LoggedRollout
+import numpy as np
+
+from ...verify.mismatch import mean
+from ..figures.gates import Columns, Gate
+from ..formats import fields
+from ..formats.aligned import Aligned
+from ..formats.framework import Framework, Log
+from ..formats.record import LoggedRollout
 
 
 def recognises(row: dict[str, Any]) -> bool:
@@ -51,3 +56,42 @@ def _sequence(value: Any) -> Any:
 def _scalar(value: Any) -> Any:
     """The element of a batch of one."""
     return value[0] if isinstance(value, list) and len(value) == 1 else value
+
+
+def _exp_abs(c: Columns) -> float:
+    return mean(np.exp(np.abs(c.d)))
+
+
+FRAMEWORK = Framework(
+    name="nemo-rl",
+    title="NeMo-RL",
+    page="nemo-rl.md",
+    source="NeMo-RL, `nemo_rl/algorithms/grpo.py`",
+    logs=(
+        Log(
+            name="nemo-rl",
+            file="`train_data_stepN.jsonl`",
+            switch="nothing: it writes `train_data_stepN.jsonl`",
+            recognises=recognises,
+            parse=parse,
+            fields={
+                "completion_ids": "`token_ids`, cut to `input_lengths`; the prompt ends at the first token "
+                "of `token_loss_mask`",
+                "mask": "`token_loss_mask`; answers of tools are 0 and stay out of the figures",
+                "logprobs": "`generation_logprobs`, not rounded",
+                "trainer_logprobs": "`prev_logprobs`, not rounded",
+                "reward advantage sample": "`rewards`, `advantages`, `idx`",
+                "step": "from the file's name",
+            },
+            marks=("token_ids",),
+        ),
+    ),
+    gate=Gate(
+        _exp_abs,
+        "token_mult_prob_error",
+        "the mean of exp(|d|) over tokens",
+        1.05,
+        may_reach=False,
+        source="the checks of NeMo-RL's test suites",
+    ),
+)

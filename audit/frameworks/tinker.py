@@ -7,8 +7,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from . import fields
-from .record import LoggedRollout
+from ..formats import fields
+from ..formats.framework import SAMPLER, Framework, Log
+from ..formats.record import LoggedRollout
 
 
 def recognises(row: dict[str, Any]) -> bool:
@@ -46,3 +47,30 @@ def _params(params: Any) -> Any:
     if params.get("temperature") is None:
         return None
     return fields.sampling_params(params)
+
+
+FRAMEWORK = Framework(
+    name="tinker",
+    title="tinker-cookbook",
+    page="tinker.md",
+    source="tinker-cookbook 0.6.1, `tinker_cookbook/capture`",
+    logs=(
+        Log(
+            name="tinker",
+            file="`capture/sample.jsonl`",
+            switch="three lines: a capture of the calls",
+            recognises=recognises,
+            parse=parse,
+            fields={
+                "completion_ids": "`prompt_tokens`, and `tokens` of each of the `samples`",
+                "logprobs": "`logprobs` of each sample, not rounded",
+                "sampling_params": "`sampling_params`",
+                "step prompt sample": "`iteration`, `group_idx` and `traj_idx` of the `scope`, as given to "
+                "`capture`",
+                "truncated": "`stop_reason`",
+            },
+            marks=("scope", "samples"),
+            columns=SAMPLER,
+        ),
+    ),
+)
