@@ -32,6 +32,7 @@ from zerokl.verify.ledger import FORMAT
 from ._api import imported_names, public_names
 from ._commands import commands
 from ._definitions import ROOT
+from ._frameworks import FRAMEWORK_PARTS
 from ._markdown import PART, prose, table
 from ._results import RESULTS
 
@@ -305,23 +306,27 @@ def vllm_set() -> str:
     )
 
 
-PARTS = RESULTS | {
-    "configuration": configuration,
-    "loss-presets": loss_presets,
-    "rules": rules,
-    "free-keys": free_keys,
-    "ledger-format": ledger_format,
-    "places": places,
-    "log-fields": log_fields,
-    "samplers": samplers,
-    "audit-samplers": audit_samplers,
-    "audit-trainers": audit_trainers,
-    "vllm-allowed": vllm_allowed,
-    "vllm-set": vllm_set,
-    "public-names": public_names,
-    "imported-names": imported_names,
-    "commands": commands,
-}
+PARTS = (
+    RESULTS
+    | FRAMEWORK_PARTS
+    | {
+        "configuration": configuration,
+        "loss-presets": loss_presets,
+        "rules": rules,
+        "free-keys": free_keys,
+        "ledger-format": ledger_format,
+        "places": places,
+        "log-fields": log_fields,
+        "samplers": samplers,
+        "audit-samplers": audit_samplers,
+        "audit-trainers": audit_trainers,
+        "vllm-allowed": vllm_allowed,
+        "vllm-set": vllm_set,
+        "public-names": public_names,
+        "imported-names": imported_names,
+        "commands": commands,
+    }
+)
 
 if __name__ == "__main__":
     main()

@@ -70,10 +70,10 @@ class Framework:
     name: str
     # As its makers write it.
     title: str
-    # The page in docs/frameworks, with an anchor where a page has several.
-    page: str
     # Where the form of its data is known from: version and source file.
     source: str
+    # Its page in docs/frameworks, with an anchor where a page has several; "" is a section of index.md.
+    page: str = ""
     logs: tuple[Log, ...] = ()
     recording: Recording | None = None
     # A program for the framework's own environment, which writes a file as a log that zerokl reads.

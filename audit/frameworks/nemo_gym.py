@@ -13,7 +13,7 @@ from ..formats.framework import SAMPLER, Framework, Log
 from ..formats.record import LoggedRollout
 
 _NO_TOKENS = (
-    "no item of its response has token ids; set return_token_id_information: true for the model's server, as "
+    "no item of its response has generation_token_ids; set return_token_id_information: true for the model's server, as "
     "vllm_model_for_training.yaml does"
 )
 
@@ -76,7 +76,7 @@ FRAMEWORK = Framework(
             parse=parse,
             fields={
                 "completion_ids turn": "`prompt_token_ids` and `generation_token_ids` of the last item of "
-                "each call; each call is a turn",
+                "each call; each call is a turn, and answers of tools are in the next call's prompt",
                 "logprobs": "`generation_log_probs`, not rounded",
                 "sampling_params": "`responses_create_params`, where it has a temperature; else as given by "
                 "`--temperature`",

@@ -94,7 +94,8 @@ def _sequence(
     for index in path:
         node = nodes[index]
         place = f"nodes[{index}]"
-        tokens = fields.token_ids(f"{place}.token_ids", node["token_ids"]) if node.get("token_ids") else ()
+        empty = not (node.get("token_ids") or node.get("mask"))
+        tokens = () if empty else fields.token_ids(f"{place}.token_ids", node.get("token_ids"))
         drawn = fields.mask(f"{place}.mask", node.get("mask") or [0] * len(tokens), len(tokens))
         for name, column in columns.items():
             column.append(_spread(f"{place}.{name}", node.get(name), drawn))
@@ -131,7 +132,10 @@ def _spread(name: str, values: Any, mask: np.ndarray) -> np.ndarray:
     """The logprobs of the drawn tokens at their places, [tokens] fp32; NaN elsewhere."""
     result = np.full(len(mask), np.nan, np.float32)
     if values:
-        result[mask] = fields.logprobs(name, values, int(mask.sum()))
+        drawn = int(mask.sum())
+        if len(fields.listed(name, values, "numbers")) != drawn:
+            raise ValueError(f"{name} has {len(values)} entries, and the mask beside it {drawn} drawn tokens")
+        result[mask] = fields.logprobs(name, values, drawn)
     return result
 
 
@@ -262,7 +266,8 @@ FRAMEWORK = Framework(
     name="prime-rl",
     title="prime-rl",
     page="prime-rl.md",
-    source="verifiers 0.4.0, `verifiers/v1/trace.py`; prime-rl, `src/prime_rl/trainer/rl/token_export.py`",
+    source="verifiers 0.4.0 (`verifiers/v1/trace.py`) and prime-rl "
+    "(`src/prime_rl/trainer/rl/token_export.py`)",
     logs=(_EXPORTS, _TRACES),
     gate=Gate(
         _k3,

@@ -25,8 +25,8 @@ def parse(row: dict[str, Any], path: Path) -> Iterator[LoggedRollout]:
     for index, turn in enumerate(turns):
         if not isinstance(turn, dict):
             raise ValueError(f"turns[{index}] is no JSON object")
-        if "completion_token_ids" not in turn or "prompt_token_ids" not in turn:
-            raise ValueError(f"turns[{index}] has no token ids; set log_tensors in the recorder's Config")
+        if missing := [name for name in ("prompt_token_ids", "completion_token_ids") if name not in turn]:
+            raise ValueError(f"turns[{index}] has no {missing[0]}; set log_tensors in the recorder's Config")
         name = f"turns[{index}].completion_token_ids"
         completion = fields.token_ids(name, turn["completion_token_ids"])
         logprobs = turn.get("completion_logprobs")

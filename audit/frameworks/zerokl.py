@@ -161,7 +161,7 @@ FRAMEWORK = Framework(
     logs=(
         Log(
             name="zerokl",
-            file="a log in zerokl's own fields, JSONL",
+            file="JSON lines in zerokl's own fields",
             switch="a `Recorder`",
             recognises=recognises,
             parse=parse,

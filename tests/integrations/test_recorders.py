@@ -1,6 +1,7 @@
 """The recorders for loops and frameworks: what they write is read to the bit, and nothing changes."""
 
 import json
+from importlib import import_module
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from zerokl.audit.formats.registry import read_rollouts
+from zerokl.audit.frameworks import FRAMEWORKS
 from zerokl.cli import main
 from zerokl.integrations import openrlhf, skyrl, verl
 from zerokl.integrations.recorder import FIELDS, Recorder
@@ -18,6 +20,7 @@ from zerokl.integrations.verl import RecordsRollouts
 from zerokl.kernels.sampling_params import SamplingParams
 from zerokl.verify.environment import PACKAGE_ROOT
 
+from tests.audit.formats.samples import SAMPLES, declared, told
 from tests.helpers import property_settings
 
 
@@ -96,6 +99,32 @@ def test_filters_are_written_and_a_penalty_that_is_off_is_not(tmp_path):
     assert "presence_penalty" not in line
     ((_, rollout),) = read_rollouts(tmp_path / "log.jsonl")
     assert rollout.sampling_params == SamplingParams.of(0.9, 0, 1.0, 0.1, bias, (2, 3, 9))
+
+
+RECORDED = [framework for framework in FRAMEWORKS.values() if framework.recording]
+
+
+@pytest.mark.parametrize("framework", RECORDED, ids=lambda framework: framework.name)
+def test_the_recorder_that_a_framework_declares_is_there(framework):
+    module, name = framework.recording.recorder.split(":")
+    assert module == framework.name  # the wheel takes it by this name
+    assert callable(getattr(import_module(f"zerokl.integrations.{module}"), name))
+
+
+def test_every_recorder_is_declared():
+    """A module of integrations with Recorder writes a log; the proxy is a server's."""
+    files = (PACKAGE_ROOT / "integrations").glob("*.py")
+    using = {file.stem for file in files if "from .recorder import" in file.read_text()}
+    assert using - {framework.name for framework in RECORDED} == {"proxy", "proxy_answers"}
+
+
+# TRL has a mask where there are tools, and its sample has none.
+@pytest.mark.parametrize(
+    ("name", "sample", "lacks"), [("trl", "trl", {"mask"}), ("verl", "verl-recorded", set())]
+)
+def test_a_recorded_sample_tells_what_its_framework_declares(name, sample, lacks):
+    rollouts = [rollout for _, rollout in read_rollouts(SAMPLES / f"{sample}.jsonl")]
+    assert told(rollouts) == declared(FRAMEWORKS[name].recording.fields) - lacks
 
 
 class Logs:
@@ -229,7 +258,9 @@ def test_openrlhfs_experiences_are_recorded_by_one_line(tmp_path):
     for samples in (1.0, 2.0):
         assert len(maker.make_experience_batch(samples)) == 1
     recorder.close()
-    first, second, third, _ = (r for _, r in read_rollouts(tmp_path / "log.jsonl"))
+    rollouts = [rollout for _, rollout in read_rollouts(tmp_path / "log.jsonl")]
+    assert told(rollouts) == declared(FRAMEWORKS["openrlhf"].recording.fields)
+    first, second, third, _ = rollouts
     # Entry t of a column is of token t + 1: the first action, entry 2, is token 3.
     assert (first.prompt_ids, first.completion_ids) == ((7, 8, 9), (4, 5, 6))
     assert first.mask.tolist() == [True, False, True]
@@ -278,6 +309,7 @@ def test_skyrls_callback_records_a_step(tmp_path):
     assert (first.prompt_ids, first.completion_ids) == ((7,), (4, 5, 6))
     assert first.mask.tolist() == [True, False, True]
     assert (second.prompt_ids, second.completion_ids) == ((8, 9), (1, 2, 3, 4))
+    assert told([first, second]) == declared(FRAMEWORKS["skyrl"].recording.fields)
     assert second.logprobs.tolist() == [-2.0, -2.5, -3.0, -3.5]
     assert second.trainer_logprobs.tolist() == [-1.0, -1.25, -1.5, -1.75]
     assert (first.step, first.weight_span, first.sampling_params) == (3, (2, 2), SamplingParams(0.6, 0, 0.9))

@@ -16,7 +16,8 @@ from zerokl.audit.frameworks import LOGS
 from zerokl.cli import main
 from zerokl.kernels.sampling_params import SamplingParams
 
-SAMPLES = Path(__file__).parents[1] / "log_samples"
+from tests.audit.formats.samples import SAMPLES
+
 TOKENS = [[12, 5, 39, 4, 8, 15], [12, 5, 40, 7, 9]]
 COUNTS = [3, 2]
 COLUMNS = {

@@ -22,56 +22,21 @@ from zerokl.cli import main
 from zerokl.kernels.sampling_params import SamplingParams
 from zerokl.verify.environment import PACKAGE_ROOT
 
+from tests.audit.formats.samples import FILES, SAMPLES, first_row, holder, places, rows_of
 from tests.audit.settings import audit_config, audit_json
 from tests.helpers import property_settings
 
-SAMPLES = Path(__file__).parents[1] / "log_samples"
 SCHEMA = json.loads((PACKAGE_ROOT / "audit/formats/log.schema.json").read_text())
 VALID = jsonschema.Draft202012Validator(SCHEMA)
-FULL = {
-    "prompt_ids": [12, 5, 39],
-    "completion_ids": [4, 8, 15, 16],
-    "logprobs": [-0.25, None, -1.5, -0.125],
-    "trainer_logprobs": [-0.25, -0.5, -1.5, None],
-    "mask": [1, 1, 0, 1],
-    "temperature": 0.8,
-    "top_k": 20,
-    "top_p": 0.9,
-    "min_p": 0.05,
-    "logit_bias": {"4": 1.5, "16": -2.0},
-    "allowed_token_ids": [4, 8, 15, 16],
-    "weight_version": [3, 3, 4, 4],
-    "decimals": 4,
-    "trainer_decimals": 6,
-    "sampling_mask": [[4, 5], None, None, [16]],
-    "routed_experts": [[[0, 1]], [[2, 1]], [[0, 3]], [[1, 2]]],
-    "reward": 1.0,
-    "advantage": [0.5, 0.5, 0.5, 0.5],
-    "step": 2,
-    "prompt": "sums",
-    "sample": 1,
-    "finish_reason": "length",
-    "prompt_text": "1+2=",
-    "completion_text": "3",
-}
+# A line with every field of ours.
+FULL = first_row(SAMPLES / "zerokl.jsonl")
 
 
 def slime_sample() -> dict:
-    """A sample as slime's Sample.to_dict() has it; the fields are documented in slime/utils/types.py."""
-    return {
-        "group_index": 2,
-        "index": 9,
-        "tokens": [12, 5, 39, 4, 8, 15],
-        "response_length": 3,
-        "loss_mask": [1, 0, 1],
-        "weight_versions": ["3", "4"],
-        "rollout_log_probs": [-0.5, 0.0, -0.25],
-        "rollout_top_p_token_ids": torch.tensor([4, 7, 15], dtype=torch.int32),
-        "rollout_top_p_token_offsets": torch.tensor([0, 2, 2, 3], dtype=torch.int32),
-        "reward": 1.0,
-        "status": "completed",
-        "metadata": {},
-    }
+    """A sample as slime's Sample.to_dict() has it, with tensors."""
+    row = first_row(SAMPLES / "slime.jsonl")
+    names = ("rollout_top_p_token_ids", "rollout_top_p_token_offsets")
+    return row | {name: torch.tensor(row[name], dtype=torch.int32) for name in names}
 
 
 def read(path: Path, name: str = "auto") -> list:
@@ -212,7 +177,7 @@ def test_ids_that_titanrl_left_out_are_asked_for(tmp_path, capsys):
     del row["turns"][1]["completion_token_ids"]
     write_rows(tmp_path / "log.jsonl", row)
     assert main(["audit", str(tmp_path / "log.jsonl"), "--out", str(tmp_path / "out")]) == 2
-    assert "line 1: turns[1] has no token ids; set log_tensors" in capsys.readouterr().err
+    assert "line 1: turns[1] has no completion_token_ids; set log_tensors" in capsys.readouterr().err
 
 
 def test_every_field_of_our_own_is_read():
@@ -266,8 +231,7 @@ def test_turns_take_what_is_said_beside_them():
     assert second.weight_span == (7, 7)
 
 
-# verl's own log holds text.
-WITH_IDS = sorted(path for path in SAMPLES.glob("*.jsonl") if path.name != "verl.jsonl")
+WITH_IDS = [file for name, files in FILES.items() if LOGS[name].columns for file in files]
 
 
 @pytest.mark.parametrize("file", WITH_IDS, ids=lambda p: p.name)
@@ -355,12 +319,6 @@ def test_a_folder_is_read_in_the_order_of_its_numbers(tmp_path):
     assert [r.step for r in read(tmp_path)] == [1, 2, 10]
 
 
-def places(value: object, path: tuple = ()) -> list[tuple]:
-    """Every place of a JSON value below its root."""
-    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    return [p for key, inner in items for p in [(*path, key), *places(inner, (*path, key))]]
-
-
 ANY = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=4),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3),
@@ -368,21 +326,12 @@ ANY = st.recursive(
 )
 
 
-def plain(row: dict) -> dict:
-    return {k: v.tolist() if torch.is_tensor(v) else v for k, v in row.items()}
+# A row of each form.
+FORMS = {(name, *sorted(row)): row for name in LOGS for row, _ in rows_of(name)}
+ROWS = [(name, row) for (name, *_), row in FORMS.items()]
 
 
-def sample_rows() -> list[tuple[str, dict]]:
-    files = ("prime-rl", "prime-rl-tokens", "nemo-gym", "atropos", "tinker", "titanrl", "verl")
-    rows = [(name, json.loads((SAMPLES / f"{name}.jsonl").read_text().splitlines()[0])) for name in files]
-    nemo = json.loads((SAMPLES / "train_data_step4.jsonl").read_text().splitlines()[1])
-    trl = {"step": 1, "prompt": "a", "completion": "b", "advantage": 0.5, "reward": 1.0}
-    turns = {"turns": [{k: FULL[k] for k in ("prompt_ids", "completion_ids", "logprobs")}], "temperature": 1}
-    rows += [("nemo-rl", nemo), ("slime", plain(slime_sample())), ("trl", trl)]
-    return [*rows, ("zerokl", FULL), ("zerokl", turns)]
-
-
-@pytest.mark.parametrize(("format", "row"), sample_rows(), ids=lambda x: x if isinstance(x, str) else "")
+@pytest.mark.parametrize(("format", "row"), ROWS, ids=lambda x: x if isinstance(x, str) else "")
 @property_settings(200)
 @given(data=st.data())
 def test_a_reader_takes_a_row_or_says_why_not(format, row, data):
@@ -390,9 +339,7 @@ def test_a_reader_takes_a_row_or_says_why_not(format, row, data):
     changed = copy.deepcopy(row)
     for _ in range(data.draw(st.integers(1, 2))):
         path = data.draw(st.sampled_from(places(changed) or [("x",)]))
-        parent = changed
-        for key in path[:-1]:
-            parent = parent[key]
+        parent = holder(changed, path)
         if data.draw(st.booleans()) and isinstance(parent, (dict, list)) and len(path) and path[-1] != "x":
             del parent[path[-1]]
         else:
