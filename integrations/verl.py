@@ -67,7 +67,7 @@ def record_batch(batch: Any, path: str | Path, step: int, config: Any) -> None:
     if not _bypassed(config):
         columns["trainer_logprobs"] = "old_log_probs"
     names = set(tensors.keys())
-    present = {ours: tensors[theirs] for ours, theirs in columns.items() if theirs in names}
+    present = {ours: tensors[name] for ours, name in columns.items() if name in names}
     P = tensors["prompts"].shape[1]
     uids = batch.non_tensor_batch.get("uid")
     drawn_with = {"top_p": 1.0, "top_k": 0} | sampling_fields(lambda name: sampling.get(name, None))

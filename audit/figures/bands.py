@@ -68,7 +68,7 @@ def band_figures(trainer: Sequence[np.ndarray], sampler: Sequence[np.ndarray]) -
     """
     columns = joined(trainer, sampler)
     d = log_ratios(columns.trainer, columns.sampler)
-    r, of_sequence = ratios(d, columns.lengths)
+    r, sequence_ratios = ratios(d, columns.lengths)
     starts = np.concatenate([[0], np.cumsum(columns.lengths)[:-1]])
     with np.errstate(over="ignore", invalid="ignore"):
         mean = np.exp(np.add.reduceat(d, starts) / columns.lengths)
@@ -83,7 +83,7 @@ def band_figures(trainer: Sequence[np.ndarray], sampler: Sequence[np.ndarray]) -
             Cut(
                 bound,
                 _share(~(r <= bound)),
-                _share(~(of_sequence <= bound)),
+                _share(~(sequence_ratios <= bound)),
                 mean_of(r),
                 mean_of(np.minimum(r, bound)),
             )

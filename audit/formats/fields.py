@@ -76,10 +76,10 @@ def mapping(name: str, value: Any) -> dict[str, Any]:
     return value or {}
 
 
-def listed(name: str, value: Any, of: str) -> list:
-    """A JSON list; `of` says what it holds."""
+def listed(name: str, value: Any, items: str) -> list:
+    """A JSON list. items: what it holds, in words."""
     if type(value) is not list:
-        raise ValueError(f"{name} must be a list of {of}")
+        raise ValueError(f"{name} must be a list of {items}")
     return value
 
 

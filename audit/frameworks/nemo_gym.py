@@ -13,8 +13,8 @@ from ..formats.framework import SAMPLER, Framework, Log
 from ..formats.record import LoggedRollout
 
 _NO_TOKENS = (
-    "no item of its response has generation_token_ids; set return_token_id_information: true for the model's server, as "
-    "vllm_model_for_training.yaml does"
+    "no item of its response has generation_token_ids; set return_token_id_information: true for the model's "
+    "server, as vllm_model_for_training.yaml does"
 )
 
 

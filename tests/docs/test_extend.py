@@ -269,11 +269,52 @@ def apply(diff: Path, root: Path) -> None:
 def source(tmp_path) -> Path:
     """A copy of the package and its tests."""
     copy = tmp_path / "zerokl"
-    for folder in ("files", "kernels", "verify", "model", "engine", "tests"):
+    for folder in ("files", "kernels", "verify", "model", "engine", "audit", "integrations", "cli", "tests"):
         shutil.copytree(ROOT / folder, copy / folder, ignore=shutil.ignore_patterns("__pycache__"))
     for file in (*ROOT.glob("*.py"), ROOT / "pyproject.toml"):
         shutil.copyfile(file, copy / file.name)
     return copy
+
+
+def run_there(source: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    """Python in the copy of the source."""
+    environment = os.environ | {"PYTHONPATH": str(source.parent), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, *words]
+    return subprocess.run(command, cwd=source, env=environment, capture_output=True, text=True, check=False)
+
+
+def add_framework(source: Path, text: str) -> subprocess.CompletedProcess[str]:
+    """Put the framework of the page into the copy, and run the source's own tests of it."""
+    shutil.copy(EXAMPLES / "myframework.jsonl", source / "tests/audit/log_samples")
+    (source / "audit/frameworks/myframework.py").write_text(text)
+    words = (
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "-p",
+        "no:xdist",
+        "-k",
+        "myframework or every_log",
+    )
+    return run_there(source, *words, "tests/audit/formats/test_frameworks.py")
+
+
+def test_a_frameworks_file_is_all_that_its_log_needs(source):
+    convert = ("-m", "zerokl", "convert", str(EXAMPLES / "myframework.jsonl"), "log.jsonl")
+    assert "is not of a known format" in run_there(source, *convert).stderr
+    done = add_framework(source, (EXAMPLES / "myframework.py").read_text())
+    assert (done.returncode, "4 passed" in done.stdout) == (0, True), done.stdout + done.stderr
+    assert run_there(source, *convert, "--format", "myframework").returncode == 0
+    assert json.loads((source / "log.jsonl").read_text())["logprobs"] == pytest.approx([-0.01, -0.41])
+
+
+def test_control_a_reader_that_leaves_out_what_its_file_declares_is_found(source):
+    lines = (EXAMPLES / "myframework.py").read_text().splitlines(keepends=True)
+    done = add_framework(source, "".join(line for line in lines if "step=" not in line))
+    assert done.returncode == 1
+    assert "test_a_reader_tells_what_its_file_declares[myframework]" in done.stdout
 
 
 def test_control_the_source_has_none_of_it_yet():
@@ -309,13 +350,7 @@ def test_the_diffs_fit_the_source_and_its_own_tests_pass(source):
     }
     chosen = " or ".join(dict.fromkeys(files.values()))
     words = ["-m", "pytest", "-q", "-rA", "-p", "no:cacheprovider", "-p", "no:xdist", "-k", chosen]
-    done = subprocess.run(
-        [sys.executable, *words, *(f"tests/{file}" for file in files)],
-        cwd=source,
-        env=os.environ | {"PYTHONPATH": str(source.parent), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-    )
+    done = run_there(source, *words, *(f"tests/{file}" for file in files))
     assert done.returncode == 0, done.stdout + done.stderr
     passed = [line for line in done.stdout.splitlines() if line.startswith("PASSED")]
     for file in files:

@@ -16,7 +16,7 @@ from zerokl.audit.audit import audit
 from zerokl.audit.command import find_log
 from zerokl.audit.formats.registry import find_format, read_rollouts
 from zerokl.audit.frameworks import FRAMEWORKS, LOGS
-from zerokl.audit.frameworks import zerokl as own
+from zerokl.audit.frameworks.zerokl import as_row, parse
 from zerokl.audit.hypotheses.value_checks import LogValues
 from zerokl.cli import main
 from zerokl.kernels.sampling_params import SamplingParams
@@ -182,7 +182,7 @@ def test_ids_that_titanrl_left_out_are_asked_for(tmp_path, capsys):
 
 def test_every_field_of_our_own_is_read():
     VALID.validate(FULL)
-    (rollout,) = own.parse(FULL, Path())
+    (rollout,) = parse(FULL, Path())
     assert np.isnan(rollout.logprobs).tolist() == [False, True, True, False]
     assert rollout.weight_span == (3, 4)
     bias, allowed = ((4, 1.5), (16, -2.0)), (4, 8, 15, 16)
@@ -190,7 +190,7 @@ def test_every_field_of_our_own_is_read():
     assert rollout.tolerance() == pytest.approx(0.5e-4 + 0.5e-6)
     assert rollout.routed_experts.shape == (4, 1, 2)
     undrawn = FULL | {"logprobs": [-0.25, None, None, -0.125], "trainer_logprobs": [-0.25, -0.5, None, None]}
-    assert own.as_row(rollout) == undrawn
+    assert as_row(rollout) == undrawn
     assert set(SCHEMA["properties"]) == {*FULL, "turns"}
 
 
@@ -214,18 +214,18 @@ def test_every_field_of_our_own_is_read():
 )
 def test_a_filter_that_cannot_be_and_a_penalty_are_refused_by_name(drawn_with, message):
     with pytest.raises(ValueError, match=message):
-        list(own.parse(FULL | drawn_with, Path()))
+        list(parse(FULL | drawn_with, Path()))
 
 
 def test_a_penalty_that_is_off_is_no_penalty():
-    (plain,) = own.parse(FULL, Path())
-    (off,) = own.parse(FULL | {"repetition_penalty": 1.0, "presence_penalty": 0, "min_p": 0.05}, Path())
+    (plain,) = parse(FULL, Path())
+    (off,) = parse(FULL | {"repetition_penalty": 1.0, "presence_penalty": 0, "min_p": 0.05}, Path())
     assert off.sampling_params == plain.sampling_params
 
 
 def test_turns_take_what_is_said_beside_them():
     turns = [{k: FULL[k] for k in ("prompt_ids", "completion_ids", "logprobs")}] * 2
-    first, second = own.parse({"turns": turns, "temperature": 0.5, "weight_version": 7}, Path())
+    first, second = parse({"turns": turns, "temperature": 0.5, "weight_version": 7}, Path())
     assert (first.turn, second.turn) == (0, 1)
     assert first.sampling_params.temperature == second.sampling_params.temperature == 0.5
     assert second.weight_span == (7, 7)
@@ -355,12 +355,12 @@ def test_a_reader_takes_a_row_or_says_why_not(format, row, data):
         for column in (rollout.logprobs, rollout.trainer_logprobs, rollout.mask):
             assert column is None or len(column) == len(rollout.completion_ids)
         assert rollout.prompt_ids
-        line = json.loads(json.dumps(own.as_row(rollout)))
+        line = json.loads(json.dumps(as_row(rollout)))
         # What is no log-probability is read, to be counted, and the schema has no place for it.
         values = LogValues()
         values.taken("", rollout, rollout.drawn())
         assert VALID.is_valid(line) or values.counts(), line
-        (again,) = own.parse(line, Path())
+        (again,) = parse(line, Path())
         assert again.completion_ids == rollout.completion_ids
 
 
