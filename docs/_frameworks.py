@@ -9,28 +9,18 @@ from zerokl.audit.frameworks import FRAMEWORKS
 
 from ._markdown import prose, table
 
-# What pages call the fields of a LoggedRollout, in the order of the tables; "" stands in no table.
+# What pages call the fields of a LoggedRollout, where the name says too little; "" stands in no table.
 WORDS = {
     "completion_ids": "token ids",
     "mask": "drawn tokens",
     "logprobs": "sampler's column",
-    "decimals": "",
     "trainer_logprobs": "trainer's column",
-    "trainer_decimals": "",
     "sampling_params": "temperature, top-p, top-k",
     "sampling_mask": "ids that top-p kept",
-    "routed_experts": "experts",
     "weight_span": "version of the weights",
-    "token_versions": "",
-    "step": "step",
-    "prompt": "prompt",
-    "sample": "sample",
-    "turn": "turn",
-    "reward": "reward",
-    "advantage": "advantage",
     "truncated": "cut by a limit",
-    "prompt_text": "text",
-    "completion_text": "",
+    "decimals": "",
+    "trainer_decimals": "",
 }
 # Fields that a table says are not there.
 _MISSED = [
@@ -42,7 +32,7 @@ _MISSED = [
 def frameworks() -> str:
     """Every way to a log with log-probabilities, those to both columns first. Then what has no page."""
     rows = []
-    for framework in _ours_last():
+    for framework in sorted(FRAMEWORKS.values(), key=lambda framework: framework.name == "zerokl"):
         ways = [(log.switch, log.columns) for log in framework.logs if log.columns]
         ways += [(framework.recording.switch, BOTH)] if framework.recording else []
         page = framework.page or f"#{framework.title.lower().replace(' ', '-')}"
@@ -57,21 +47,6 @@ def _section(framework: Framework) -> str:
     parts = [_log(framework, log) for log in framework.logs]
     parts += [_recording(framework)] if framework.recording else []
     return "\n\n".join([f"## {framework.title}", *parts])
-
-
-def log_files() -> str:
-    """The file that each framework's log is, and what it holds."""
-    rows = []
-    for framework in _ours_last():
-        rows += [[framework.title, log.file, log.columns or "texts alone"] for log in framework.logs]
-        if framework.recording:
-            module = framework.recording.recorder.partition(":")[0]
-            rows.append([framework.title, f"what `zerokl.integrations.{module}` records", BOTH])
-    return table(["you use", "its log", "it holds"], rows)
-
-
-def _ours_last() -> list[Framework]:
-    return sorted(FRAMEWORKS.values(), key=lambda framework: framework.name == "zerokl")
 
 
 def gates() -> str:
@@ -107,11 +82,11 @@ def _fields(fields: Mapping[str, str], where: str) -> str:
 
 
 def _words(names: list[str]) -> str:
-    return ", ".join(WORDS[name] for name in names if WORDS[name])
+    return ", ".join(word for name in names if (word := WORDS.get(name, name)))
 
 
 FRAMEWORK_PARTS = (
-    {"frameworks": frameworks, "log-files": log_files, "gates": gates}
+    {"frameworks": frameworks, "gates": gates}
     | {f"log-{log.name}": partial(_log, f, log) for f in FRAMEWORKS.values() for log in f.logs}
     | {f"recording-{f.name}": partial(_recording, f) for f in FRAMEWORKS.values() if f.recording}
 )

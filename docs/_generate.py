@@ -36,7 +36,14 @@ from ._frameworks import FRAMEWORK_PARTS
 from ._markdown import PART, prose, table
 from ._results import RESULTS
 
-_LANGUAGES = {".py": "python", ".toml": "toml", ".diff": "diff", ".yaml": "yaml", ".sbatch": "bash"}
+_LANGUAGES = {
+    ".py": "python",
+    ".toml": "toml",
+    ".diff": "diff",
+    ".jsonl": "json",
+    ".yaml": "yaml",
+    ".sbatch": "bash",
+}
 
 
 def main() -> None:

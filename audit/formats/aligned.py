@@ -37,9 +37,8 @@ class Aligned:
 
     def logprobs(self, name: str, values: Any) -> np.ndarray | None:
         """The logprobs of a column, [C] fp32; None where the log has no such column."""
-        if values is None:
-            return None
-        return fields.logprobs(name, self.part(name, values), len(self.completion_ids), self.mask)
+        part = None if values is None else self.part(name, values)
+        return fields.optional_logprobs(name, part, len(self.completion_ids), self.mask)
 
     def advantage(self, name: str, values: Any) -> float | tuple[float, ...] | None:
         """The advantages of a column, [C], or the one of the whole sequence."""

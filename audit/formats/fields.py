@@ -1,7 +1,8 @@
 """Checks of the values of a log's line. Each raises ValueError that names the field and the value."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -83,6 +84,25 @@ def listed(name: str, value: Any, items: str) -> list:
     return value
 
 
+def objects(name: str, value: Any, items: str) -> list[dict[str, Any]]:
+    """A JSON list of objects; `items` says what they are."""
+    for index, item in enumerate(listed(name, value, items)):
+        if type(item) is not dict:
+            raise ValueError(f"{name}[{index}] is no JSON object")
+    return value
+
+
+@contextmanager
+def named(place: str) -> Iterator[None]:
+    """Inside, an error of a part of a line begins with the place of the part."""
+    try:
+        yield
+    except KeyError as missing:
+        raise ValueError(f"{place}: {missing.args[0]} is missing") from None
+    except ValueError as error:
+        raise ValueError(f"{place}: {error}") from None
+
+
 def token_ids(name: str, value: Any) -> TokenIds:
     """Token ids, at least one."""
     if type(value) is not list or not value or set(map(type, value)) != {int}:
@@ -132,6 +152,19 @@ def logprobs(name: str, value: Any, count: int, drawn: np.ndarray | None = None)
     result[np.isnan(exact)] = LOGGED_NAN
     result[absent if drawn is None else absent | ~drawn] = np.nan
     return result
+
+
+def optional_logprobs(
+    name: str, value: Any, count: int, drawn: np.ndarray | None = None
+) -> np.ndarray | None:
+    """The numbers of a column, or None where the log has no such column. See logprobs."""
+    return None if value is None else logprobs(name, value, count, drawn)
+
+
+def optional_params(name: str, value: Any) -> SamplingParams | None:
+    """The distribution that an object declares, or None where it has no temperature."""
+    values = mapping(name, value)
+    return None if values.get("temperature") is None else sampling_params(values)
 
 
 def sampling_params(values: Mapping[str, Any]) -> SamplingParams:

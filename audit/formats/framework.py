@@ -18,6 +18,12 @@ BOTH = "both columns"
 SAMPLER = "the sampler's column"
 
 
+def having(*forms: str) -> Callable[[Row], bool]:
+    """What recognises a row that has all fields of one of the forms, their names parted by spaces."""
+    names = [frozenset(form.split()) for form in forms]
+    return lambda row: any(form <= row.keys() for form in names)
+
+
 @dataclass(frozen=True)
 class Log:
     """A kind of file that a framework writes, and how it is read."""

@@ -10,7 +10,7 @@ from pathlib import Path
 from ...files.inputs import open_input
 from ...files.reading import one_line
 from ..frameworks import FRAMEWORKS, LOGS, NAMES
-from . import unknown
+from . import fields, unknown
 from .framework import Log, Rows
 from .lines import json_rows, parquet_rows
 from .pickles import PickledError
@@ -127,13 +127,9 @@ def read_rollouts(path: Path, format: str = "auto") -> Iterator[tuple[str, Logge
 def _file_rollouts(file: Path, chosen: Log) -> Iterator[tuple[str, LoggedRollout]]:
     for place, row in chosen.rows(file):
         where = f"{file}, {place}"
-        try:
+        with fields.named(where):
             for rollout in chosen.parse(row, file):
                 yield where, rollout
-        except KeyError as missing:
-            raise ValueError(f"{where}: {missing.args[0]} is missing") from None
-        except ValueError as error:
-            raise ValueError(f"{where}: {error}") from None
 
 
 def _identity(rollout: LoggedRollout) -> int | None:

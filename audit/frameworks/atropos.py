@@ -10,16 +10,11 @@ from typing import Any
 
 from ..formats import fields
 from ..formats.aligned import Aligned
-from ..formats.framework import SAMPLER, Framework, Log
+from ..formats.framework import SAMPLER, Framework, Log, having
 from ..formats.record import LoggedRollout
 
 _NOT_DRAWN = -100
 _COLUMNS = ("tokens", "masks", "scores", "inference_logprobs", "advantages")
-
-
-def recognises(row: dict[str, Any]) -> bool:
-    """Whether a line is a group, or a node."""
-    return "tokens" in row and ({"masks", "scores"} <= row.keys() or "masked_tokens" in row)
 
 
 def parse(row: dict[str, Any], path: Path) -> Iterator[LoggedRollout]:
@@ -32,10 +27,9 @@ def parse(row: dict[str, Any], path: Path) -> Iterator[LoggedRollout]:
         for name, column in zip(_COLUMNS, columns, strict=True):
             if len(fields.listed(name, column, "one entry for each sequence")) != len(tokens):
                 raise ValueError(f"{name} has {len(column)} entries for {len(tokens)} sequences")
-    params = fields.mapping("generation_params", row.get("generation_params"))
-    sampling_params = None if params.get("temperature") is None else fields.sampling_params(params)
+    sampling_params = fields.optional_params("generation_params", row.get("generation_params"))
     for index, (ids, mask, score, logprobs, advantage) in enumerate(zip(*columns, strict=True)):
-        try:
+        with fields.named(f"sequence {index}"):
             ids = fields.token_ids("tokens", ids)
             aligned = Aligned("tokens", ids, "masks", _drawn(ids, mask))
             if not aligned.completion_ids:
@@ -49,8 +43,6 @@ def parse(row: dict[str, Any], path: Path) -> Iterator[LoggedRollout]:
                 reward=fields.optional_number("scores", score),
                 advantage=aligned.advantage("advantages", advantage),
             )
-        except ValueError as error:
-            raise ValueError(f"sequence {index}: {error}") from None
 
 
 def _drawn(ids: tuple[int, ...], mask: Any) -> list[int]:
@@ -71,7 +63,7 @@ FRAMEWORK = Framework(
             name="atropos",
             file="the file of `data_path_to_save_groups`",
             switch="`data_path_to_save_groups`, and a `ManagedServer`",
-            recognises=recognises,
+            recognises=having("tokens masks scores", "tokens masked_tokens"),
             parse=parse,
             fields={
                 "completion_ids": "`tokens`, a list for each sequence of the group",

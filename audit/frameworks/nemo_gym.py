@@ -29,14 +29,11 @@ def parse(row: dict[str, Any], path: Path) -> Iterator[LoggedRollout]:
     There is none where the model wrote nothing, as when the prompt was too long.
     """
     response = fields.mapping("response", row["response"])
-    items = [
-        fields.mapping("response.output", item)
-        for item in fields.listed("response.output", response["output"], "items")
-    ]
+    items = fields.objects("response.output", response["output"], "items")
     calls = [item for item in items if item.get("generation_token_ids")]
     if not calls and any(map(_written, items)):
         raise ValueError(_NO_TOKENS)
-    asked = fields.mapping("responses_create_params", row["responses_create_params"])
+    params = fields.optional_params("responses_create_params", row["responses_create_params"])
     for turn, call in enumerate(calls):
         name = f"generation_token_ids of call {turn}"
         completion = fields.token_ids(name, call["generation_token_ids"])
@@ -45,7 +42,7 @@ def parse(row: dict[str, Any], path: Path) -> Iterator[LoggedRollout]:
             prompt_ids=fields.token_ids(f"prompt_token_ids of call {turn}", call["prompt_token_ids"]),
             completion_ids=completion,
             logprobs=fields.logprobs(f"generation_log_probs of call {turn}", logprobs, len(completion)),
-            sampling_params=None if asked.get("temperature") is None else fields.sampling_params(asked),
+            sampling_params=params,
             reward=fields.optional_number("reward", row.get("reward")),
             prompt=fields.label("_ng_task_index", row.get("_ng_task_index")),
             sample=fields.label("_ng_rollout_index", row.get("_ng_rollout_index")),

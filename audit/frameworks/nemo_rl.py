@@ -16,13 +16,8 @@ from ...verify.mismatch import mean
 from ..figures.gates import Columns, Gate
 from ..formats import fields
 from ..formats.aligned import Aligned
-from ..formats.framework import Framework, Log
+from ..formats.framework import Framework, Log, having
 from ..formats.record import LoggedRollout
-
-
-def recognises(row: dict[str, Any]) -> bool:
-    """Whether a line looks like one of train_data_stepN.jsonl."""
-    return "token_ids" in row and ("token_loss_mask" in row or "generation_logprobs" in row)
 
 
 def parse(row: dict[str, Any], path: Path) -> Iterator[LoggedRollout]:
@@ -72,7 +67,7 @@ FRAMEWORK = Framework(
             name="nemo-rl",
             file="`train_data_stepN.jsonl`",
             switch="nothing: it writes `train_data_stepN.jsonl`",
-            recognises=recognises,
+            recognises=having("token_ids token_loss_mask", "token_ids generation_logprobs"),
             parse=parse,
             fields={
                 "completion_ids": "`token_ids`, cut to `input_lengths`; the prompt ends at the first token "

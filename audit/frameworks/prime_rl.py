@@ -21,7 +21,7 @@ from ...verify.mismatch import mean
 from ..figures.gates import Columns, Gate
 from ..formats import fields
 from ..formats.aligned import Aligned
-from ..formats.framework import SAMPLER, Framework, Log
+from ..formats.framework import SAMPLER, Framework, Log, having
 from ..formats.record import LoggedRollout
 
 # What the record keeps, unless its writer was asked for every digit.
@@ -37,22 +37,18 @@ def recognises_trace(row: dict[str, Any]) -> bool:
 
 def parse_trace(row: dict[str, Any], path: Path) -> Iterator[LoggedRollout]:
     """The paths on which a token was drawn. Raises ValueError, or KeyError with a field."""
-    traces = fields.listed("traces", row["traces"], "traces") if "traces" in row else [row]
+    traces = fields.objects("traces", row["traces"], "traces") if "traces" in row else [row]
     for index, trace in enumerate(traces):
-        if not isinstance(trace, dict):
-            raise ValueError(f"traces[{index}] is no JSON object")
-        try:
+        with fields.named(f"traces[{index}]"):
             yield from _paths(trace, row)
-        except KeyError as missing:
-            raise ValueError(f"traces[{index}]: {missing.args[0]} is missing") from None
-        except ValueError as error:
-            raise ValueError(f"traces[{index}]: {error}") from None
 
 
 def _paths(trace: dict[str, Any], episode: dict[str, Any]) -> Iterator[LoggedRollout]:
-    nodes = fields.listed("nodes", trace["nodes"], "messages")
+    nodes = fields.objects("nodes", trace["nodes"], "messages")
     for index, node in enumerate(nodes):
-        _check_node(index, node)
+        parent = node.get("parent")
+        if parent is not None and not (type(parent) is int and 0 <= parent < index):
+            raise ValueError(f"nodes[{index}].parent ({parent!r}) must be the index of an earlier message")
     parents = {node.get("parent") for node in nodes}
     seen: set[int] = set()
     for leaf in (index for index in range(len(nodes)) if index not in parents):
@@ -62,14 +58,6 @@ def _paths(trace: dict[str, Any], episode: dict[str, Any]) -> Iterator[LoggedRol
         seen |= set(path)
         if rollout is not None:
             yield rollout
-
-
-def _check_node(index: int, node: Any) -> None:
-    if not isinstance(node, dict):
-        raise ValueError(f"nodes[{index}] is no JSON object")
-    parent = node.get("parent")
-    if parent is not None and not (type(parent) is int and 0 <= parent < index):
-        raise ValueError(f"nodes[{index}].parent ({parent!r}) must be the index of an earlier message")
 
 
 def _path(nodes: list[dict[str, Any]], leaf: int) -> list[int]:
@@ -178,11 +166,6 @@ def _reward(trace: dict[str, Any]) -> float | None:
     return sum(values) if values else None
 
 
-def recognises_export(row: dict[str, Any]) -> bool:
-    """Whether a line is an exported sequence."""
-    return {"token_ids", "loss_mask", "inference_logprobs"} <= row.keys()
-
-
 def parse_export(row: dict[str, Any], path: Path) -> Iterator[LoggedRollout]:
     """The sequence of a line; none where no token was drawn. Raises ValueError, or KeyError with a field."""
     schema = fields.integer("schema_version", row.get("schema_version"), _SCHEMA)
@@ -250,7 +233,7 @@ _EXPORTS = Log(
     name="prime-rl-tokens",
     file="`token_exports/step_N/rank_N.jsonl`",
     switch="`trainer.enable_token_export = true`",
-    recognises=recognises_export,
+    recognises=having("token_ids loss_mask inference_logprobs"),
     parse=parse_export,
     fields={
         "completion_ids": "`token_ids`; the prompt ends at the first drawn token",

@@ -24,7 +24,7 @@ from ...files.inputs import check_input
 from ...verify.mismatch import mean
 from ..figures.gates import Columns, Gate
 from ..formats import fields, unknown
-from ..formats.framework import Framework, Log
+from ..formats.framework import Framework, Log, having
 from ..formats.pickles import PickledError
 from ..formats.record import LoggedRollout
 
@@ -162,11 +162,6 @@ def _plain(value: Any) -> Any:
     return value.tolist() if hasattr(value, "tolist") else value
 
 
-def recognises(row: dict[str, Any]) -> bool:
-    """Whether a row is a sample of slime; a copy of it in JSON lines is one, too."""
-    return "tokens" in row and ("response_length" in row or "response_lengths" in row)
-
-
 def parse(row: dict[str, Any], path: Path) -> Iterator[LoggedRollout]:
     """The sample of a row; none without a response. Raises ValueError, or KeyError with a field.
 
@@ -205,11 +200,9 @@ def _first(row: dict[str, Any], *names: str) -> Any:
 
 def _column(row: dict[str, Any], name: str, count: int, drawn: Any) -> Any:
     values = row.get(name)
-    if values is None:
-        return None
     if isinstance(values, list) and len(values) < count:
         raise ValueError(f"has {len(values)} {name} for a response of {count} tokens: {_SLICES}")
-    return fields.logprobs(name, values, count, drawn)
+    return fields.optional_logprobs(name, values, count, drawn)
 
 
 def _span(versions: Any) -> tuple[int, int] | None:
@@ -255,7 +248,7 @@ FRAMEWORK = Framework(
             name="slime",
             file="the `.pt` of `--save-debug-train-data` or `--save-debug-rollout-data`",
             switch="`--save-debug-train-data`",
-            recognises=recognises,
+            recognises=having("tokens response_length", "tokens response_lengths"),
             parse=parse,
             fields={
                 "completion_ids": "`tokens`, of which the last `response_length` are the completion",

@@ -23,30 +23,20 @@ def parse(row: dict[str, Any], path: Path) -> Iterator[LoggedRollout]:
         return
     prompt = fields.token_ids("prompt_tokens", row["prompt_tokens"])
     scope = fields.mapping("scope", row.get("scope"))
-    for index, sample in enumerate(fields.listed("samples", row["samples"], "samples")):
-        if not isinstance(sample, dict):
-            raise ValueError(f"samples[{index}] is no JSON object")
+    for index, sample in enumerate(fields.objects("samples", row["samples"], "samples")):
         tokens = fields.token_ids(f"samples[{index}].tokens", sample["tokens"])
-        logprobs = sample.get("logprobs")
         yield LoggedRollout(
             prompt_ids=prompt,
             completion_ids=tokens,
-            logprobs=None
-            if logprobs is None
-            else fields.logprobs(f"samples[{index}].logprobs", logprobs, len(tokens)),
-            sampling_params=_params(row.get("sampling_params")),
+            logprobs=fields.optional_logprobs(
+                f"samples[{index}].logprobs", sample.get("logprobs"), len(tokens)
+            ),
+            sampling_params=fields.optional_params("sampling_params", row.get("sampling_params")),
             step=fields.optional_integer("scope.iteration", scope.get("iteration")),
             prompt=fields.label("scope.group_idx", scope.get("group_idx")),
             sample=fields.label("scope.traj_idx", scope.get("traj_idx", index)),
             truncated=fields.truncated("stop_reason", sample.get("stop_reason")),
         )
-
-
-def _params(params: Any) -> Any:
-    params = fields.mapping("sampling_params", params)
-    if params.get("temperature") is None:
-        return None
-    return fields.sampling_params(params)
 
 
 FRAMEWORK = Framework(

@@ -21,21 +21,17 @@ def recognises(row: dict[str, Any]) -> bool:
 
 def parse(row: dict[str, Any], path: Path) -> Iterator[LoggedRollout]:
     """The turns of a line. Raises ValueError, or KeyError with a field."""
-    turns = fields.listed("turns", row["turns"], "turns")
-    for index, turn in enumerate(turns):
-        if not isinstance(turn, dict):
-            raise ValueError(f"turns[{index}] is no JSON object")
+    for index, turn in enumerate(fields.objects("turns", row["turns"], "turns")):
         if missing := [name for name in ("prompt_token_ids", "completion_token_ids") if name not in turn]:
             raise ValueError(f"turns[{index}] has no {missing[0]}; set log_tensors in the recorder's Config")
         name = f"turns[{index}].completion_token_ids"
         completion = fields.token_ids(name, turn["completion_token_ids"])
-        logprobs = turn.get("completion_logprobs")
         yield LoggedRollout(
             prompt_ids=fields.token_ids(f"turns[{index}].prompt_token_ids", turn["prompt_token_ids"]),
             completion_ids=completion,
-            logprobs=None
-            if logprobs is None
-            else fields.logprobs(f"turns[{index}].completion_logprobs", logprobs, len(completion)),
+            logprobs=fields.optional_logprobs(
+                f"turns[{index}].completion_logprobs", turn.get("completion_logprobs"), len(completion)
+            ),
             weight_span=_span(turn, index),
             reward=fields.optional_number("reward", row.get("reward")),
             advantage=fields.optional_number("advantage", row.get("advantage")),

@@ -8,13 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from ..formats import fields
-from ..formats.framework import Framework, Log, Recording
+from ..formats.framework import Framework, Log, Recording, having
 from ..formats.record import LoggedRollout
-
-
-def recognises(row: dict[str, Any]) -> bool:
-    """Whether a row is one of TRL's completions."""
-    return {"step", "prompt", "completion", "advantage"} <= row.keys()
 
 
 def parse(row: dict[str, Any], path: Path) -> Iterator[LoggedRollout]:
@@ -53,7 +48,7 @@ FRAMEWORK = Framework(
             name="trl",
             file="`completions/completions_STEP.parquet`",
             switch="`log_completions=True`",
-            recognises=recognises,
+            recognises=having("step prompt completion advantage"),
             parse=parse,
             fields={
                 "prompt_text completion_text": "`prompt`, `completion`",

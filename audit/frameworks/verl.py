@@ -12,7 +12,7 @@ import numpy as np
 from ...verify.mismatch import mean
 from ..figures.gates import Columns, Gate
 from ..formats import fields
-from ..formats.framework import Framework, Log, Recording
+from ..formats.framework import Framework, Log, Recording, having
 from ..formats.record import LoggedRollout
 
 _SCRIPT = '''"""A DataProto that verl saved as a log of zerokl, in verl's environment.
@@ -50,11 +50,6 @@ with open(sys.argv[2], "x") as out:
 '''
 
 
-def recognises(row: dict[str, Any]) -> bool:
-    """Whether a line is one of verl's rollout_data_dir/STEP.jsonl."""
-    return {"input", "output", "score"} <= row.keys()
-
-
 def parse(row: dict[str, Any], path: Path) -> Iterator[LoggedRollout]:
     """The completion of a line. Raises ValueError, or KeyError with a field."""
     yield LoggedRollout(
@@ -81,7 +76,7 @@ FRAMEWORK = Framework(
             name="verl",
             file="`rollout_data_dir/STEP.jsonl`",
             switch="`trainer.rollout_data_dir`",
-            recognises=recognises,
+            recognises=having("input output score"),
             parse=parse,
             fields={
                 "prompt_text completion_text": "`input`, `output`, without special tokens",

@@ -52,20 +52,14 @@ def parse(row: dict[str, Any], path: Path) -> Iterator[LoggedRollout]:
     shared = {name: value for name, value in row.items() if name != "turns"}
     if mixed := [name for name in ("prompt_ids", "completion_ids", "logprobs") if name in row]:
         raise ValueError(f"has turns, and {mixed[0]} beside them; each turn has its own")
-    turns = fields.listed("turns", row["turns"], "turns")
+    turns = fields.objects("turns", row["turns"], "turns")
     if not turns:
         raise ValueError("turns must be a list of turns that is not empty")
     for index, turn in enumerate(turns):
-        if not isinstance(turn, dict):
-            raise ValueError(f"turns[{index}] is no JSON object")
         if unknown := [name for name in turn if name not in _OF_A_TURN]:
             raise ValueError(f"turns[{index}] has {unknown[0]}; a turn takes {', '.join(_OF_A_TURN)}")
-        try:
+        with fields.named(f"turns[{index}]"):
             yield _completion(shared | turn, index)
-        except KeyError as missing:
-            raise ValueError(f"turns[{index}]: {missing.args[0]} is missing") from None
-        except ValueError as error:
-            raise ValueError(f"turns[{index}]: {error}") from None
 
 
 def _completion(row: dict[str, Any], turn: int | None) -> LoggedRollout:
@@ -74,15 +68,14 @@ def _completion(row: dict[str, Any], turn: int | None) -> LoggedRollout:
     count = len(completion)
     drawn = fields.mask("mask", row.get("mask"), count)
     span, versions = fields.versions("weight_version", row.get("weight_version"), count)
-    trainer = row.get("trainer_logprobs")
     known = "temperature" in row
     return LoggedRollout(
         prompt_ids=prompt,
         completion_ids=completion,
         logprobs=fields.logprobs("logprobs", row["logprobs"], count, drawn),
-        trainer_logprobs=None
-        if trainer is None
-        else fields.logprobs("trainer_logprobs", trainer, count, drawn),
+        trainer_logprobs=fields.optional_logprobs(
+            "trainer_logprobs", row.get("trainer_logprobs"), count, drawn
+        ),
         mask=drawn,
         sampling_params=fields.sampling_params(row) if known else None,
         weight_span=span,

@@ -5,13 +5,8 @@ from pathlib import Path
 from typing import Any
 
 from ..formats import fields
-from ..formats.framework import Framework, Log
+from ..formats.framework import Framework, Log, having
 from ..formats.record import LoggedRollout
-
-
-def recognises(row: dict[str, Any]) -> bool:
-    """Whether a line is a completion of my framework."""
-    return {"question_ids", "answer_ids"} <= row.keys()
 
 
 def parse(row: dict[str, Any], path: Path) -> Iterator[LoggedRollout]:
@@ -36,7 +31,7 @@ FRAMEWORK = Framework(
             name="myframework",
             file="`rollouts/STEP.jsonl`",
             switch="`log_rollouts=true`",
-            recognises=recognises,
+            recognises=having("question_ids answer_ids"),
             parse=parse,
             fields={
                 "completion_ids": "`question_ids`, `answer_ids`",
