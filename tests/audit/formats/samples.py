@@ -6,7 +6,7 @@ from dataclasses import fields
 from pathlib import Path
 
 from zerokl.audit.formats.record import LoggedRollout
-from zerokl.audit.formats.registry import find_format
+from zerokl.audit.formats.registry import find_format, read_rollouts
 
 SAMPLES = Path(__file__).parents[1] / "log_samples"
 FILES: dict[str, list[Path]] = {}
@@ -21,6 +21,15 @@ def rows_of(log: str) -> list[tuple[dict, Path]]:
 
 def first_row(file: Path) -> dict:
     return json.loads(file.read_text().splitlines()[0])
+
+
+def read(path: Path, name: str = "auto") -> list[LoggedRollout]:
+    return [rollout for _, rollout in read_rollouts(path, name)]
+
+
+def write_rows(path: Path, *rows: dict) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
 
 
 def told(rollouts: Iterable[LoggedRollout]) -> set[str]:

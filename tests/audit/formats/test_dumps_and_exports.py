@@ -1,6 +1,5 @@
 """Dumps of slime and miles, prime-rl's exports, NeMo Gym, atropos, server answers, and what nobody knows."""
 
-import json
 import pickle
 import subprocess
 import sys
@@ -11,12 +10,12 @@ import numpy as np
 import pytest
 import torch
 from zerokl.audit.formats import registry, unknown
-from zerokl.audit.formats.registry import find_format, read_rollouts
+from zerokl.audit.formats.registry import find_format
 from zerokl.audit.frameworks import LOGS
 from zerokl.cli import main
 from zerokl.kernels.sampling_params import SamplingParams
 
-from tests.audit.formats.samples import SAMPLES
+from tests.audit.formats.samples import SAMPLES, first_row, read, rows_of, write_rows
 
 TOKENS = [[12, 5, 39, 4, 8, 15], [12, 5, 40, 7, 9]]
 COUNTS = [3, 2]
@@ -33,19 +32,6 @@ COLUMNS = {
     "sample_indices": [11, 8],
     "rollout_ids": [11, 8],
 }
-
-
-def read(path: Path, name: str = "auto") -> list:
-    return [rollout for _, rollout in read_rollouts(path, name)]
-
-
-def write_rows(path: Path, *rows: dict) -> Path:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
-
-
-def sample(name: str) -> list[dict]:
-    return [json.loads(line) for line in (SAMPLES / f"{name}.jsonl").read_text().splitlines()]
 
 
 def facts(rollout) -> tuple:
@@ -221,7 +207,7 @@ def test_the_scripts_of_skyrl_and_verl_write_a_log(tmp_path, capsys, format):
 
 def test_both_columns_of_prime_rls_exports_in_all_digits():
     first, second = read(SAMPLES / "prime-rl-tokens.jsonl")
-    row = sample("prime-rl-tokens")[1]
+    row = rows_of("prime-rl-tokens")[1][0]
     assert (second.prompt_ids, len(second.completion_ids)) == ((12, 5, 40, 7), 8)
     assert second.mask.tolist() == [True] * 3 + [False] * 2 + [True] * 3
     drawn = np.array(row["loss_mask"])
@@ -234,7 +220,7 @@ def test_both_columns_of_prime_rls_exports_in_all_digits():
 
 
 def test_tokens_of_a_frozen_model_were_not_drawn():
-    row = sample("prime-rl-tokens")[0]
+    row = first_row(SAMPLES / "prime-rl-tokens.jsonl")
     count = len(row["token_ids"])
     drawn = [4, 5]
     row["rl_weights"] = [float(i == drawn[0]) for i in range(count)]
@@ -255,7 +241,7 @@ def test_tokens_of_a_frozen_model_were_not_drawn():
     ],
 )
 def test_an_export_that_does_not_fit_is_named(tmp_path, capsys, change, reason):
-    write_rows(tmp_path / "rank_0.jsonl", sample("prime-rl-tokens")[0] | change)
+    write_rows(tmp_path / "rank_0.jsonl", first_row(SAMPLES / "prime-rl-tokens.jsonl") | change)
     assert main(["audit", str(tmp_path / "rank_0.jsonl"), "--out", str(tmp_path / "out")]) == 2
     assert f"line 1: {reason}" in capsys.readouterr().err
 
@@ -268,13 +254,13 @@ def test_the_calls_of_nemo_gym_are_turns():
         (1, 0, 3),
     ]
     assert second.prompt_ids == (*first.prompt_ids, *first.completion_ids, 8, 9)
-    call = sample("nemo-gym")[0]["response"]["output"][-1]
+    call = first_row(SAMPLES / "nemo-gym.jsonl")["response"]["output"][-1]
     assert second.logprobs.tolist() == np.float32(call["generation_log_probs"]).tolist()
     assert (second.sampling_params, second.reward, second.prompt) == (SamplingParams(0.8), 1.0, 0)
 
 
 def test_a_rollout_of_nemo_gym_without_ids_is_refused_unless_nothing_was_written():
-    row = sample("nemo-gym")[1]
+    row = rows_of("nemo-gym")[1][0]
     for name in ("prompt_token_ids", "generation_token_ids", "generation_log_probs"):
         del row["response"]["output"][-1][name]
     with pytest.raises(ValueError, match="return_token_id_information: true"):
@@ -287,14 +273,14 @@ def test_the_groups_and_nodes_of_atropos():
     first, second, node = read(SAMPLES / "atropos.jsonl")
     assert (first.prompt_ids, first.reward, second.reward) == ((12, 5, 39), 1.0, 0.0)
     assert [len(r.completion_ids) for r in (first, second, node)] == [4, 3, 3]
-    group = sample("atropos")[0]
+    group = first_row(SAMPLES / "atropos.jsonl")
     assert second.logprobs.tolist() == np.float32(group["inference_logprobs"][1][3:]).tolist()
     assert (second.advantage, second.sampling_params) == ((-0.5,) * 3, SamplingParams(0.8))
     assert (node.prompt_ids, node.sampling_params) == ((12, 5, 40, 7), None)
 
 
 def test_a_mask_of_atropos_is_minus_100_or_the_token(tmp_path, capsys):
-    group = sample("atropos")[0]
+    group = first_row(SAMPLES / "atropos.jsonl")
     group["masks"][1][-1] = -100
     group["masks"][0] = [-100] * len(group["masks"][0])
     (rollout,) = LOGS["atropos"].parse(group, Path())
@@ -303,7 +289,9 @@ def test_a_mask_of_atropos_is_minus_100_or_the_token(tmp_path, capsys):
     log = write_rows(tmp_path / "log.jsonl", group)
     assert main(["convert", str(log), str(tmp_path / "out.jsonl")]) == 2
     assert "line 1: sequence 1: masks holds 1, which is neither" in capsys.readouterr().err
-    log = write_rows(tmp_path / "log.jsonl", sample("atropos")[0] | {"inference_logprobs": None})
+    log = write_rows(
+        tmp_path / "log.jsonl", first_row(SAMPLES / "atropos.jsonl") | {"inference_logprobs": None}
+    )
     assert main(["audit", str(log), "--out", str(tmp_path / "out")]) == 2
     assert "ManagedServer" in capsys.readouterr().err
 

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from zerokl.audit.audit import audit
 from zerokl.audit.command import find_log
-from zerokl.audit.formats.registry import find_format, read_rollouts
+from zerokl.audit.formats.registry import read_rollouts
 from zerokl.audit.frameworks import FRAMEWORKS, LOGS
 from zerokl.audit.frameworks.zerokl import as_row, parse
 from zerokl.audit.hypotheses.value_checks import LogValues
@@ -22,7 +22,16 @@ from zerokl.cli import main
 from zerokl.kernels.sampling_params import SamplingParams
 from zerokl.verify.environment import PACKAGE_ROOT
 
-from tests.audit.formats.samples import FILES, SAMPLES, first_row, holder, places, rows_of
+from tests.audit.formats.samples import (
+    FILES,
+    SAMPLES,
+    first_row,
+    holder,
+    places,
+    read,
+    rows_of,
+    write_rows,
+)
 from tests.audit.settings import audit_config, audit_json
 from tests.helpers import property_settings
 
@@ -37,15 +46,6 @@ def slime_sample() -> dict:
     row = first_row(SAMPLES / "slime.jsonl")
     names = ("rollout_top_p_token_ids", "rollout_top_p_token_offsets")
     return row | {name: torch.tensor(row[name], dtype=torch.int32) for name in names}
-
-
-def read(path: Path, name: str = "auto") -> list:
-    return [rollout for _, rollout in read_rollouts(path, name)]
-
-
-def write_rows(path: Path, *rows: dict) -> Path:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
 
 
 def test_a_turn_with_a_tools_answer_of_prime_rl():
@@ -371,12 +371,6 @@ def test_bytes_that_are_no_log_are_named(tmp_path_factory, content):
     file.write_bytes(content)
     with pytest.raises(ValueError, match=re.escape(str(file))):
         list(read_rollouts(file))
-
-
-@pytest.mark.parametrize("format", ["zerokl", "nemo-rl", "tinker", "prime-rl"])
-def test_the_format_can_be_said(format):
-    file = {"zerokl": "trl.jsonl", "nemo-rl": "train_data_step4.jsonl"}.get(format, f"{format}.jsonl")
-    assert find_format(SAMPLES / file, format).name == format == find_format(SAMPLES / file).name
 
 
 def test_a_model_scores_only_what_it_drew(model, tmp_path):
