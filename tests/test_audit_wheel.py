@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from zerokl.audit.frameworks import FRAMEWORKS
 from zerokl.cli import app
 from zerokl.cli.command_line import OF_THE_TRAINER
 from zerokl.verify.environment import PACKAGE_ROOT
@@ -65,6 +66,13 @@ def test_the_wheel_has_these_rooms_and_no_others():
     assert {room(file) for file in FILES.values()} == ROOMS
     assert len(FILES) > 200
     assert sum(file.stat().st_size for file in FILES.values()) < 1_750_000
+
+
+def test_the_wheel_has_every_framework_and_its_recorder():
+    for framework in FRAMEWORKS.values():
+        assert f"audit.frameworks.{framework.name.replace('-', '_')}" in FILES
+        if framework.recording:
+            assert f"integrations.{framework.recording.recorder.partition(':')[0]}" in FILES
 
 
 def test_every_import_of_a_shipped_file_is_of_a_shipped_file():
