@@ -6,13 +6,16 @@ import os
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
 import zerokl
+from zerokl.audit.frameworks import FRAMEWORKS
 from zerokl.cli import main
+from zerokl.docs._frameworks import frameworks
 from zerokl.engine.config.loss_section import LossConfig
 from zerokl.engine.runs import init as initialise
 from zerokl.model.config import ModelConfig
@@ -315,6 +318,13 @@ def test_control_a_reader_that_leaves_out_what_its_file_declares_is_found(source
     done = add_framework(source, "".join(line for line in lines if "step=" not in line))
     assert done.returncode == 1
     assert "test_a_reader_tells_what_its_file_declares[myframework]" in done.stdout
+
+
+def test_a_framework_without_a_page_has_a_section_of_the_index(monkeypatch):
+    framework = replace(FRAMEWORKS["nemo-rl"], title="My framework", page="")
+    monkeypatch.setitem(FRAMEWORKS, "myframework", framework)
+    assert "[My framework](#my-framework)" in frameworks()
+    assert "`generation_logprobs`" in frameworks().partition("## My framework")[2]
 
 
 def test_control_the_source_has_none_of_it_yet():
