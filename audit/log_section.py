@@ -4,10 +4,10 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from .as_json import OPTIONAL
+from .faults.fault import LogFault
+from .faults.ids import doubled_lines
 from .figures.drawn_from import Distribution
 from .figures.measure import Figures, WorstToken
-from .hypotheses.log_checks import DOUBLED
-from .hypotheses.log_fault import LogFault
 from .hypotheses.signal_checks import Signal
 from .hypotheses.tried import Tried
 from .hypotheses.value_checks import NoLogprobs
@@ -87,4 +87,4 @@ class LogSection:
 
 def is_doubled(faults: list[LogFault]) -> bool:
     """Whether a log holds lines twice."""
-    return any(fault.name == DOUBLED for fault in faults)
+    return any(fault.name == doubled_lines.FAULT.name for fault in faults)

@@ -5,11 +5,9 @@ Shapes: C completion tokens of a line.
 
 import numpy as np
 
+from .judgement import MOST
 from .lines import Line
 from .noise import beyond_slack
-
-# A difference of one token counts so many nats at most: an impossible token alone must not decide.
-MOST = 20.0
 
 
 def apart(line: Line, scores: np.ndarray) -> np.ndarray:

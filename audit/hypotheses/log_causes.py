@@ -15,23 +15,20 @@ from ...model.checkpoint import check_weights, resolve_model
 from ...model.config import ModelConfig
 from ...model.peft import CONFIG, read_adapter, read_adapter_config, stored_lora
 from ...model.weights import Layout
+from ..faults.fault import LogFault
+from ..faults.registry import in_draws, with_model
 from ..figures.drawn_from import ANY_CUT, check
 from ..figures.repeats import Drawn, group_of
 from ..formats.record import LoggedRollout
 from ..log_section import TrainerColumn
 from .column_causes import said
 from .compared import apart
-from .cuts import undeclared_cut
 from .evidence import Evidence
-from .fit import EXACT, explain
-from .id_checks import drawn_parts
+from .fit import explain
+from .judgement import EXACT
 from .lines import Line
-from .log_checks import check_log
-from .log_fault import LogFault
-from .predictors import PREDICTORS
+from .log_checks import check_log, drawn_parts
 from .scorer import ModelAdapters, Scorer
-from .settings_search import rows_of
-from .streams import one_stream
 from .tried import Tried
 
 # Lines whose random numbers are compared.
@@ -72,18 +69,18 @@ def log_causes(
     evidence = replace(evidence, lines=list(map(_drawn_only, evidence.lines, parts)))
     trainer_column = None
     if any(x.trainer_logprobs is not None and not np.isnan(x.trainer_logprobs).all() for x in lines):
-        of_trainer = explain(_of_trainer(evidence, lines), PREDICTORS, stage)
+        of_trainer = explain(_of_trainer(evidence, lines), with_model(), stage)
         distribution = check(_both_columns(rollouts, lines))
         trainer_column = TrainerColumn(**vars(of_trainer), distribution=distribution)
-    hypotheses = _in_their_dtype(explain(evidence, PREDICTORS, stage), evidence, lines)
+    hypotheses = _in_their_dtype(explain(evidence, with_model(), stage), evidence, lines)
     if trainer_column and hypotheses.is_within_rounding and not trainer_column.is_within_rounding:
         trainer_column = _without_undeclared_cut(trainer_column)
     log_faults = check_log(lines, scorer.tokenizer)
     if hypotheses.is_within_rounding:
-        rows = rows_of(_first(evidence))
+        rows = scorer.rows(_first(evidence))
         # A stream that lines share may also double lines, so it stands first.
-        of_draws = (one_stream(rows), undeclared_cut(rows))
-        log_faults = [*(fault for fault in of_draws if fault), *log_faults]
+        in_them = (fault.shown(rows) for fault in in_draws())
+        log_faults = [*(fault for fault in in_them if fault), *log_faults]
     return LogCauses(hypotheses, log_faults, trainer_column)
 
 

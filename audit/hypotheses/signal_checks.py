@@ -13,8 +13,8 @@ from itertools import accumulate, pairwise
 
 import numpy as np
 
+from ..faults.fault import LogFault
 from ..formats.record import LoggedRollout
-from .log_fault import LogFault
 
 # How far an advantage may be from its rule, as a share of the largest of its group: half of a bf16's last
 # bit is 2^-9.

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from .noise import FP32
+from .judgement import FP32
 from .places import Where
 
 

@@ -15,6 +15,7 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
+from zlib import crc32
 
 import numpy as np
 import torch
@@ -39,36 +40,32 @@ CLASSES = {
 
 
 def build(root: Path, seed: int, only: str, families: Sequence[str] = FAMILIES) -> None:
-    """Draw every case, the families in turn, and write its log and its options."""
-    import ids  # noqa: F401  registers its plants
-    from plants import PLANTS
-
-    first = len(PLANTS)
-    import models_changed  # noqa: F401
-    import some_lines  # noqa: F401
-    from sampling import row
+    """Draw every plant of every fault, and every sound log, and write each with its options."""
+    import models
     from sound import SOUND
-    from world import World
+    from zerokl.audit.faults.planting.sampling import row
+    from zerokl.audit.faults.registry import everything
 
-    worlds = [World(family, seed, root / "models") for family in families]
-    # The families take turns; another seed gives each case to the other family. New plants come last, so
-    # that a case keeps its family.
-    ordered = [*PLANTS[:first], *SOUND, *PLANTS[first:]]
-    cases = [(worlds[(i + seed) % len(worlds)], case) for i, case in enumerate(ordered)]
-    for world, case in cases:
-        folder = root / f"seed-{seed}" / f"{case.group}-{case.name}-{world.family}"
+    worlds = [models.world(family, seed, root / "models") for family in families]
+    planted = [(fault, plant) for fault in everything() for plant in fault.plants]
+    cases = [*planted, *((None, plant) for plant in SOUND)]
+    for fault, plant in cases:
+        name = plant.make.__name__
+        # The name decides the family. Another seed gives each case to the other family.
+        world = worlds[(crc32(name.encode()) + seed) % len(worlds)]
+        folder = root / f"seed-{seed}" / f"{plant.group}-{name}-{world.family}"
         if (folder / "case.json").exists() or not any(part in folder.name for part in only.split(",")):
             continue
-        # Sizes depend on the case alone, not on which cases came before.
-        world.rng = np.random.default_rng((seed, *map(ord, case.name)))
-        start, log = time.perf_counter(), case.make(world)
+        world.begin(name)
+        start, log = time.perf_counter(), plant.make(world)
         folder.mkdir(parents=True, exist_ok=True)
         lines = [json.dumps(_finite(row(x, log.declared))) for x in log.lines]
         (folder / "log.jsonl").write_text("\n".join(lines) + "\n")
         model = {"model": str(world.folder)} if log.with_model else {}
-        said = {"group": case.group, "name": case.name, "named": case.named, "family": world.family}
+        named = fault.names_of(plant) if fault else ()
+        case = {"group": plant.group, "name": name, "named": named, "family": world.family}
         settings = {"settings": {"dtype": "float32"} | model | log.options}
-        (folder / "case.json").write_text(json.dumps(said | settings))
+        (folder / "case.json").write_text(json.dumps(case | settings))
         print(f"{folder.name}: {time.perf_counter() - start:.1f} s", flush=True)
 
 

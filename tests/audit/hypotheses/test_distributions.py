@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from zerokl.audit.audit import audit
-from zerokl.audit.hypotheses.registry import AT_ONCE, HYPOTHESES
+from zerokl.audit.faults.registry import predicted_count, with_model
 from zerokl.kernels.sampling_params import SamplingParams
 from zerokl.model.checkpoint import load_decoder
 
@@ -79,9 +79,9 @@ def test_a_fault_that_no_row_knows_fits_none(case, tmp_path):
     logged = [np.minimum(r.logprobs + noise.normal(0, 0.3, len(r.logprobs)), 0.0) for r in case.rollouts]
     report = report_of(case, write(tmp_path / "log.jsonl", relogged(case.rollouts, logged)))
     assert report["hypotheses"]["found"] is None
-    assert report["hypotheses"]["tried"] == len(HYPOTHESES)
+    assert report["hypotheses"]["tried"] == predicted_count()
     assert report["cause"]["kind"] == "unknown"
-    assert f"none of {len(HYPOTHESES)} hypotheses fits" in report["cause"]["text"]
+    assert f"none of {predicted_count()} hypotheses fits" in report["cause"]["text"]
 
 
 DISTRIBUTIONS = {
@@ -103,7 +103,8 @@ def _tried(case, log) -> set[str]:
 
 def test_what_leaves_rounding_alone_ends_the_searches_and_nothing_less_does(case, tmp_path):
     """Searches take minutes with a real vocabulary; where a simple cause is the whole of it, nobody waits."""
-    costly = {h.name for h in HYPOTHESES} - set(AT_ONCE) - {"another temperature"}
+    costly = {fault.name for fault in with_model() if not (fault.is_at_once or fault.is_of_whole_log)}
+    costly -= {"another temperature"}
     said, real = DISTRIBUTIONS["another temperature"]
     drawn = draw(case.decoder, real)
     logged = [x.astype(np.float64) for x in scores(case.decoder, drawn, real)]

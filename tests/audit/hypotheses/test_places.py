@@ -8,10 +8,10 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from zerokl.audit.faults.ids import after_the_end, cut_short, end_without_logprob
 from zerokl.audit.formats.record import LoggedRollout
 from zerokl.audit.hypotheses.column_causes import try_columns
-from zerokl.audit.hypotheses.id_checks import after_the_end, cut_short, drawn_parts, end_without_logprob
-from zerokl.audit.hypotheses.log_checks import check_log
+from zerokl.audit.hypotheses.log_checks import check_log, drawn_parts
 
 from tests.audit.rounded_lines import END, rounded_lines
 
@@ -203,13 +203,13 @@ def test_ids_after_an_end_token_and_ends_without_a_number_are_seen_beside_the_to
     checks = (after_the_end, cut_short, end_without_logprob)
     assert [check(rollouts, tokenizer) for check in checks] == [None] * 3
     more = [replace(x, completion_ids=(*x.completion_ids, 7), logprobs=None) for x in rollouts]
-    assert "9 completions go on after their end token" in after_the_end(more, tokenizer).text
+    assert "9 completions go on after their end token" in after_the_end.look(more, tokenizer)
     assert [x.completion_ids[p] for x, p in zip(more, drawn_parts(more, tokenizer), strict=True)] == [
         x.completion_ids for x in rollouts
     ]
     cut = [
         replace(x, completion_ids=x.completion_ids[: -3 - i], logprobs=None) for i, x in enumerate(rollouts)
     ]
-    assert cut_short([*cut[:5], *rollouts[5:]], tokenizer)
+    assert cut_short.look([*cut[:5], *rollouts[5:]], tokenizer)
     bare = [replace(x, logprobs=np.append(x.logprobs[:-1], np.float32(np.nan))) for x in rollouts]
-    assert "in 9 of 9 completions that end" in end_without_logprob(bare, tokenizer).text
+    assert "in 9 of 9 completions that end" in end_without_logprob.look(bare, tokenizer)

@@ -5,9 +5,9 @@ The columns are drawn here, with the tails and the line lengths of real ones; no
 
 import numpy as np
 import pytest
+from zerokl.audit.faults.ids import doubled_start, never_drawn
 from zerokl.audit.formats.record import LoggedRollout
 from zerokl.audit.hypotheses.column_causes import try_columns
-from zerokl.audit.hypotheses.id_checks import doubled_start, never_drawn
 from zerokl.audit.hypotheses.noise import Noise, is_rounding
 from zerokl.audit.hypotheses.slope import slope
 
@@ -99,11 +99,11 @@ def test_a_difference_that_follows_a_prediction_has_the_slope_1():
 
 def test_a_doubled_and_a_never_drawn_token_are_seen_in_the_ids_alone():
     rollouts = columns(3, 0.01)
-    assert doubled_start(rollouts) is never_drawn(rollouts) is None
+    assert doubled_start.look(rollouts, None) is never_drawn.look(rollouts, None) is None
     doubled = [LoggedRollout((0, *x.prompt_ids), x.completion_ids, x.logprobs, x.logprobs) for x in rollouts]
-    assert "begin with token 0 twice" in doubled_start(doubled).text
+    assert "begin with token 0 twice" in doubled_start.look(doubled, None)
     template = [
         LoggedRollout(x.prompt_ids, (7, *x.completion_ids[1:]), x.logprobs, np.float32(x.logprobs - 4.0))
         for x in rollouts
     ]
-    assert "begin with token 7" in never_drawn(template).text
+    assert "begin with token 7" in never_drawn.look(template, None)

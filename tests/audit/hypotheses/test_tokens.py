@@ -9,7 +9,7 @@ import pytest
 import torch
 from zerokl.audit.hypotheses.evidence import Evidence
 from zerokl.audit.hypotheses.lines import Line
-from zerokl.audit.hypotheses.tokens import _padded_lengths
+from zerokl.audit.hypotheses.prompts import padded_lengths
 from zerokl.cli import main
 from zerokl.kernels.logprob import linear_logprob
 from zerokl.kernels.sampling_params import SamplingParams
@@ -191,6 +191,6 @@ def test_batches_that_pad_alike_are_all_named():
     """Of lines 1 to 3 a batch of 6 and one of 16 have the same longest prompt."""
     column = np.zeros(3, np.float32)
     lines = [Line(i, (5,) * (9 if i % 48 < 2 else 4), (1, 2, 3), column, column) for i in range(96)]
-    words = [x for x, _ in _padded_lengths(Evidence(lines[:3], log=lines))]
+    words = [x for x, _ in padded_lengths(Evidence(lines[:3], log=lines))]
     (batches,) = [x for x in words if "batch of 6 lines" in x]
     assert "batch of 16 lines" in batches
