@@ -82,7 +82,7 @@ class LogSection:
     def rounds(self) -> bool:
         """Whether all differences are rounding, and no hypothesis explains them better."""
         columns = [self.hypotheses, *([self.trainer_column] if self.trainer_column else [])]
-        return all(x.is_rounding or not x.distance for x in columns) and not any(x.found for x in columns)
+        return all(x.is_rounding or not x.distance for x in columns) and not any(x.best for x in columns)
 
 
 def is_doubled(faults: list[LogFault]) -> bool:

@@ -12,8 +12,8 @@ from .fault import Fault, Predicted, Shown
 
 def _names(place: str) -> list[str]:
     """The names of the files of a place, sorted."""
-    found = (x.name.removesuffix(".py") for x in files(f"{__package__}.{place}").iterdir())
-    return sorted(name for name in found if not name.startswith("__"))
+    names = (x.name.removesuffix(".py") for x in files(f"{__package__}.{place}").iterdir())
+    return sorted(name for name in names if not name.startswith("__"))
 
 
 @cache

@@ -30,9 +30,9 @@ def try_columns(lines: Sequence[LoggedRollout]) -> tuple[Tried, Tried]:
         ]
     )
     swapped = [replace(x, logged=x.scored, scored=x.logged) for x in evidence.lines]
-    of_trainer = replace(evidence, lines=swapped, side="trainer")
+    trainers = replace(evidence, lines=swapped, side="trainer")
     faults = without_model()
-    return explain(evidence, faults), explain(of_trainer, faults)
+    return explain(evidence, faults), explain(trainers, faults)
 
 
 def said(line: LoggedRollout) -> tuple[bool, int | None, int | None, int | None]:

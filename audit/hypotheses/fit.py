@@ -86,7 +86,7 @@ class _Judge:
     @property
     def before(self) -> float:
         """The difference from the base, in nats."""
-        return float(sum(np.nansum(of_base) for _, of_base in self.gaps))
+        return float(sum(np.nansum(beside_base) for _, beside_base in self.gaps))
 
     def is_rounding(
         self, left: Sequence[np.ndarray], scores: Sequence[np.ndarray], fault: Noise | None = None
@@ -122,7 +122,7 @@ def explain(evidence: Evidence, faults: Sequence[Predicted], stage: Callable[[st
         where=None if judge.alike else where(judge.evidence, judge.noise),
         tried=len(faults),
         need_a_model=predicted_count() - len(faults),
-        found=nearest[0] if nearest else None,
+        best=nearest[0] if nearest else None,
         also=[row.what for row in nearest[1:]],
         rows=[*pairs, *sorted(_best(rows), key=lambda row: row.share_left)],
     )
@@ -162,10 +162,10 @@ def _judge(evidence: Evidence) -> _Judge:
 def _measured(evidence: Evidence) -> list[Noise]:
     """The noise beside the trainer's dtype of a sampler in each dtype, the least first."""
     exact, names = list(evidence.by_dtype["float32"].values()), evidence.by_dtype
-    of = {name: rounding_of.measured(name, list(x.values()), exact) for name, x in names.items()}
+    noises = {name: rounding_of.measured(name, list(x.values()), exact) for name, x in names.items()}
     # fp32 has 16 bits more than bf16; its engines differ by a few of the last ones.
-    of["float32"] = Noise("float32", max(of["bfloat16"].size * FP32_OF_BF16, FP32))
-    return rounding_of.pairs(str(evidence.scorer.dtype).removeprefix("torch."), of)
+    noises["float32"] = Noise("float32", max(noises["bfloat16"].size * FP32_OF_BF16, FP32))
+    return rounding_of.pairs(str(evidence.scorer.dtype).removeprefix("torch."), noises)
 
 
 def _signed(evidence: Evidence) -> list[np.ndarray]:
@@ -237,8 +237,8 @@ def _screen(judge: _Judge) -> _Judge | None:
         return None
     order = np.argsort([-np.nansum(apart(x, x.scored)) for x in lines])
     chosen = sorted(order[:SCREENED])
-    of = {name: {k: x[i] for k, i in enumerate(chosen)} for name, x in judge.evidence.by_dtype.items()}
-    evidence = replace(judge.evidence, lines=[lines[i] for i in chosen], by_dtype=of)
+    screened = {name: {k: x[i] for k, i in enumerate(chosen)} for name, x in judge.evidence.by_dtype.items()}
+    evidence = replace(judge.evidence, lines=[lines[i] for i in chosen], by_dtype=screened)
     return replace(judge, evidence=evidence, base={k: judge.base[i] for k, i in enumerate(chosen)})
 
 

@@ -58,9 +58,13 @@ def measured(dtype: str, rounded: Sequence[np.ndarray], exact: Sequence[np.ndarr
 
 def pairs(trainer: str, by_dtype: Mapping[str, Noise]) -> list[Noise]:
     """The noise beside a trainer of a dtype, of a sampler of each dtype, the least first."""
-    own = by_dtype[trainer]
+    beside = by_dtype[trainer]
     both = [
-        Noise(max(own, noise, key=_size).dtype, math.hypot(noise.size, own.size), max(noise.tail, own.tail))
+        Noise(
+            max(beside, noise, key=_size).dtype,
+            math.hypot(noise.size, beside.size),
+            max(noise.tail, beside.tail),
+        )
         for noise in by_dtype.values()
     ]
     return sorted(both, key=_size)

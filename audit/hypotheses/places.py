@@ -157,14 +157,14 @@ def _candidates(evidence: Evidence, odd: Masks) -> Iterator[tuple[str, Masks]]:
         yield line_words(whole, lines), [np.full(len(p), w) for p, w in zip(places, whole, strict=True)]
 
 
-def _periodic(places: Masks, odd: Masks, of: str) -> Iterator[tuple[str, Masks]]:
+def _periodic(places: Masks, odd: Masks, whole: str) -> Iterator[tuple[str, Masks]]:
     """Every k-th token, for the k and the first place that the odd tokens have in common."""
-    at = np.concatenate([p[o] for p, o in zip(places, odd, strict=True)])
-    for k in _PERIODS if len(np.unique(at)) > 1 else ():
-        counts = np.bincount(at % k)
-        if counts[first := int(counts.argmax())] >= ALIKE * len(at):
-            of_sequence = " of a sequence" if of == "sequence" else ""
-            words = f"every {_nth(k)} token{of_sequence}, from place {first} on"
+    indices = np.concatenate([p[o] for p, o in zip(places, odd, strict=True)])
+    for k in _PERIODS if len(np.unique(indices)) > 1 else ():
+        counts = np.bincount(indices % k)
+        if counts[first := int(counts.argmax())] >= ALIKE * len(indices):
+            in_sequence = " of a sequence" if whole == "sequence" else ""
+            words = f"every {_nth(k)} token{in_sequence}, from place {first} on"
             yield words, [p % k == first for p in places]
 
 
@@ -173,11 +173,11 @@ def _nth(k: int) -> str:
     return f"{k}{'th' if k % 100 in (11, 12, 13) else endings.get(k % 10, 'th')}"
 
 
-def _from_a_place(places: Masks, odd: Masks, of: str) -> Iterator[tuple[str, Masks]]:
+def _from_a_place(places: Masks, odd: Masks, whole: str) -> Iterator[tuple[str, Masks]]:
     """The tokens from a place on, for places where the odd tokens of a line begin."""
     starts = [int(p[np.flatnonzero(o)[0]]) for p, o in zip(places, odd, strict=True) if o.any()]
     for start in sorted({int(np.quantile(starts, q)) for q in (0.0, 0.1, 0.25, 0.5)} - {0}):
-        yield f"the tokens from place {start} of a {of} on", [p >= start for p in places]
+        yield f"the tokens from place {start} of a {whole} on", [p >= start for p in places]
 
 
 def _unlikely(lines: Sequence[Line], odd: Masks) -> Iterator[tuple[str, Masks]]:
@@ -198,9 +198,9 @@ def line_words(whole: Sequence[bool], lines: Sequence[Line]) -> str:
     # So few lines are alike by chance in something.
     if len(odd) < ODD_LINES or len(sound) < ODD_LINES:
         return f"{words} ({listed})"
-    for name, of in (("weight version", "version"), ("step", "step"), ("turn", "turn")):
-        value, _ = Counter(getattr(x, of) for x in odd).most_common(1)[0]
-        if value is not None and _are_those(odd, lines, lambda x, of=of, v=value: getattr(x, of) == v):
+    for name, key in (("weight version", "version"), ("step", "step"), ("turn", "turn")):
+        value, _ = Counter(getattr(x, key) for x in odd).most_common(1)[0]
+        if value is not None and _are_those(odd, lines, lambda x, key=key, v=value: getattr(x, key) == v):
             return f"{words}, all those of {name} {value}"
     prompts = {x.prompt_ids for x in odd}
     if len(prompts) < len(odd) and _are_those(odd, lines, lambda x: x.prompt_ids in prompts):
@@ -242,13 +242,13 @@ def _period(odd: Sequence[Line], lines: Sequence[Line]) -> tuple[int, int] | Non
 
     Of all lines only some are known, so a smaller k may look as good.
     """
-    best, found = SAME_LINES, None
+    best, period = SAME_LINES, None
     for k in range(2, 65):
-        at, often = Counter(x.index % k for x in odd).most_common(1)[0]
-        alike = _f1(odd, lines, lambda x, k=k, at=at: x.index % k == at)
+        first, often = Counter(x.index % k for x in odd).most_common(1)[0]
+        alike = _f1(odd, lines, lambda x, k=k, first=first: x.index % k == first)
         if often >= ODD_LINES and alike >= best:
-            best, found = alike, (k, at)
-    return found
+            best, period = alike, (k, first)
+    return period
 
 
 _LENGTHS: tuple[tuple[str, Callable[[Line], int]], ...] = (

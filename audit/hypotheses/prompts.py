@@ -33,7 +33,7 @@ def nearest_pairs(
         return
     for i in _farthest(evidence):
         line = lines[i]
-        near = sorted(others, key=lambda x, at=line.index: abs(x.index - at))
+        near = sorted(others, key=lambda x, here=line.index: abs(x.index - here))
         pairs = dict.fromkeys(pair for x in near if (pair := make(line, x)) not in (None, line.pair))
         pairs = [p for p in pairs if _fits(evidence, p)][:_CANDIDATES]
         if pairs:
@@ -93,8 +93,8 @@ def padded_lengths(evidence: Evidence) -> Iterator[tuple[str, Length]]:
 
 
 def _lengths(evidence: Evidence) -> Iterator[tuple[str, Length]]:
-    of_index = {x.index: len(x.prompt_ids) for x in evidence.all_lines}
-    longest = max(evidence.longest_prompt, *of_index.values(), 0)
+    by_index = {x.index: len(x.prompt_ids) for x in evidence.all_lines}
+    longest = max(evidence.longest_prompt, *by_index.values(), 0)
     yield f"the longest ({longest} tokens)", lambda x: max(len(x.prompt_ids), longest)
     for multiple in _MULTIPLES:
         yield f"a multiple of {multiple}", lambda x, m=multiple: -(-len(x.prompt_ids) // m) * m
@@ -102,7 +102,7 @@ def _lengths(evidence: Evidence) -> Iterator[tuple[str, Length]]:
         yield f"{fixed} tokens", lambda x, f=fixed: max(len(x.prompt_ids), f)
     for size in _BATCHES:
         batches: dict[int, int] = {}
-        for index, length in of_index.items():
+        for index, length in by_index.items():
             batches[index // size] = max(batches.get(index // size, 0), length)
         words = f"the longest of each batch of {size} lines"
-        yield words, lambda x, of=batches, n=size: of[x.index // n]
+        yield words, lambda x, longest_in=batches, n=size: longest_in[x.index // n]

@@ -30,7 +30,7 @@ class ModelAdapters:
     """The LoRA adapter that is merged into the trainer's model, and others that may have drawn the log."""
 
     base: Path  # what the adapters belong to
-    own: Path  # folders of PEFT
+    merged: Path  # folders of PEFT
     others: tuple[Path, ...]
 
 

@@ -286,7 +286,7 @@ def _of_lower_precision(op: str, actual: Tensor, exact: Operations, lookup: Look
     for dtype, name in _SHORT.items():
         typical = rms(in_dtype(exact, dtype).compute(op, lookup).double() - expected)
         if typical / 3 <= error <= 3 * typical:
-            of_fp32 = dtype is torch.float16 and lookup(op).dtype is torch.float32
-            tf32 = _TF32 if of_fp32 and operation(op).equation in _PRODUCTS else ""
+            like_tf32 = dtype is torch.float16 and lookup(op).dtype is torch.float32
+            tf32 = _TF32 if like_tf32 and operation(op).equation in _PRODUCTS else ""
             return f"its error is as large as if it were computed in {name}{tf32}"
     return ""

@@ -101,8 +101,8 @@ def rows_of(kind: Kind, models: Models) -> list[dict]:
             for x in part
         ]
     if kind.decimals:
-        said = {"decimals": kind.decimals}
-        lines = [replace(x, sampler=np.round(x.sampler, kind.decimals), extra=x.extra | said) for x in lines]
+        extra = {"decimals": kind.decimals}
+        lines = [replace(x, sampler=np.round(x.sampler, kind.decimals), extra=x.extra | extra) for x in lines]
     return [row(x, kind.settings) for x in lines]
 
 

@@ -74,14 +74,14 @@ def _intervals(
     sequence = order(p)
     ends = p.gather(1, sequence).cumsum(1)
     ids = torch.tensor(line.completion_ids[: len(p)]).unsqueeze(1)
-    at = (sequence == ids).double().argmax(1, keepdim=True)
-    high = ends.gather(1, at)
+    place = (sequence == ids).double().argmax(1, keepdim=True)
+    high = ends.gather(1, place)
     return torch.cat([high - p.gather(1, ids), high], 1).numpy()
 
 
 def _pairs(intervals: Intervals, ids: list[tuple[int, ...]]) -> list[tuple[int, int]]:
     """The pairs of lines whose intervals meet at all places, where chance makes that all but impossible."""
-    found, needed = [], EVIDENCE + math.log(max(len(intervals), 1) ** 2)
+    shared, needed = [], EVIDENCE + math.log(max(len(intervals), 1) ** 2)
     for a, b in combinations(range(len(intervals)), 2):
         n = min(len(intervals[a]), len(intervals[b]))
         if n < _FEWEST or ids[a][:n] == ids[b][:n]:
@@ -89,8 +89,8 @@ def _pairs(intervals: Intervals, ids: list[tuple[int, ...]]) -> list[tuple[int, 
         x, y = intervals[a][:n], intervals[b][:n]
         meet = _meet(x, y)
         if meet.mean() >= _MEET and -np.log(_chances(x, y)[meet]).sum() >= needed:
-            found.append((a, b))
-    return found
+            shared.append((a, b))
+    return shared
 
 
 def _meet(a: np.ndarray, b: np.ndarray) -> np.ndarray:

@@ -29,7 +29,7 @@ def look(lines: Sequence[LoggedRollout], tokenizer: Tokenizer) -> str | None:
     ended = [x for x in lines if x.completion_ids[-1] in tokenizer.stop_ids]
     cut = [x for x in lines if x.completion_ids[-1] not in tokenizer.stop_ids and x.drawn()[-1]]
     sizes = [_sizes(x) for x in cut]
-    limits = [max(of_all) for of_all in zip(*sizes, strict=True)]
+    limits = [max(lengths) for lengths in zip(*sizes, strict=True)]
     early = [
         x
         for x, size in zip(cut, sizes, strict=True)

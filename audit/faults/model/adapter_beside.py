@@ -26,7 +26,7 @@ def predict(evidence: Evidence) -> Iterator[Prediction]:
     named = evidence.scorer.adapters
     if not named:
         return
-    adapter, history = read(evidence, named.own), [read(evidence, folder) for folder in named.others]
+    adapter, history = read(evidence, named.merged), [read(evidence, folder) for folder in named.others]
     for dtype in dict.fromkeys((torch.float32, evidence.scorer.model().dtype)):
         name = str(dtype).removeprefix("torch.")
         what = f"the sampler adds s (x A) B to x W, with A and B in {name}, and nothing is merged"

@@ -21,7 +21,7 @@ def predict(evidence: Evidence) -> Iterator[Prediction]:
     named = evidence.scorer.adapters
     if not named:
         return
-    adapter, stored = read(evidence, named.own), stored_dtype(evidence.scorer.folder)
+    adapter, stored = read(evidence, named.merged), stored_dtype(evidence.scorer.folder)
     for name, dtype in DTYPES.items():
         if dtype != stored:
             flat = base_weights(evidence)

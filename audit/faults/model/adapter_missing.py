@@ -9,7 +9,7 @@ from ...hypotheses.adapters import base_weights, predicted
 from ...hypotheses.evidence import Evidence
 from ...hypotheses.prediction import Prediction
 from ..fault import Plant, Predicted
-from ..planting.adapters import log_of, written
+from ..planting.adapters import log_of, with_products, written
 
 if TYPE_CHECKING:
     from ..planting.world import Log, World
@@ -26,7 +26,8 @@ def predict(evidence: Evidence) -> Iterator[Prediction]:
 
 def adapter_missing(w: World) -> Log:
     """An engine that never loaded the adapter."""
-    return log_of(w, w.bf16, written(w))
+    adapter = written(w)
+    return log_of(w, with_products(w, adapter.products, 0.0), adapter)
 
 
 FAULT = Predicted(

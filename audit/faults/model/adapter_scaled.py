@@ -37,7 +37,7 @@ def predict(evidence: Evidence) -> Iterator[Prediction]:
     """The adapter with the scales of usual mistakes, and with the one that comes nearest to the log."""
     if not evidence.scorer.adapters:
         return
-    adapter, dtype = read(evidence, evidence.scorer.adapters.own), stored_dtype(evidence.scorer.folder)
+    adapter, dtype = read(evidence, evidence.scorer.adapters.merged), stored_dtype(evidence.scorer.folder)
     for what, scale in _scales(adapter.lora).items():
         flat = base_weights(evidence)
         merge_into(evidence, flat, adapter, scale, dtype)

@@ -33,7 +33,7 @@ def ids_of_another_prompts_answer(w: World) -> Log:
     lines = [x for x in w.drawn() if len(x.completion) >= 16]
     cut = [replace(x, completion=x.completion[:16], sampler=x.sampler[:16]) for x in lines]
     # The numbers are of the completion of another prompt, after this line's.
-    read = [replace(x, completion=y.completion) for x, y in zip(cut, [*cut[1:], cut[0]], strict=True)]
+    read = [replace(x, completion=y.completion) for x, y in zip(cut, [*cut[4:], *cut[:4]], strict=True)]
     numbers = w.scored(w.bf16, read)
     return w.log(w.both([replace(x, sampler=n) for x, n in zip(cut, numbers, strict=True)]))
 
@@ -46,11 +46,5 @@ FAULT = Predicted(
     tries="the other lines of the log",
     is_of_whole_log=True,
     is_late=True,
-    plants=(
-        Plant(
-            group="lines",
-            make=ids_of_another_prompts_answer,
-            named=("another line's completion", "another line's numbers"),
-        ),
-    ),
+    plants=(Plant(group="lines", make=ids_of_another_prompts_answer),),
 )

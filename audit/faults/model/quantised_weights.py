@@ -75,7 +75,7 @@ def fp8_by_tensor(w: World) -> Log:
     return w.sampler(w.changed(_quantised("fp8", "tensor")))
 
 
-def fp8_by_row_through_bf16(w: World) -> Log:
+def fp8_by_row_of_bf16(w: World) -> Log:
     """A scale for each row, of weights that came in bf16."""
     return w.sampler(w.changed(_quantised("fp8", "row", True)))
 
@@ -106,7 +106,7 @@ FAULT = Predicted(
     is_second=True,
     plants=(
         Plant(group="weights", make=fp8_by_tensor),
-        Plant(group="weights", make=fp8_by_row_through_bf16),
+        Plant(group="weights", make=fp8_by_row_of_bf16),
         Plant(group="weights", make=fp8_by_block),
         Plant(group="weights", make=int8_by_tensor),
         Plant(group="composed", make=fp8_and_temperature, named=("weights quantised", "another temperature")),

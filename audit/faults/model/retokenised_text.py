@@ -50,7 +50,6 @@ FAULT = Predicted(
     predict=predict,
     remedy="Hand token ids from the sampler to the trainer; never decode and encode again.",
     tries="ids decoded and encoded again",
-    known_from=("huggingface/trl#5224",),
     is_late=True,
     plants=(Plant(group="ids", make=prompts_sent_as_text),),
 )

@@ -52,9 +52,9 @@ def through_float16(x: np.ndarray) -> np.ndarray:
         return x.astype(np.float16).astype(np.float32)
 
 
-def two_decimals(w: World) -> Log:
-    """Numbers that a printf has cut to two decimals."""
-    return w.renumbered(lambda line: [float(f"{x:.2f}") for x in line.sampler.tolist()])
+def one_decimal(w: World) -> Log:
+    """Numbers that a printf has cut to one decimal."""
+    return w.renumbered(lambda line: [float(f"{x:.1f}") for x in line.sampler.tolist()])
 
 
 FAULT = Predicted(
@@ -65,5 +65,5 @@ FAULT = Predicted(
     tries="1 to 6 decimals, bf16, fp16",
     is_second=True,
     is_of_whole_log=True,
-    plants=(Plant(group="numbers", make=two_decimals),),
+    plants=(Plant(group="numbers", make=one_decimal),),
 )

@@ -39,7 +39,7 @@ def padding_attended(rng: np.random.Generator, i: int) -> Columns:
 def test_short_lines_are_not_said_to_have_the_numbers_of_other_lines(seed):
     """Among 50 other lines of 3 or 4 tokens there is always one with nearly the same numbers."""
     sampler, trainer = try_columns(log(seed, padding_attended))
-    assert sampler.found is trainer.found is None
+    assert sampler.best is trainer.best is None
     (row,) = [row for row in sampler.rows if row.name == "another line's numbers"]
     assert row.candidates > 40
     assert row.left_by_chance < 0.2
@@ -72,7 +72,7 @@ def test_the_numbers_of_another_line_are_named_in_short_and_long_lines(tokens, l
         return s, np.minimum(s + rounding * rng.standard_normal(len(s)) * (1.02 - np.exp(s)), 0.0)
 
     sound = log(0, both, lines)
-    assert [x.found for x in try_columns(sound)] == [None, None]
+    assert [x.best for x in try_columns(sound)] == [None, None]
     numbers = [x.logprobs for x in sound]
     by_length = sorted(range(lines), key=lambda i: (len(numbers[i]), i))
     moved = list(sound)
@@ -80,7 +80,7 @@ def test_the_numbers_of_another_line_are_named_in_short_and_long_lines(tokens, l
         if len(numbers[i]) == len(numbers[j]):
             x = sound[i]
             moved[i] = LoggedRollout(x.prompt_ids, x.completion_ids, numbers[j], x.trainer_logprobs)
-    found = [x.found for x in try_columns(moved)]
+    found = [x.best for x in try_columns(moved)]
     assert {row.name for row in found if row} == {"another line's numbers"}
     assert all(row.candidates > 1 for row in found if row)
 
@@ -91,7 +91,7 @@ def test_numbers_off_by_one_are_named_in_short_lines(by):
         s = -rng.gamma(1.0, 1.0, 4)
         return np.roll(s, by), s
 
-    found = try_columns(log(0, both))[0].found
+    found = try_columns(log(0, both))[0].best
     assert found.name == "off by one"
     assert found.candidates == 2
     assert found.left_by_chance > 10 * found.share_left

@@ -38,7 +38,7 @@ def test_two_hundred_sound_logs_give_no_alarm():
             seed, SIZES[dtype] * np.exp(np.random.default_rng(seed).normal(0, 0.3)), 3 + seed % 12
         )
         for tried in try_columns(rollouts):
-            assert tried.found is None, (seed, tried.found)
+            assert tried.best is None, (seed, tried.best)
             assert tried.is_rounding, (seed, tried)
             assert tried.where is None
 
@@ -70,8 +70,8 @@ def test_wrong_numbers_are_named_where_they_are(name, dtype):
     rollouts = wrong(columns(7, SIZES[dtype]), places, values)
     sampler, trainer = try_columns(rollouts)
     assert not sampler.is_rounding
-    assert words in trainer.found.what
-    assert sampler.found is None or trainer.found.left < sampler.found.left
+    assert words in trainer.best.what
+    assert sampler.best is None or trainer.best.left < sampler.best.left
 
 
 def test_each_bound_of_rounding_sees_what_the_others_do_not():

@@ -84,7 +84,7 @@ def test_each_kind_is_counted_in_each_column_and_left_out(tmp_path, kind, column
     clean = audit_columns(write(tmp_path / "masked.jsonl", masked(rows_of())))
     assert clean.outcome.passed
     assert (report.figures, report.log.drawn_tokens) == (clean.figures, 480)
-    assert report.log.hypotheses.found is report.log.trainer_column.found is None
+    assert report.log.hypotheses.best is report.log.trainer_column.best is None
     # Beside a token that nobody drew it is none.
     assert audit_columns(write(log, masked(planted(rows_of(), KINDS[kind], column)))).outcome == clean.outcome
 
