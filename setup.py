@@ -33,6 +33,7 @@ setup(
         "zerokl.audit.faults.ids",
         "zerokl.audit.faults.model",
         "zerokl.audit.faults.numbers",
+        "zerokl.audit.faults.operations",
         "zerokl.audit.faults.planting",
         "zerokl.audit.figures",
         "zerokl.audit.formats",

@@ -27,6 +27,7 @@ ROOMS = {
     "audit.faults.ids",
     "audit.faults.model",
     "audit.faults.numbers",
+    "audit.faults.operations",
     "audit.faults.planting",
     "audit.figures",
     "audit.formats",

@@ -1,13 +1,20 @@
 """All faults, found by their place: a file of numbers/, model/, ids/ or draws/ is a fault.
 
+A file of operations/ has the faults of one kind of operation, which are looked for where engines are traced.
 Files of numbers/ and ids/ load without torch. How many need a model is known without loading those.
 """
 
 from functools import cache
 from importlib import import_module
 from importlib.resources import files
+from types import ModuleType
+from typing import TYPE_CHECKING
 
 from .fault import Fault, Predicted, Shown
+
+if TYPE_CHECKING:
+    from ...model.operation import Equation
+    from .changed_operation import ChangedOperation
 
 
 def _names(place: str) -> list[str]:
@@ -16,11 +23,15 @@ def _names(place: str) -> list[str]:
     return sorted(name for name in names if not name.startswith("__"))
 
 
+def _modules(place: str) -> list[ModuleType]:
+    return [import_module(f".{place}.{name}", __package__) for name in _names(place)]
+
+
 @cache
 def faults_of(*places: str) -> tuple[Fault, ...]:
     """The faults of some places, in their order."""
-    modules = [import_module(f".{place}.{name}", __package__) for place in places for name in _names(place)]
-    return tuple(sorted((module.FAULT for module in modules), key=lambda fault: fault.order))
+    faults = (module.FAULT for place in places for module in _modules(place))
+    return tuple(sorted(faults, key=lambda fault: fault.order))
 
 
 def without_model() -> tuple[Predicted, ...]:
@@ -51,3 +62,9 @@ def predicted_count() -> int:
 def everything() -> tuple[Fault, ...]:
     """All faults."""
     return (*with_model(), *in_ids(), *in_draws())
+
+
+@cache
+def changed_operations() -> "dict[Equation, ChangedOperation]":
+    """What is tried of a traced operation, by its equation."""
+    return {x: module.CHANGED for module in _modules("operations") for x in module.CHANGED.equations}

@@ -24,7 +24,7 @@ ENTRIES = (
     "engine.rollout.vllm.plugin",
 )
 # Rooms whose files are found by their place (audit/faults/registry.py).
-BY_PLACE = ("draws", "ids", "model", "numbers")
+BY_PLACE = ("draws", "ids", "model", "numbers", "operations")
 # Data beside the modules: package -> patterns.
 DATA = {"audit.formats": ["log.schema.json", "scripts/*.py"], "kernels.cpp": ["*.cpp", "*.h"]}
 

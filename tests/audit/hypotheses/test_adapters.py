@@ -121,11 +121,6 @@ def test_another_scale_is_named(merged, base, adapters, tmp_path, words):
     assert found["share_left"] < 0.01
 
 
-def test_a_missing_adapter_is_named(merged, base, adapters, tmp_path):
-    found = found_in(merged, of_weights(base, lambda views: None), adapters, tmp_path)
-    assert (found["name"], found["left"]) == ("adapter missing", 0.0)
-
-
 def test_a_stale_adapter_is_named(merged, base, adapters, tmp_path):
     """All adapters lie in one folder, as the checkpoints of a run, and the second step's drew the log."""
     drawn = of_weights(base, lambda views: add(views, factors(adapters[2]), 3.0, torch.float32))
