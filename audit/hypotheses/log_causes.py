@@ -16,6 +16,7 @@ from ...model.config import ModelConfig
 from ...model.peft import CONFIG, read_adapter, read_adapter_config, stored_lora
 from ...model.weights import Layout
 from ..faults.fault import LogFault
+from ..faults.model import another_dtype
 from ..faults.registry import in_draws, with_model
 from ..figures.drawn_from import ANY_CUT, check
 from ..figures.repeats import Drawn, group_of
@@ -86,7 +87,7 @@ def log_causes(
 
 def _in_their_dtype(tried: Tried, evidence: Evidence, lines: Sequence[LoggedRollout]) -> Tried:
     """Another dtype than the audit's is no fault of the sampler where the log's trainer column has it too."""
-    if not tried.best or tried.best.name != "another dtype" or not tried.is_rounding:
+    if not tried.best or tried.best.name != another_dtype.FAULT.name or not tried.is_rounding:
         return tried
     left = before = 0.0
     for x, line in zip(evidence.lines, lines, strict=True):

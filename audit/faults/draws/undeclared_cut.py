@@ -110,7 +110,7 @@ def _bound(name: str, value: float) -> float:
 
 def cut_that_no_column_has(w: World) -> Log:
     """A sampler that draws with top-k and reports the whole distribution, which the trainer has as well."""
-    return w.log(w.both(w.drawn(replace(w.usual, top_k=8), reported=w.usual)))
+    return w.log(w.both(w.drawn(replace(w.usual, top_k=20), reported=w.usual)))
 
 
 FAULT = Shown(

@@ -46,5 +46,12 @@ FAULT = Predicted(
     tries="the other lines of the log",
     is_of_whole_log=True,
     is_late=True,
-    plants=(Plant(group="lines", make=ids_of_another_prompts_answer),),
+    plants=(
+        Plant(
+            group="lines",
+            make=ids_of_another_prompts_answer,
+            # Where a model reads its prompt little, the two are nearly the same numbers.
+            named=("another line's completion", "another line's numbers"),
+        ),
+    ),
 )
