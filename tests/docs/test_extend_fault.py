@@ -29,7 +29,7 @@ def source(tmp_path) -> Path:
         "kernels",
         "model",
     )
-    for folder in (*folders, "model", "verify", "docs", "tests/audit/faults"):
+    for folder in (*folders, "verify", "docs", "tests/audit/faults"):
         skipped = shutil.ignore_patterns("__pycache__", "*.png", "*.ipynb")
         shutil.copytree(ROOT / folder, copy / folder, ignore=skipped)
     for file in (*ROOT.glob("*.py"), ROOT / "pyproject.toml", ROOT / "README.md"):

@@ -70,8 +70,8 @@ def test_filters_that_one_side_leaves_out_are_named(case, tmp_path, drawn_with, 
     declares = RAW if kind.startswith("another") else drawn_with
     drawn = draw(case.decoder, drawn_with)
     logged = drawn if declares == RAW else relogged(drawn, scores(case.decoder, drawn, RAW))
-    found = report_of(case, write(tmp_path / "log.jsonl", logged, declares))["hypotheses"]["found"]
-    assert found["name"] == kind
+    named = report_of(case, write(tmp_path / "log.jsonl", logged, declares))["hypotheses"]["found"]
+    assert named["name"] == kind
 
 
 def test_a_fault_that_no_row_knows_fits_none(case, tmp_path):
@@ -86,9 +86,9 @@ def test_a_fault_that_no_row_knows_fits_none(case, tmp_path):
 
 def _tried(case, log) -> set[str]:
     """The hypotheses that an audit says it tries."""
-    said, before = [], "trying what may explain it: "
-    audit(audit_config(str(case.folder), str(log), dtype="float32"), said.append)
-    return {words.removeprefix(before) for words in said if words.startswith(before)}
+    stages, before = [], "trying what may explain it: "
+    audit(audit_config(str(case.folder), str(log), dtype="float32"), stages.append)
+    return {words.removeprefix(before) for words in stages if words.startswith(before)}
 
 
 def test_what_leaves_rounding_alone_ends_the_searches_and_nothing_less_does(case, tmp_path):

@@ -91,8 +91,8 @@ def test_a_stack_in_float32_is_sound_beside_a_model_in_bfloat16(case, tmp_path):
     report = report_of(case, both, "bfloat16")
     assert (report["outcome"]["kind"], report["cause"]["kind"]) == ("sound", "rounding")
     assert "float32" in report["cause"]["text"]
-    of_bf16 = _with_trainer(log, scores(load_decoder(case.folder, torch.bfloat16), case.rollouts))
-    assert report_of(case, of_bf16, "bfloat16")["cause"]["kind"] == "another dtype"
+    trained_in_bf16 = _with_trainer(log, scores(load_decoder(case.folder, torch.bfloat16), case.rollouts))
+    assert report_of(case, trained_in_bf16, "bfloat16")["cause"]["kind"] == "another dtype"
 
 
 def _with_trainer(log, columns):

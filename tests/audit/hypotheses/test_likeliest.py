@@ -41,12 +41,12 @@ class EightBits(DynamicCache):
 @pytest.mark.full
 def test_a_cache_in_fp8_is_named_through_the_rounding_of_bf16(case, tmp_path):
     """The log is of a bf16 engine. The control is the same engine with a plain cache: that is rounding."""
-    drawn, found = draw(case.decoder, SAMPLING, each=6), {}
+    drawn, named = draw(case.decoder, SAMPLING, each=6), {}
     for name, cache in (("fp8", lambda config: EightBits(config=config)), ("plain", None)):
         logged = [of_tokens(logp_rows(case.folder, x, 0.8, torch.bfloat16, cache), x) for x in drawn]
         report = report_of(case, write(tmp_path / f"{name}.jsonl", relogged(drawn, logged)))
-        found[name] = report["cause"]["kind"], report["outcome"]["kind"]
-    assert found == {"fp8": ("keys and values rounded", "differs"), "plain": ("rounding", "sound")}
+        named[name] = report["cause"]["kind"], report["outcome"]["kind"]
+    assert named == {"fp8": ("keys and values rounded", "differs"), "plain": ("rounding", "sound")}
 
 
 def test_an_audit_that_draws_says_which_defaults_it_does_not_obey(tmp_path):

@@ -35,10 +35,10 @@ def _found(case, tmp_path, engine: HfEngine) -> dict:
 def test_a_fused_rotary_embedding_in_bf16_is_named(case, tmp_path, monkeypatch):
     """NeMo-RL#1801: a fused rotary embedding keeps its intermediates in bf16. The engine is transformers."""
     monkeypatch.setattr(modeling_qwen3, "apply_rotary_pos_emb", _narrow_rope)
-    found = _found(case, tmp_path, HfEngine(case.folder, torch.float32))
-    assert found["name"] == "16-bit intermediates"
-    assert found["what"] == "intermediates of the sampler's rotary embedding are in bfloat16"
-    assert "apply_rope_fusion" in found["remedy"]
+    named = _found(case, tmp_path, HfEngine(case.folder, torch.float32))
+    assert named["name"] == "16-bit intermediates"
+    assert named["what"] == "intermediates of the sampler's rotary embedding are in bfloat16"
+    assert "apply_rope_fusion" in named["remedy"]
 
 
 def test_a_fused_activation_in_bf16_is_named(case, tmp_path, monkeypatch):

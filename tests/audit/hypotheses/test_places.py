@@ -47,9 +47,9 @@ def test_a_rank_of_a_long_log_has_the_numbers_of_the_next_line():
     def next_lines(i, x):
         return None if i % 4 != 2 else beginning_of(rollouts[i + 1].trainer_logprobs, x.trainer_logprobs)
 
-    found = try_columns(with_trainer(rollouts, next_lines))[1].best
-    assert "every 4th from line 3 on the trainer's number is the next line's" in found.what
-    assert found.share_left < 0.1
+    named = try_columns(with_trainer(rollouts, next_lines))[1].best
+    assert "every 4th from line 3 on the trainer's number is the next line's" in named.what
+    assert named.share_left < 0.1
 
 
 def test_lines_that_differ_little_are_found_with_the_others():
@@ -67,8 +67,8 @@ def test_lines_that_differ_little_are_found_with_the_others():
     def next_lines(i, x):
         return None if i % 3 else beginning_of(rollouts[i + 1].trainer_logprobs, x.trainer_logprobs)
 
-    found = try_columns(with_trainer(rollouts, next_lines))[1].best
-    assert "every 3rd from line 1 on the trainer's number is the next line's" in found.what
+    named = try_columns(with_trainer(rollouts, next_lines))[1].best
+    assert "every 3rd from line 1 on the trainer's number is the next line's" in named.what
 
 
 def test_numbers_of_another_sample_of_the_group_are_named():
@@ -124,8 +124,8 @@ def test_zeros_beyond_a_length_of_the_sequence_are_told_from_places_of_the_compl
     def cut(i, x):
         return zeros_at(x, len(x.prompt_ids) + np.arange(len(x.completion_ids)) >= 40)
 
-    found = try_columns(with_trainer(sound(18), cut))[1].best
-    assert "from place 40 of a sequence on the trainer's number is 0" in found.what
+    named = try_columns(with_trainer(sound(18), cut))[1].best
+    assert "from place 40 of a sequence on the trainer's number is 0" in named.what
 
 
 def test_a_likely_token_with_a_wrong_number_does_not_hide_its_class():

@@ -25,8 +25,8 @@ def wrong(rollouts: list[LoggedRollout], places, values) -> list[LoggedRollout]:
     """The lines with other numbers of the trainer: values(i, column) at places(ids)."""
     result = []
     for i, x in enumerate(rollouts):
-        column, at = x.trainer_logprobs.copy(), places(np.array(x.completion_ids))
-        column[at] = values(i, x.trainer_logprobs)[at]
+        column, there = x.trainer_logprobs.copy(), places(np.array(x.completion_ids))
+        column[there] = values(i, x.trainer_logprobs)[there]
         result.append(LoggedRollout(x.prompt_ids, x.completion_ids, x.logprobs, column))
     return result
 

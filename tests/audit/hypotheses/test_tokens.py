@@ -43,15 +43,15 @@ def test_lines_that_were_mixed_up_are_told_apart(case, tmp_path):
         ("another line's completion", swapped_completions),
         ("another line's numbers", relogged(case.rollouts, rolled(logged))),
     ):
-        found = report_of(case, write(tmp_path / "log.jsonl", rollouts))["hypotheses"]["found"]
-        assert found["name"] == name
+        named = report_of(case, write(tmp_path / "log.jsonl", rollouts))["hypotheses"]["found"]
+        assert named["name"] == name
 
 
 @pytest.mark.full
 def test_one_line_with_another_prompt_is_enough(case, tmp_path):
     rollouts = [altered(case.rollouts[0], prompt_ids=case.rollouts[4].prompt_ids), *case.rollouts[1:]]
-    found = report_of(case, write(tmp_path / "log.jsonl", rollouts))["hypotheses"]["found"]
-    assert (found["name"], found["lines"]) == ("another line's prompt", 1)
+    named = report_of(case, write(tmp_path / "log.jsonl", rollouts))["hypotheses"]["found"]
+    assert (named["name"], named["lines"]) == ("another line's prompt", 1)
 
 
 def test_an_end_token_that_is_left_out_is_named(case, tmp_path):

@@ -25,9 +25,9 @@ def test_the_version_of_the_weights_is_named(case, tmp_path):
     ]
     drawn = draw(load_decoder(steps[1], torch.float32))
     report = report_of(case, write(tmp_path / "log.jsonl", drawn), "float32", "zerokl", tmp_path / "run")
-    found = report["hypotheses"]["found"]
-    assert (found["name"], found["left"]) == ("another checkpoint", 0.0)
-    assert str(steps[1]) in found["what"]
+    named = report["hypotheses"]["found"]
+    assert (named["name"], named["left"]) == ("another checkpoint", 0.0)
+    assert str(steps[1]) in named["what"]
 
 
 @pytest.mark.parametrize("times", [pytest.param(2, marks=pytest.mark.full), 3])
@@ -45,10 +45,10 @@ def test_an_adapter_merged_into_merged_weights_is_named(case, tmp_path, times):
     sampler = changed_weights(case, tmp_path / "again", lambda flat: flat + times * adapter)
     log = write(tmp_path / "log.jsonl", draw(load_decoder(sampler, torch.float32)))
     report = report_of(replace(case, folder=trainer), log, "float32", "zerokl", case.folder)
-    found = report["hypotheses"]["found"]
-    assert found["name"] == "update applied again"
-    assert found["what"].endswith(f"in the sampler's weights {times} times")
-    assert "never into merged ones" in found["remedy"]
+    named = report["hypotheses"]["found"]
+    assert named["name"] == "update applied again"
+    assert named["what"].endswith(f"in the sampler's weights {times} times")
+    assert "never into merged ones" in named["remedy"]
 
 
 @pytest.mark.full
@@ -59,13 +59,13 @@ def test_old_weights_in_some_lines_are_counted(case, tmp_path):
     half = len(case.rollouts) // 2
     logged = [*old[:half], *(r.logprobs for r in case.rollouts[half:])]
     log = write(tmp_path / "log.jsonl", relogged(case.rollouts, logged))
-    found = report_of(case, log, "float32", "zerokl", folder)["hypotheses"]["found"]
-    assert (found["name"], found["lines"], found["lines_tried"]) == ("another checkpoint", half, 2 * half)
+    named = report_of(case, log, "float32", "zerokl", folder)["hypotheses"]["found"]
+    assert (named["name"], named["lines"], named["lines_tried"]) == ("another checkpoint", half, 2 * half)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_another_dtype_is_told_from_rounded_weights(case, tmp_path, dtype):
     drawn = draw(load_decoder(case.folder, getattr(torch, dtype)))
-    found = report_of(case, write(tmp_path / "log.jsonl", drawn))["hypotheses"]["found"]
-    assert (found["name"], found["what"]) == ("another dtype", f"the sampler computed in {dtype}")
+    named = report_of(case, write(tmp_path / "log.jsonl", drawn))["hypotheses"]["found"]
+    assert (named["name"], named["what"]) == ("another dtype", f"the sampler computed in {dtype}")
