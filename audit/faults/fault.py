@@ -18,6 +18,8 @@ class Plant:
     make: "Callable[[World], Log]"
     # Kinds of the cause, or words in its text, any of which is right. Empty: the fault's name.
     named: tuple[str, ...] = ()
+    # Why an audit may see that something is wrong and tell no cause; empty where it must tell it.
+    untold: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
 def _names(place: str) -> list[str]:
     """The names of the files of a place, sorted."""
-    names = (x.name.removesuffix(".py") for x in files(f"{__package__}.{place}").iterdir())
-    return sorted(name for name in names if not name.startswith("__"))
+    names = (x.name.partition(".py") for x in files(f"{__package__}.{place}").iterdir())
+    return sorted(name for name, dot, rest in names if dot and not rest and name != "__init__")
 
 
 def _modules(place: str) -> list[ModuleType]:

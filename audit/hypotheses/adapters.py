@@ -115,14 +115,14 @@ def _added(adapter: Adapter) -> Hook:
     by_output: dict[str, list[tuple[str, Matrix]]] = {}
     for matrix in adapter.matrices:
         prefix, _, weight = matrix.weight.rpartition(".")
-        output, read = _PLACES[weight]
-        by_output.setdefault(f"{prefix}.{output}", []).append((f"{prefix}.{read}", matrix))
+        output, source = _PLACES[weight]
+        by_output.setdefault(f"{prefix}.{output}", []).append((f"{prefix}.{source}", matrix))
     seen: dict[str, torch.Tensor] = {}
 
     def hook(name: str, y: torch.Tensor) -> None:
         seen[name] = y
-        for read, matrix in by_output.get(name, ()):
-            x = seen[read].reshape(len(y), -1).float()
+        for source, matrix in by_output.get(name, ()):
+            x = seen[source].reshape(len(y), -1).float()
             part = y.view(len(y), -1)[:, matrix.rows]
             a, b = (t.to(x.device) for t in (matrix.a, matrix.b))
             part.copy_(part.float() + adapter.lora.scale * ((x @ a.t()) @ b.t()))

@@ -52,6 +52,6 @@ FAULT = Predicted(
     is_second=True,
     plants=(
         Plant(group="settings", make=min_p, named=("drew with min-p",)),
-        Plant(group="settings", make=an_odd_top_p, named=("drew with top-p",)),
+        Plant(group="settings", make=an_odd_top_p, named=("drew with top-p", "without top-p")),
     ),
 )

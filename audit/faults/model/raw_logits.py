@@ -59,7 +59,12 @@ FAULT = Predicted(
     is_at_once=True,
     plants=(
         Plant(group="column", make=trainer_without_temperature, named=_TRAINER),
-        Plant(group="column", make=trainer_without_temperature_no_model, named=_TRAINER[:1]),
+        Plant(
+            group="column",
+            make=trainer_without_temperature_no_model,
+            named=_TRAINER[:1],
+            untold="two columns tell it where enough tokens are likelier than 1/2",
+        ),
         Plant(group="column", make=sampler_raw_logits),
         Plant(group="column", make=trainer_without_bias, named=_BIAS),
     ),
