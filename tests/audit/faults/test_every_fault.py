@@ -42,7 +42,7 @@ def test_a_planted_fault_is_named(world, tmp_path, fault, plant):
     assert judged(case, report) in accepted, f"{report['cause']['kind']}: {report['cause']['text']}"
 
 
-@pytest.mark.parametrize("sound", map(_param, SOUND))
+@pytest.mark.parametrize("sound", list(map(_param, SOUND)))
 def test_a_sound_log_names_no_fault(world, tmp_path, sound):
     case = write_case(tmp_path, world, sound)
     report = report_of(tmp_path, case)
