@@ -4,10 +4,10 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from .as_json import OPTIONAL
+from .faults.fault import LogFault
+from .faults.ids import doubled_lines
 from .figures.drawn_from import Distribution
 from .figures.measure import Figures, WorstToken
-from .hypotheses.log_checks import DOUBLED
-from .hypotheses.log_fault import LogFault
 from .hypotheses.signal_checks import Signal
 from .hypotheses.tried import Tried
 from .hypotheses.value_checks import NoLogprobs
@@ -82,9 +82,9 @@ class LogSection:
     def rounds(self) -> bool:
         """Whether all differences are rounding, and no hypothesis explains them better."""
         columns = [self.hypotheses, *([self.trainer_column] if self.trainer_column else [])]
-        return all(x.is_rounding or not x.distance for x in columns) and not any(x.found for x in columns)
+        return all(x.is_rounding or not x.distance for x in columns) and not any(x.best for x in columns)
 
 
 def is_doubled(faults: list[LogFault]) -> bool:
     """Whether a log holds lines twice."""
-    return any(fault.name == DOUBLED for fault in faults)
+    return any(fault.name == doubled_lines.FAULT.name for fault in faults)

@@ -21,6 +21,7 @@ from pathlib import Path
 import annotated_types
 from pydantic import BaseModel
 from zerokl.audit import config as audit_config
+from zerokl.audit.faults import registry
 from zerokl.engine.config.loss_presets import PRESETS
 from zerokl.engine.config.loss_section import LossConfig
 from zerokl.engine.config.run_config import Config
@@ -249,6 +250,28 @@ def ledger_format() -> str:
     )
 
 
+def predicted_faults() -> str:
+    """The faults that a log is tried on: what is tried, whether a model is needed, and a report of each."""
+    without = registry.without_model()
+    rows = [
+        [fault.name, prose(fault.tries), "" if fault in without else "yes", ", ".join(fault.known_from)]
+        for fault in registry.with_model()
+    ]
+    return table(["fault", "what is tried", "needs a model", "reported"], rows)
+
+
+def shown_faults() -> str:
+    """The faults that ids and draws show."""
+    shown = [*registry.in_ids(), *registry.in_draws()]
+    tries: dict[str, list[str]] = {}
+    for fault in shown:
+        needs = "; needs a model" if fault in registry.in_draws() else ""
+        tries.setdefault(fault.name, []).append(fault.tries + needs)
+    reported = {fault.name: ", ".join(fault.known_from) for fault in shown if fault.known_from}
+    rows = [[name, prose("; or ".join(words)), reported.get(name, "")] for name, words in tries.items()]
+    return table(["fault", "what shows it", "reported"], rows)
+
+
 def log_fields() -> str:
     """The fields of a log, from its JSON schema."""
     schema = json.loads((ROOT / "audit/formats/log.schema.json").read_text())
@@ -324,6 +347,8 @@ PARTS = (
         "ledger-format": ledger_format,
         "places": places,
         "log-fields": log_fields,
+        "predicted-faults": predicted_faults,
+        "shown-faults": shown_faults,
         "samplers": samplers,
         "audit-samplers": audit_samplers,
         "audit-trainers": audit_trainers,

@@ -4,7 +4,7 @@ import math
 
 from ...model.operations import operation
 from ..finding import Finding
-from ..hypotheses.chosen import EDGE
+from ..hypotheses.judgement import EDGE
 from ..report import Measurements
 from ..sections import CheckpointsDifference, Jump
 from ..settings import distribution_words

@@ -23,7 +23,7 @@ def _trainer_remedy(tried: TrainerColumn) -> str:
     beside = tried.distribution.found
     if beside and beside.kind.startswith("trainer"):
         return beside.remedy
-    return tried.found.remedy if tried.distance and not tried.is_rounding and tried.found else ""
+    return tried.best.remedy if tried.distance and not tried.is_rounding and tried.best else ""
 
 
 def _trainer_column(tried: TrainerColumn, beside_model: bool) -> str:
@@ -35,7 +35,7 @@ def _trainer_column(tried: TrainerColumn, beside_model: bool) -> str:
         return f"{distance}: {beside.text}"
     if tried.is_within_rounding:
         return "The log's trainer column is the model's, to within rounding."
-    if row := tried.found:
+    if row := tried.best:
         return f"{distance}, and {row.name} fits it: {row.what}{chosen_among(row)}."
     return f"{distance}, and no hypothesis fits it.{_sits(tried)}"
 
@@ -44,9 +44,9 @@ def _sits(tried: Tried) -> str:
     """Where the difference sits, as a sentence after another; empty where it is everywhere."""
     if not tried.where:
         return ""
-    at = tried.where
-    elsewhere = f", {at.odd_elsewhere} others" if at.odd_elsewhere else ", and no other token"
-    return f" It sits in {at.words}: {at.odd} of these {at.tokens} tokens{elsewhere}."
+    place = tried.where
+    elsewhere = f", {place.odd_elsewhere} others" if place.odd_elsewhere else ", and no other token"
+    return f" It sits in {place.words}: {place.odd} of these {place.tokens} tokens{elsewhere}."
 
 
 def trainer_column_fault(measured: Measurements) -> Finding | None:
@@ -58,8 +58,8 @@ def trainer_column_fault(measured: Measurements) -> Finding | None:
     text = _trainer_column(tried, not measured.columns_alone)
     if beside and beside.kind.startswith("trainer"):
         return None if measured.columns_alone else Finding(beside.kind, text, beside.remedy, True)
-    if tried.found and not tried.is_rounding and not _sampler_is_nearer(measured):
-        return Finding(f"the log's trainer column, {tried.found.name}", text, tried.found.remedy, True)
+    if tried.best and not tried.is_rounding and not _sampler_is_nearer(measured):
+        return Finding(f"the log's trainer column, {tried.best.name}", text, tried.best.remedy, True)
     if measured.columns_alone or tried.is_within_rounding or not measured.log.hypotheses.is_within_rounding:
         return None
     nearest = _nearest(tried)
@@ -69,7 +69,7 @@ def trainer_column_fault(measured: Measurements) -> Finding | None:
 
 def _sampler_is_nearer(measured: Measurements) -> bool:
     """Whether two columns alone are explained as well by a fault of the sampler's."""
-    sampler, trainer = measured.log.hypotheses.found, measured.log.trainer_column.found
+    sampler, trainer = measured.log.hypotheses.best, measured.log.trainer_column.best
     return measured.columns_alone and sampler is not None and sampler.left <= 1.1 * trainer.left
 
 
@@ -84,7 +84,7 @@ def guilty_trainer(measured: Measurements) -> Finding | None:
     named = trainer_column_fault(measured)
     if measured.columns_alone or log.hypotheses.is_within_rounding:
         return named
-    return None if log.hypotheses.found else named
+    return None if log.hypotheses.best else named
 
 
 def chosen_among(row: Row) -> str:
@@ -99,18 +99,18 @@ def chosen_among(row: Row) -> str:
 
 def fitting(measured: Measurements) -> Finding | None:
     """What was tried on a log and explains its numbers."""
-    row = measured.log and measured.log.hypotheses.found
+    row = measured.log and measured.log.hypotheses.best
     if not row:
         return None
-    of_lines = f" in {row.lines} of {row.lines_tried} lines" if row.lines_tried > 1 else ""
-    of_lines += " that were searched" if row.searched else ""
+    in_lines = f" in {row.lines} of {row.lines_tried} lines" if row.lines_tried > 1 else ""
+    in_lines += " that were searched" if row.searched else ""
     sits = _sits(measured.log.hypotheses) if row.searched else ""
     also = measured.log.hypotheses.also
     other = f" As near: {'; '.join(also[:2])}." if also else ""
     return Finding(
         row.name,
         f"{row.name}: {row.what}. It {'may explain' if measured.columns_alone else 'explains'} "
-        f"{row.explained:.3g} of the {row.distance:.3g} nats by which a token differs{of_lines}"
+        f"{row.explained:.3g} of the {row.distance:.3g} nats by which a token differs{in_lines}"
         f"{chosen_among(row)}.{sits}{other}",
         row.remedy,
     )
@@ -122,10 +122,10 @@ def none_fits(measured: Measurements) -> Finding | None:
     if not tried or not tried.tried:
         return None
     if tried.is_rounding:
-        if tried.of_both:
+        if tried.common_dtype:
             return Finding(
                 "rounding",
-                f"rounding alone, of the audit's dtype: {tried.of_both}, and so did the trainer, whose "
+                f"rounding alone, of the audit's dtype: {tried.common_dtype}, and so did the trainer, whose "
                 "column agrees with it.",
                 "Nothing is broken. Score in the dtype of the log (--dtype), and audit again.",
             )

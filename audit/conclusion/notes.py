@@ -118,11 +118,11 @@ def _experts(measured: Measurements) -> str:
     if not experts or not experts.differ:
         return ""
     where = "the log" if measured.log else "the traced sequence"
-    of_sequence = "" if experts.sequence is None else f" of completion {experts.sequence}"
+    in_completion = "" if experts.sequence is None else f" of completion {experts.sequence}"
     return (
         f"{measured.sampler} and {measured.trainer} choose other experts at {experts.differ:,} of "
         f"{experts.places:,} places (a token in a layer) of {where}, first in layer "
-        f"{experts.first_layer} at token {experts.first_token}{of_sequence}."
+        f"{experts.first_layer} at token {experts.first_token}{in_completion}."
     )
 
 

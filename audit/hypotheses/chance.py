@@ -17,16 +17,12 @@ from dataclasses import replace
 import numpy as np
 
 from .evidence import Evidence
-
-# Shuffled logs that are tried: beside a model each takes forwards.
-_SHUFFLES, _BESIDE_MODEL = 8, 1
-# Times the odds of the best of them from which a fit is none of chance.
-_TIMES = 2.5
+from .judgement import ODDS, SHUFFLES, SHUFFLES_BESIDE_MODEL
 
 
 def is_beyond_chance(share_left: float, left_by_chance: float) -> bool:
     """Whether a hypothesis explains clearly more than its freedom does. Both are shares of the difference."""
-    return (1.0 - share_left) * left_by_chance >= _TIMES * (1.0 - left_by_chance) * share_left
+    return (1.0 - share_left) * left_by_chance >= ODDS * (1.0 - left_by_chance) * share_left
 
 
 def shuffled_logs(evidence: Evidence, by_line: bool) -> list[Evidence]:
@@ -36,7 +32,7 @@ def shuffled_logs(evidence: Evidence, by_line: bool) -> list[Evidence]:
     known = [np.isfinite(x) & np.isfinite(y) for x, y in zip(logged, scored, strict=True)]
     shuffle = _among_lines if by_line else _among_tokens
     logs = []
-    for number in range(_BESIDE_MODEL if evidence.scorer else _SHUFFLES):
+    for number in range(SHUFFLES_BESIDE_MODEL if evidence.scorer else SHUFFLES):
         new = shuffle(logged, scored, known, number)
         lines = [replace(x, logged=y.astype(np.float32)) for x, y in zip(evidence.lines, new, strict=True)]
         logs.append(replace(evidence, lines=lines))

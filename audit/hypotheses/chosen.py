@@ -6,13 +6,8 @@ import numpy as np
 
 from .compared import apart
 from .evidence import Evidence
+from .judgement import COLUMN_LINES, EDGE, LINES
 from .lines import Line, Scores
-
-# Rounding puts a token at the edge of a top-p set out of it now and then. Up to this share of such tokens,
-# and one in any case, is left out.
-EDGE = 0.03
-# Lines that are tried, with a model and without: those farthest apart, and the lines beside them.
-_LINES, _COLUMNS = 32, 64
 
 
 def inside(evidence: Evidence) -> Evidence:
@@ -48,7 +43,7 @@ def chosen_lines(evidence: Evidence) -> list[Line]:
     neighbours must be there, and so must sound lines where only some are at fault.
     """
     known = [x for x in evidence.lines if (~np.isnan(apart(x, x.scored))).any()]
-    most = _LINES if evidence.scorer else _COLUMNS
+    most = LINES if evidence.scorer else COLUMN_LINES
     if len(known) <= most:
         return known
     order = np.argsort([-np.nansum(apart(x, x.scored)) for x in known], kind="stable").tolist()

@@ -5,11 +5,11 @@ from dataclasses import replace
 
 import numpy as np
 
+from ..faults.registry import without_model
 from ..formats.record import LoggedRollout
 from .evidence import Evidence
 from .fit import explain
 from .lines import Line
-from .numbers import PREDICTORS
 from .tried import Tried
 
 
@@ -30,8 +30,9 @@ def try_columns(lines: Sequence[LoggedRollout]) -> tuple[Tried, Tried]:
         ]
     )
     swapped = [replace(x, logged=x.scored, scored=x.logged) for x in evidence.lines]
-    of_trainer = replace(evidence, lines=swapped, side="trainer")
-    return explain(evidence, PREDICTORS), explain(of_trainer, PREDICTORS)
+    trainers = replace(evidence, lines=swapped, side="trainer")
+    faults = without_model()
+    return explain(evidence, faults), explain(trainers, faults)
 
 
 def said(line: LoggedRollout) -> tuple[bool, int | None, int | None, int | None]:

@@ -5,11 +5,9 @@ Shapes: C completion tokens of a line.
 
 import numpy as np
 
+from .judgement import MOST
 from .lines import Line
 from .noise import beyond_slack
-
-# A difference of one token counts so many nats at most: an impossible token alone must not decide.
-MOST = 20.0
 
 
 def apart(line: Line, scores: np.ndarray) -> np.ndarray:
@@ -45,10 +43,10 @@ class Compared:
     ) -> None:
         """Take a line. scores, base: the prediction and the nearest column, [C]. gaps: those of _Judge."""
         moved = shifted(line.scored, scores, base)
-        (now, of_base), direct = gaps, apart(line, scores)
+        (now, beside_base), direct = gaps, apart(line, scores)
         follows = direct if moved is scores else apart(line, moved)
-        both = ~(np.isnan(now) | np.isnan(direct) | np.isnan(of_base) | np.isnan(follows))
-        a, b, c, d = (float(x[both].sum()) for x in (now, direct, of_base, follows))
+        both = ~(np.isnan(now) | np.isnan(direct) | np.isnan(beside_base) | np.isnan(follows))
+        a, b, c, d = (float(x[both].sum()) for x in (now, direct, beside_base, follows))
         self.before, self.after = self.before + a, self.after + min(a, b)
         self.before_base, self.after_base = self.before_base + c, self.after_base + min(c, d)
         self.tokens, self.nearer = self.tokens + int(both.sum()), self.nearer + (b < a)

@@ -36,6 +36,6 @@ class Evidence(Lines):
 
     def beside(self, line: Line, by: int) -> Line | None:
         """The line `by` lines after another one in the log; None where it is not known."""
-        known, at = self._by_index, line.index + by
+        known, index = self._by_index, line.index + by
         # Where all lines are known, the last one stands before the first one.
-        return known.get(at % len(known) if len(known) == max(known) + 1 else at)
+        return known.get(index % len(known) if len(known) == max(known) + 1 else index)

@@ -8,42 +8,48 @@ scored, the slope of r on e is 1, it is far from 0 beside its error, and what is
 
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
 
 from ...engine.display.progress import silent
+from ..faults.fault import Predicted
+from ..faults.registry import predicted_count
 from . import noise as rounding_of
 from .chance import is_beyond_chance, shuffled_logs
 from .chosen import by_nearest_engine, chosen_lines, inside, total_of, without_edge
-from .compared import MOST, Compared, apart, shifted
+from .compared import Compared, apart, shifted
 from .evidence import Evidence
+from .judgement import (
+    BOTH,
+    DIMMED_SLOPE,
+    ERRORS,
+    EXACT,
+    FEWEST_TOKENS,
+    FIRST,
+    FIRSTS,
+    FP32,
+    FP32_OF_BF16,
+    LESS,
+    MOST,
+    OF_ALL,
+    PROMISE,
+    PROMISE_ERRORS,
+    SCREENED,
+    SECOND,
+    SETTLED,
+    SLOPE,
+    SURE_ERRORS,
+    TIMES,
+)
 from .lines import Scores
 from .noise import Noise, beyond_slack, is_rounding
 from .places import where
-from .prediction import Prediction, Predictor
-from .registry import AT_ONCE, DIMMED, HYPOTHESES, LATE, ROUNDINGS, SECOND, WHOLE_LOG, Hypothesis
+from .prediction import Prediction
 from .slope import slope
 from .tried import Row, Tried
-
-# An exact fit leaves this share of the difference at most.
-EXACT = 0.1
-# A fit that leaves this share at most, and no more than rounding, needs no other one beside it.
-_SETTLED = 0.25
-# A fit under rounding: the slope, its errors away from 0, and the share that it leaves at most. Where the
-# difference alone could be rounding, more errors are asked for.
-_SLOPE, _DIMMED, _ERRORS, _SURE, _LESS = (0.8, 1.25), 0.5, 10.0, 14.0, 0.85
-# A first cause of two takes at least this much away.
-_FIRST, _FIRSTS, _BOTH = 0.85, 3, 0.6
-# Lines on which each hypothesis is tried first, and what it must explain of them: a share that is left, or a
-# slope so many errors from 0.
-_SCREENED, _PROMISE, _PROMISE_ERRORS = 4, 0.9, 4.0
-# Fewer tokens can be hit by chance: some hypotheses try dozens of values.
-_FEWEST = 8
-_FP32 = rounding_of.FP32
-
 
 _Rows = list[tuple[Row, Prediction]]
 
@@ -70,7 +76,7 @@ class _Judge:
     @property
     def rounding(self) -> float:
         """What rounding makes of a token, in nats."""
-        return self.noise.size if self.noise else _FP32
+        return self.noise.size if self.noise else FP32
 
     @cached_property
     def total(self) -> float:
@@ -80,7 +86,7 @@ class _Judge:
     @property
     def before(self) -> float:
         """The difference from the base, in nats."""
-        return float(sum(np.nansum(of_base) for _, of_base in self.gaps))
+        return float(sum(np.nansum(beside_base) for _, beside_base in self.gaps))
 
     def is_rounding(
         self, left: Sequence[np.ndarray], scores: Sequence[np.ndarray], fault: Noise | None = None
@@ -91,12 +97,10 @@ class _Judge:
         return any(is_rounding(noise, left, scores, signed=False) for noise in noises)
 
 
-def explain(
-    evidence: Evidence, predictors: Mapping[str, Predictor], stage: Callable[[str], None] = silent
-) -> Tried:
-    """Try the hypotheses that have a predictor, by name; the others need a model.
+def explain(evidence: Evidence, faults: Sequence[Predicted], stage: Callable[[str], None] = silent) -> Tried:
+    """Try the faults that can be predicted, in their order; the others need a model.
 
-    stage: is called with the hypothesis that is tried now, in words.
+    stage: is called with the fault that is tried now, in words.
     """
     evidence = inside(evidence)
     evidence = replace(evidence, lines=chosen_lines(evidence), log=evidence.lines)
@@ -104,36 +108,35 @@ def explain(
     gaps = np.concatenate([np.empty(0), *(apart(line, line.scored) for line in evidence.lines)])
     gaps = gaps[~np.isnan(gaps)]
     result = Tried(float(gaps.mean()) if len(gaps) else 0.0, len(gaps))
-    if result.tokens < _FEWEST or not result.distance:
+    if result.tokens < FEWEST_TOKENS or not result.distance:
         return result
     judge = _judge(by_nearest_engine(evidence))
-    rows = _in_stages(judge, predictors, stage)
+    rows = _in_stages(judge, faults, stage)
     nearest, pairs = _nearest([row for row, _ in rows if row.fits]), []
-    if not nearest and not judge.alike and (both := _second(judge, rows, predictors, stage)):
+    if not nearest and not judge.alike and (both := _second(judge, rows, faults, stage)):
         nearest = pairs = [both]
-    tried = sum(hypothesis.name in predictors for hypothesis in HYPOTHESES)
     return replace(
         result,
         rounding=judge.rounding,
         rounds_like=judge.alike.dtype if judge.alike else "",
         where=None if judge.alike else where(judge.evidence, judge.noise),
-        tried=tried,
-        need_a_model=len(HYPOTHESES) - tried,
-        found=nearest[0] if nearest else None,
+        tried=len(faults),
+        need_a_model=predicted_count() - len(faults),
+        best=nearest[0] if nearest else None,
         also=[row.what for row in nearest[1:]],
         rows=[*pairs, *sorted(_best(rows), key=lambda row: row.share_left)],
     )
 
 
-def _in_stages(judge: _Judge, predictors: Mapping[str, Predictor], stage: Callable[[str], None]) -> _Rows:
-    """How well the hypotheses fit: the likely ones first, the others where none of these does."""
-    early = [h.name for h in HYPOTHESES if h.name not in LATE]
+def _in_stages(judge: _Judge, faults: Sequence[Predicted], stage: Callable[[str], None]) -> _Rows:
+    """How well the faults fit: the likely ones first, the others where none of these does."""
+    early = [fault for fault in faults if not fault.is_late]
     if judge.is_least and judge.evidence.side == "trainer":
-        early = [name for name in early if name in WHOLE_LOG]
-    rows = _tried(judge, predictors, early, stage)
+        early = [fault for fault in early if fault.is_of_whole_log]
+    rows = _tried(judge, early, stage)
     if judge.alike or any(row.fits for row, _ in rows):
         return rows
-    return rows + _tried(judge, predictors, LATE, stage)
+    return rows + _tried(judge, [fault for fault in faults if fault.is_late], stage)
 
 
 def _judge(evidence: Evidence) -> _Judge:
@@ -159,10 +162,10 @@ def _judge(evidence: Evidence) -> _Judge:
 def _measured(evidence: Evidence) -> list[Noise]:
     """The noise beside the trainer's dtype of a sampler in each dtype, the least first."""
     exact, names = list(evidence.by_dtype["float32"].values()), evidence.by_dtype
-    of = {name: rounding_of.measured(name, list(x.values()), exact) for name, x in names.items()}
+    noises = {name: rounding_of.measured(name, list(x.values()), exact) for name, x in names.items()}
     # fp32 has 16 bits more than bf16; its engines differ by a few of the last ones.
-    of["float32"] = Noise("float32", max(of["bfloat16"].size * 2.0**-14, _FP32))
-    return rounding_of.pairs(str(evidence.scorer.dtype).removeprefix("torch."), of)
+    noises["float32"] = Noise("float32", max(noises["bfloat16"].size * FP32_OF_BF16, FP32))
+    return rounding_of.pairs(str(evidence.scorer.dtype).removeprefix("torch."), noises)
 
 
 def _signed(evidence: Evidence) -> list[np.ndarray]:
@@ -177,36 +180,31 @@ def _signed(evidence: Evidence) -> list[np.ndarray]:
 
 
 def _tried(
-    judge: _Judge,
-    predictors: Mapping[str, Predictor],
-    names: Sequence[str],
-    stage: Callable[[str], None],
-    first: str = "",
+    judge: _Judge, faults: Sequence[Predicted], stage: Callable[[str], None], first: str = ""
 ) -> _Rows:
-    """How well every prediction of the named hypotheses fits, in their order. first: a cause that is known.
+    """How well every prediction of some faults fits, in their order. first: a cause that is known.
 
     Where one leaves no more than rounding, those that search or compute again for minutes are left out.
     """
     rows, small = [], _screen(judge)
-    for hypothesis in HYPOTHESES:
-        predict = predictors.get(hypothesis.name) if hypothesis.name in names else None
-        settled = hypothesis.name not in AT_ONCE and any(_leaves_rounding(row, judge) for row, _ in rows)
-        if predict is None or settled:
+    for fault in faults:
+        is_quick = fault.is_at_once or fault.is_of_whole_log
+        if not is_quick and any(_leaves_rounding(row, judge) for row, _ in rows):
             continue
-        stage(f"trying what may explain it: {' and '.join(filter(None, (first, hypothesis.name)))}")
-        if not small or _promises(hypothesis, predict, small):
-            rows += _rows_of(hypothesis, predict, judge)
+        stage(f"trying what may explain it: {' and '.join(filter(None, (first, fault.name)))}")
+        if not small or _promises(fault, small):
+            rows += _rows_of(fault, judge)
     return rows
 
 
-def _rows_of(hypothesis: Hypothesis, predict: Predictor, judge: _Judge) -> _Rows:
-    """How well the predictions of a hypothesis fit. None fits that explains no more than its freedom does."""
-    predictions = list(predict(judge.evidence))
+def _rows_of(fault: Predicted, judge: _Judge) -> _Rows:
+    """How well the predictions of a fault fit. None fits that explains no more than its freedom does."""
+    predictions = list(fault.predict(judge.evidence))
     count = sum(p.choices for p in predictions)
-    rows = [(row, p) for p in predictions if (row := _fit(hypothesis, p, judge))]
+    rows = [(row, p) for p in predictions if (row := _fit(fault, p, judge))]
     if count == 1 or not any(row.fits for row, _ in rows):
         return [(replace(row, candidates=count), p) for row, p in rows]
-    nats = _left_by_chance(hypothesis, predict, predictions, judge)
+    nats = _left_by_chance(fault, predictions, judge)
     judged = []
     for row, p in rows:
         left = min(1.0, nats / row.distance)
@@ -215,44 +213,42 @@ def _rows_of(hypothesis: Hypothesis, predict: Predictor, judge: _Judge) -> _Rows
     return judged
 
 
-def _left_by_chance(
-    hypothesis: Hypothesis, predict: Predictor, predictions: Sequence[Prediction], judge: _Judge
-) -> float:
+def _left_by_chance(fault: Predicted, predictions: Sequence[Prediction], judge: _Judge) -> float:
     """What the best prediction leaves of shuffled logs, in nats a token. It is chosen again for each."""
     least = math.inf
     chosen_by_log = any(p.choices > 1 for p in predictions)
     for evidence in shuffled_logs(judge.evidence, any(p.by_line for p in predictions)):
         shuffled = replace(judge, evidence=evidence)
-        for p in predict(evidence) if chosen_by_log else predictions:
-            if row := _fit(hypothesis, p, shuffled):
+        for p in fault.predict(evidence) if chosen_by_log else predictions:
+            if row := _fit(fault, p, shuffled):
                 least = min(least, row.share_left * row.distance)
     return least
 
 
 def _leaves_rounding(row: Row, judge: _Judge) -> bool:
     """Whether a row is the whole difference but for what rounding makes of a token."""
-    return row.fits and row.share_left <= _SETTLED and row.left <= rounding_of.TIMES * judge.rounding
+    return row.fits and row.share_left <= SETTLED and row.left <= TIMES * judge.rounding
 
 
 def _screen(judge: _Judge) -> _Judge | None:
     """The judge of the few lines that are farthest apart for their length; None where all are few."""
     lines = judge.evidence.lines
-    if judge.evidence.scorer is None or len(lines) <= 2 * _SCREENED:
+    if judge.evidence.scorer is None or len(lines) <= 2 * SCREENED:
         return None
     order = np.argsort([-np.nansum(apart(x, x.scored)) for x in lines])
-    chosen = sorted(order[:_SCREENED])
-    of = {name: {k: x[i] for k, i in enumerate(chosen)} for name, x in judge.evidence.by_dtype.items()}
-    evidence = replace(judge.evidence, lines=[lines[i] for i in chosen], by_dtype=of)
+    chosen = sorted(order[:SCREENED])
+    screened = {name: {k: x[i] for k, i in enumerate(chosen)} for name, x in judge.evidence.by_dtype.items()}
+    evidence = replace(judge.evidence, lines=[lines[i] for i in chosen], by_dtype=screened)
     return replace(judge, evidence=evidence, base={k: judge.base[i] for k, i in enumerate(chosen)})
 
 
-def _promises(hypothesis: Hypothesis, predict: Predictor, small: _Judge) -> bool:
-    """Whether a hypothesis explains something of a few lines. Those that need the other lines always do."""
-    if hypothesis.name in WHOLE_LOG:
+def _promises(fault: Predicted, small: _Judge) -> bool:
+    """Whether a fault explains something of a few lines. Those that need the other lines always do."""
+    if fault.is_of_whole_log:
         return True
-    for p in predict(small.evidence):
-        row = _fit(hypothesis, p, small)
-        if row and (row.fits or row.share_left <= _PROMISE or (row.errors >= _PROMISE_ERRORS)):
+    for p in fault.predict(small.evidence):
+        row = _fit(fault, p, small)
+        if row and (row.fits or row.share_left <= PROMISE or (row.errors >= PROMISE_ERRORS)):
             return True
     return False
 
@@ -268,21 +264,22 @@ def _best(rows: _Rows) -> list[Row]:
 
 
 def _second(
-    judge: _Judge, rows: _Rows, predictors: Mapping[str, Predictor], stage: Callable[[str], None]
+    judge: _Judge, rows: _Rows, faults: Sequence[Predicted], stage: Callable[[str], None]
 ) -> Row | None:
     """Two causes at once: another one on what each of the best first ones leaves; None where no two fit."""
     evidence, firsts = judge.evidence, {}
+    roundings = {fault.name for fault in faults if fault.is_rounding}
     for row, p in sorted(rows, key=lambda pair: pair[0].share_left):
         whole = row.lines_tried == len(evidence.lines) and not p.searched
-        if row.share_left <= _FIRST and whole and row.name not in ROUNDINGS:
+        if row.share_left <= FIRST and whole and row.name not in roundings:
             firsts.setdefault(row.name, (row, p))
     fitting = []
-    for first, p in list(firsts.values())[:_FIRSTS]:
+    for first, p in list(firsts.values())[:FIRSTS]:
         after = _judge_after(judge, p)
-        names = [name for name in SECOND if name != first.name]
-        for second, _ in _tried(after, predictors, names, stage, first.name):
+        others = [fault for fault in faults if fault.is_second and fault.name != first.name]
+        for second, _ in _tried(after, others, stage, first.name):
             share = second.left * second.tokens / max(judge.before, 1e-30)
-            if second.fits and share <= _BOTH and second.share_left <= 0.7:
+            if second.fits and share <= BOTH and second.share_left <= SECOND:
                 fitting.append(_together(first, second, share))
     return min(fitting, key=lambda row: row.left, default=None)
 
@@ -321,10 +318,10 @@ def _nearest(fitting: Sequence[Row]) -> list[Row]:
     exact = [row for row in fitting if row.share_left <= EXACT]
     fitting = exact or fitting
     least = min((row.left for row in fitting), default=0.0)
-    return [row for row in fitting if row.left <= 1.1 * least + 0.1 * _FP32]
+    return [row for row in fitting if row.left <= 1.1 * least + 0.1 * FP32]
 
 
-def _fit(hypothesis: Hypothesis, prediction: Prediction, judge: _Judge) -> Row | None:
+def _fit(fault: Predicted, prediction: Prediction, judge: _Judge) -> Row | None:
     """How well a prediction fits the lines that it is about; None where it is about too few tokens.
 
     A line for which it is worse than the trainer's own scores keeps those: a fault need not be in each line.
@@ -332,23 +329,23 @@ def _fit(hypothesis: Hypothesis, prediction: Prediction, judge: _Judge) -> Row |
     evidence, compared = judge.evidence, Compared()
     for i, scores in without_edge(prediction.scores, evidence).items():
         compared.add(evidence.lines[i], scores, judge.base[i], judge.gaps[i])
-    if compared.tokens < _FEWEST or not compared.before:
+    if compared.tokens < FEWEST_TOKENS or not compared.before:
         return None
     exact = compared.after / compared.before
     # It must speak of most of the difference, or of the lines that were chosen as the farthest apart.
-    most = prediction.searched or compared.before >= 0.5 * judge.total
+    most = prediction.searched or compared.before >= OF_ALL * judge.total
     angle, errors = slope(compared.effects, compared.differences, compared.scores)
     share = compared.after_base / compared.before_base if compared.before_base else 1.0
-    least = _DIMMED if hypothesis.name in DIMMED else _SLOPE[0]
-    follows = least <= angle <= _SLOPE[1] and share <= _LESS
-    follows = follows and errors >= (_SURE if judge.alike else _ERRORS)
-    follows = follows and not (judge.alike and hypothesis.name in ROUNDINGS)
+    least = DIMMED_SLOPE if fault.is_dimmed else SLOPE[0]
+    follows = least <= angle <= SLOPE[1] and share <= LESS
+    follows = follows and errors >= (SURE_ERRORS if judge.alike else ERRORS)
+    follows = follows and not (judge.alike and fault.is_rounding)
     fits = exact <= EXACT or (follows and judge.is_rounding(compared.left, compared.scores, prediction.noise))
     left = compared.after if exact <= share else compared.after_base
     return Row(
-        name=hypothesis.name,
+        name=fault.name,
         what=_of_side(prediction.what, evidence.side),
-        remedy=hypothesis.remedy,
+        remedy=fault.remedy,
         distance=compared.before / compared.tokens,
         left=left / compared.tokens,
         explained=(compared.before - left) / compared.tokens,

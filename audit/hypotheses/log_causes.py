@@ -15,23 +15,21 @@ from ...model.checkpoint import check_weights, resolve_model
 from ...model.config import ModelConfig
 from ...model.peft import CONFIG, read_adapter, read_adapter_config, stored_lora
 from ...model.weights import Layout
+from ..faults.fault import LogFault
+from ..faults.model import another_dtype
+from ..faults.registry import in_draws, with_model
 from ..figures.drawn_from import ANY_CUT, check
 from ..figures.repeats import Drawn, group_of
 from ..formats.record import LoggedRollout
 from ..log_section import TrainerColumn
 from .column_causes import said
 from .compared import apart
-from .cuts import undeclared_cut
 from .evidence import Evidence
-from .fit import EXACT, explain
-from .id_checks import drawn_parts
+from .fit import explain
+from .judgement import EXACT
 from .lines import Line
-from .log_checks import check_log
-from .log_fault import LogFault
-from .predictors import PREDICTORS
+from .log_checks import check_log, drawn_parts
 from .scorer import ModelAdapters, Scorer
-from .settings_search import rows_of
-from .streams import one_stream
 from .tried import Tried
 
 # Lines whose random numbers are compared.
@@ -72,24 +70,24 @@ def log_causes(
     evidence = replace(evidence, lines=list(map(_drawn_only, evidence.lines, parts)))
     trainer_column = None
     if any(x.trainer_logprobs is not None and not np.isnan(x.trainer_logprobs).all() for x in lines):
-        of_trainer = explain(_of_trainer(evidence, lines), PREDICTORS, stage)
+        column = explain(_of_trainer(evidence, lines), with_model(), stage)
         distribution = check(_both_columns(rollouts, lines))
-        trainer_column = TrainerColumn(**vars(of_trainer), distribution=distribution)
-    hypotheses = _in_their_dtype(explain(evidence, PREDICTORS, stage), evidence, lines)
+        trainer_column = TrainerColumn(**vars(column), distribution=distribution)
+    hypotheses = _in_their_dtype(explain(evidence, with_model(), stage), evidence, lines)
     if trainer_column and hypotheses.is_within_rounding and not trainer_column.is_within_rounding:
         trainer_column = _without_undeclared_cut(trainer_column)
     log_faults = check_log(lines, scorer.tokenizer)
     if hypotheses.is_within_rounding:
-        rows = rows_of(_first(evidence))
+        rows = scorer.rows(_first(evidence))
         # A stream that lines share may also double lines, so it stands first.
-        of_draws = (one_stream(rows), undeclared_cut(rows))
-        log_faults = [*(fault for fault in of_draws if fault), *log_faults]
+        in_them = (fault.shown(rows) for fault in in_draws())
+        log_faults = [*(fault for fault in in_them if fault), *log_faults]
     return LogCauses(hypotheses, log_faults, trainer_column)
 
 
 def _in_their_dtype(tried: Tried, evidence: Evidence, lines: Sequence[LoggedRollout]) -> Tried:
     """Another dtype than the audit's is no fault of the sampler where the log's trainer column has it too."""
-    if not tried.found or tried.found.name != "another dtype" or not tried.is_rounding:
+    if not tried.best or tried.best.name != another_dtype.FAULT.name or not tried.is_rounding:
         return tried
     left = before = 0.0
     for x, line in zip(evidence.lines, lines, strict=True):
@@ -99,13 +97,13 @@ def _in_their_dtype(tried: Tried, evidence: Evidence, lines: Sequence[LoggedRoll
             left, before = left + a, before + b
     if not before or left > EXACT * before:
         return tried
-    return replace(tried, found=None, also=[], of_both=tried.found.what)
+    return replace(tried, best=None, also=[], common_dtype=tried.best.what)
 
 
 def _without_undeclared_cut(column: TrainerColumn) -> TrainerColumn:
     """The column, which does not lack a cut that the log does not declare: the model has none."""
-    found = column.distribution.found
-    if not found or found.kind != f"trainer without {ANY_CUT}":
+    fault = column.distribution.found
+    if not fault or fault.kind != f"trainer without {ANY_CUT}":
         return column
     return replace(column, distribution=replace(column.distribution, found=None))
 
@@ -185,20 +183,22 @@ def model_adapters(names: Sequence[str], folder: Path) -> ModelAdapters | None:
         folders += sorted(inside, key=_natural)
     if not folders:
         return None
-    own, *others = dict.fromkeys(folders)
+    first, *others = dict.fromkeys(folders)
     config = ModelConfig.from_file(folder)
-    for adapter in (own, *others):
+    for adapter in (first, *others):
         lora = stored_lora(adapter)
         read_adapter(adapter, AdapterLayout(adapted_layout(config, lora), lora))
-    if not (name := read_adapter_config(own).base):
-        raise ValueError(f"audit: --adapter {own} names no base; write base_model_name_or_path in {CONFIG}")
+    if not (name := read_adapter_config(first).base):
+        raise ValueError(f"audit: --adapter {first} names no base; write base_model_name_or_path in {CONFIG}")
     base = resolve_model(name)
     if base.resolve() == folder.resolve():
-        raise ValueError(f"audit: {folder} is the base of {own}; give the merged model (zerokl merge {own})")
+        raise ValueError(
+            f"audit: {folder} is the base of {first}; give the merged model (zerokl merge {first})"
+        )
     if different := _other_shape(folder, base):
-        raise ValueError(f"audit: {base}, the base of {own}, has another {different} than {folder}")
+        raise ValueError(f"audit: {base}, the base of {first}, has another {different} than {folder}")
     check_weights(base, Layout(ModelConfig.from_file(base)))
-    return ModelAdapters(base, own, tuple(others))
+    return ModelAdapters(base, first, tuple(others))
 
 
 def _natural(path: Path) -> list[int | str]:

@@ -18,18 +18,18 @@ from typing import NamedTuple
 
 import numpy as np
 
-# What a likely token moves by, as a share.
-_LEAST = 0.02
-# Times its measured size up to which a difference is rounding: engines round more or less often than we do.
-TIMES = 2.2
-# The largest of a normal distribution's thousands is 4.5 times its mean |x|; rounding has a longer tail.
-_TAIL, _TAIL_TIMES = 6.0, 2.5
-# The mean as a share of the mean |d|, beyond chance; and of a line of so many tokens its mean |d|.
-_BIAS, _ERRORS, _LINE, _LINE_TOKENS = 0.25, 4.0, 3.0, 8
-# Without a model: the largest size of each dtype.
-BANDS = {"float32": 2e-4, "float16": 8e-3, "bfloat16": 0.06}
-# What two sound fp32 forwards differ by, in nats.
-FP32 = 1e-5
+from .judgement import (
+    BANDS,
+    BIAS,
+    BIAS_ERRORS,
+    FP32,
+    LEAST_WEIGHT,
+    LINE,
+    LINE_TOKENS,
+    TAIL,
+    TAIL_TIMES,
+    TIMES,
+)
 
 
 class Noise(NamedTuple):
@@ -37,12 +37,12 @@ class Noise(NamedTuple):
 
     dtype: str  # of the side that rounds more
     size: float  # nats of a token, over w
-    tail: float = _TAIL  # the largest over the mean
+    tail: float = TAIL  # the largest over the mean
 
 
 def weight(logp: np.ndarray) -> np.ndarray:
     """w of log-probabilities."""
-    return 1.0 - np.exp(np.minimum(logp.astype(np.float64), 0.0)) + _LEAST
+    return 1.0 - np.exp(np.minimum(logp.astype(np.float64), 0.0)) + LEAST_WEIGHT
 
 
 def measured(dtype: str, rounded: Sequence[np.ndarray], exact: Sequence[np.ndarray]) -> Noise:
@@ -53,14 +53,18 @@ def measured(dtype: str, rounded: Sequence[np.ndarray], exact: Sequence[np.ndarr
         return Noise(dtype, FP32)
     z = np.abs(r[known].astype(np.float64) - e[known]) / weight(e[known])
     size = max(float(z.mean()), FP32)
-    return Noise(dtype, size, max(_TAIL, float(z.max()) / size))
+    return Noise(dtype, size, max(TAIL, float(z.max()) / size))
 
 
 def pairs(trainer: str, by_dtype: Mapping[str, Noise]) -> list[Noise]:
     """The noise beside a trainer of a dtype, of a sampler of each dtype, the least first."""
-    own = by_dtype[trainer]
+    beside = by_dtype[trainer]
     both = [
-        Noise(max(own, noise, key=_size).dtype, math.hypot(noise.size, own.size), max(noise.tail, own.tail))
+        Noise(
+            max(beside, noise, key=_size).dtype,
+            math.hypot(noise.size, beside.size),
+            max(noise.tail, beside.tail),
+        )
         for noise in by_dtype.values()
     ]
     return sorted(both, key=_size)
@@ -96,12 +100,12 @@ def is_rounding(
     lines = [z for z in lines if len(z)]
     z = np.concatenate(lines)
     mean = float(np.abs(z).mean())
-    means = np.array([np.abs(x).mean() for x in lines if len(x) >= _LINE_TOKENS])
+    means = np.array([np.abs(x).mean() for x in lines if len(x) >= LINE_TOKENS])
     error = float(z.std()) / math.sqrt(len(z))
-    has_sign = abs(float(z.mean())) > _BIAS * mean + _ERRORS * error
+    has_sign = abs(float(z.mean())) > BIAS * mean + BIAS_ERRORS * error
     return bool(
         mean <= TIMES
-        and np.abs(z).max() <= _TAIL_TIMES * max(noise.tail, _TAIL)
+        and np.abs(z).max() <= TAIL_TIMES * max(noise.tail, TAIL)
         and not (signed and has_sign)
-        and (means <= _LINE * max(mean, 1.0)).all()
+        and (means <= LINE * max(mean, 1.0)).all()
     )

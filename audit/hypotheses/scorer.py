@@ -3,7 +3,7 @@
 Shapes: C completion tokens, T tokens of one sequence, D width of the model.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TypeVar
@@ -12,18 +12,17 @@ import numpy as np
 import torch
 
 from ...engine.tasks.tokenizer import Tokenizer
-from ...kernels.logprob import linear_logprob
 from ...kernels.sampling_params import SamplingParams
 from ...kernels.tile_tables import TileTable
 from ...model.checkpoint import DTYPES, load_decoder, read_weights
-from ...model.decoder import Decoder, Hook, Numerics, PackedContext, no_hook
-from ...model.scoring import pack
-from ..engines.engine import TOGETHER, Engine, Pair, ZeroklEngine
+from ...model.decoder import Decoder, Numerics
+from ..engines.engine import Engine, Pair, ZeroklEngine
+from .judgement import EDGE_SHARE, EDGE_SUM
 from .lines import Lines, Scores
+from .logits import Rows, rows_of
+from .scores import decoder_scores, hidden_rows, read_rows
 
 _LinesT = TypeVar("_LinesT", bound=Lines)
-# What 16-bit engines differ by in the sum of a set's probabilities, and in a token's probability as a share.
-_EDGE_SUM, _EDGE_SHARE = 0.02, 0.1
 
 
 @dataclass(frozen=True)
@@ -31,7 +30,7 @@ class ModelAdapters:
     """The LoRA adapter that is merged into the trainer's model, and others that may have drawn the log."""
 
     base: Path  # what the adapters belong to
-    own: Path  # folders of PEFT
+    merged: Path  # folders of PEFT
     others: tuple[Path, ...]
 
 
@@ -82,6 +81,10 @@ class Scorer:
         """The logprobs of all lines by our decoder of the trainer's checkpoint."""
         return decoder_scores(self.model(), evidence)
 
+    def rows(self, evidence: Lines) -> Rows:
+        """The logits of the lines by our decoder of the trainer's checkpoint."""
+        return rows_of(self.model(), evidence)
+
     def base_weights(self) -> torch.Tensor:
         """The weights of the adapters' base [numel] fp32 on the host, read once; a copy."""
         base = self.adapters.base
@@ -121,8 +124,8 @@ class Scorer:
 
 def _cut(p: SamplingParams, by: int) -> SamplingParams:
     """The parameters with a cut that keeps less (by = -1), the same, or more (1)."""
-    top_p = min(max(p.top_p + by * _EDGE_SUM, 1e-6), 1.0) if p.top_p < 1.0 else 1.0
-    return p._replace(top_p=top_p, min_p=p.min_p * (1.0 - by * _EDGE_SHARE))
+    top_p = min(max(p.top_p + by * EDGE_SUM, 1e-6), 1.0) if p.top_p < 1.0 else 1.0
+    return p._replace(top_p=top_p, min_p=p.min_p * (1.0 - by * EDGE_SHARE))
 
 
 def _largest_move(scores: np.ndarray, *others: np.ndarray) -> np.ndarray:
@@ -130,58 +133,3 @@ def _largest_move(scores: np.ndarray, *others: np.ndarray) -> np.ndarray:
     with np.errstate(invalid="ignore"):
         moves = [np.abs(other.astype(np.float64) - scores) for other in others]
     return np.max([np.where(np.isfinite(x), x, 0.0) for x in moves], axis=0)
-
-
-@torch.no_grad()
-def hidden_rows(
-    decoder: Decoder,
-    pairs: Sequence[Pair],
-    positions: Sequence[np.ndarray] | None = None,
-    hook_of: Callable[[PackedContext], Hook] | None = None,
-) -> list[torch.Tensor]:
-    """The rows [C, D] that predict each completion.
-
-    positions: of the input tokens [T] of each pair, in place of 0, 1, 2, ... hook_of: the hook of a forward;
-    it may write over the outputs that it is given.
-    """
-    rows = []
-    for start in range(0, len(pairs), TOGETHER):
-        batch = pack(pairs[start : start + TOGETHER])
-        context = PackedContext(batch.lengths, decoder.config)
-        if positions is not None:
-            context.positions = torch.from_numpy(np.concatenate(positions[start : start + TOGETHER]))
-        hidden = decoder.hidden(batch.ids, context, hook_of(context) if hook_of else no_hook)
-        rows += hidden[batch.rows.to(hidden.device)].split(batch.drawn_lengths)
-    return rows
-
-
-@torch.no_grad()
-def read_rows(
-    decoder: Decoder, rows: Sequence[torch.Tensor], pairs: Sequence[Pair], params: Sequence[SamplingParams]
-) -> list[np.ndarray]:
-    """logp [C] of each completion from its rows [C, D]."""
-    lm_head = decoder.logits_weight()
-    return [
-        linear_logprob(
-            h.to(lm_head.dtype),
-            lm_head,
-            torch.tensor(list(completion), device=h.device),
-            sampling_params,
-            tiles=decoder.numerics.tiles,
-        )[0]
-        .cpu()
-        .numpy()
-        for h, (_, completion), sampling_params in zip(rows, pairs, params, strict=True)
-    ]
-
-
-def decoder_scores(
-    decoder: Decoder,
-    evidence: Lines,
-    positions: Sequence[np.ndarray] | None = None,
-    hook_of: Callable[[PackedContext], Hook] | None = None,
-) -> Scores:
-    """The logprobs of all lines by a decoder, under the lines' own sampling parameters (see hidden_rows)."""
-    pairs = evidence.pairs()
-    rows = hidden_rows(decoder, pairs, positions, hook_of)
-    return evidence.by_line(read_rows(decoder, rows, pairs, evidence.params()))

@@ -13,8 +13,8 @@ from itertools import accumulate, pairwise
 
 import numpy as np
 
+from ..faults.fault import LogFault
 from ..formats.record import LoggedRollout
-from .log_fault import LogFault
 
 # How far an advantage may be from its rule, as a share of the largest of its group: half of a bf16's last
 # bit is 2^-9.
@@ -230,7 +230,7 @@ class _Parts:
     """Parts of completions with an advantage other than 0, [N]. The values of completions are [M]."""
 
     completions: list[Completion]
-    of: np.ndarray  # [N] the completion
+    owner: np.ndarray  # [N] the completion
     turn: np.ndarray  # [N] from 0
     advantage: np.ndarray  # [N]
     reward: np.ndarray  # [M]
@@ -241,8 +241,8 @@ class _Parts:
 def _followed(signal: Signal, completions: Sequence[Completion]) -> tuple[Signal, LogFault | None]:
     """The rule that most advantages follow, and the fault where others break it."""
     parts = _parts(completions)
-    signal = replace(signal, judged=len(parts.of))
-    if len(parts.of) < _FEWEST:
+    signal = replace(signal, judged=len(parts.owner))
+    if len(parts.owner) < _FEWEST:
         return signal, None
     with np.errstate(over="ignore", invalid="ignore"):  # a reward of 1e308
         rules = [(name, e, _close(parts, e)) for name, e in _rules(parts)]
@@ -265,7 +265,7 @@ def _followed(signal: Signal, completions: Sequence[Completion]) -> tuple[Signal
     if share < _FOLLOW:
         return signal, None
     signal = replace(signal, rule=name, follow=int(follows.sum()))
-    breaking = parts.of[_witnesses(parts, expected, follows)]
+    breaking = parts.owner[_witnesses(parts, expected, follows)]
     broken = [parts.completions[i] for i in sorted(set(breaking.tolist()))]
     if len(broken) < (1 if share >= _ALMOST_ALL else _WITNESSES):
         return signal, None
@@ -285,11 +285,11 @@ def _witnesses(parts: _Parts, expected: np.ndarray, follows: np.ndarray) -> np.n
 
     A turn that follows no rule in any line may have one of its own, unless its signs are all opposite.
     """
-    group, reward = parts.group[parts.of].tolist(), np.round(parts.reward[parts.of], 6).tolist()
+    group, reward = parts.group[parts.owner].tolist(), np.round(parts.reward[parts.owner], 6).tolist()
     like = list(zip(group, parts.turn.tolist(), reward, strict=True))
     following = {x for x, follow in zip(like, follows.tolist(), strict=True) if follow}
     turns = {x[:2] for x in following}
-    opposite = parts.advantage * expected[parts.of] < 0.0
+    opposite = parts.advantage * expected[parts.owner] < 0.0
     all_opposite = {turn for turn in set(parts.turn.tolist()) if opposite[parts.turn == turn].all()}
     pairs = zip(like, opposite.tolist(), strict=True)
     return ~follows & np.array(
@@ -311,10 +311,10 @@ def _parts(completions: Sequence[Completion]) -> _Parts:
         for turn, a in enumerate(x.advantages)
         if a
     ]
-    of, turn, advantage = map(np.array, zip(*rows, strict=True)) if rows else (np.zeros(0, int),) * 3
+    owner, turn, advantage = map(np.array, zip(*rows, strict=True)) if rows else (np.zeros(0, int),) * 3
     reward = np.array([x.reward for x in known], np.float64)
     group, step = (_numbered([getattr(x, name) for x in known]) for name in ("group", "step"))
-    return _Parts(known, of, turn, advantage, reward, group, step)
+    return _Parts(known, owner, turn, advantage, reward, group, step)
 
 
 def _numbered(keys: Sequence[Hashable]) -> np.ndarray:
@@ -326,32 +326,32 @@ def _numbered(keys: Sequence[Hashable]) -> np.ndarray:
 def _rules(parts: _Parts) -> Iterator[tuple[str, np.ndarray]]:
     """What each rule says to the completions: its name, and their advantages, [M]."""
     r, group, step = parts.reward, parts.group, parts.step
-    of_group, of_step = r - _mean(r, group), r - _mean(r, step)
+    beside_group, beside_step = r - _mean(r, group), r - _mean(r, step)
     size = np.bincount(group)[group]
-    yield "reward less the group's mean", of_group
+    yield "reward less the group's mean", beside_group
     for ddof, what in ((1, "n - 1"), (0, "n")):
         for epsilon in _EPSILONS:
-            deviation = _deviation(of_group, group, ddof) + epsilon
+            deviation = _deviation(beside_group, group, ddof) + epsilon
             yield (
                 f"reward less the group's mean, over its standard deviation ({what}, epsilon {epsilon:g})",
-                _over(of_group, deviation),
+                _over(beside_group, deviation),
             )
-    yield "reward less the mean of the group's others (leave-one-out)", of_group * _over(size, size - 1)
+    yield "reward less the mean of the group's others (leave-one-out)", beside_group * _over(size, size - 1)
     for ddof in (1, 0):
         for epsilon in (_EPSILONS[0], _EPSILONS[-2]):
             yield (
                 "reward less the batch's mean, over its standard deviation",
-                _over(of_step, _deviation(of_step, step, ddof) + epsilon),
+                _over(beside_step, _deviation(beside_step, step, ddof) + epsilon),
             )
             yield (
                 "reward less the group's mean, over the batch's standard deviation",
-                _over(of_group, _deviation(of_step, step, ddof) + epsilon),
+                _over(beside_group, _deviation(beside_step, step, ddof) + epsilon),
             )
             yield (
                 "reward less the group's mean, over the standard deviation of these in the batch",
-                _over(of_group, _deviation(of_group, step, ddof) + epsilon),
+                _over(beside_group, _deviation(beside_group, step, ddof) + epsilon),
             )
-    yield "reward less the batch's mean", of_step
+    yield "reward less the batch's mean", beside_step
     yield "reward", r
 
 
@@ -374,7 +374,7 @@ def _over(x: np.ndarray, y: np.ndarray) -> np.ndarray:
 
 def _baseline(parts: _Parts) -> tuple[str, np.ndarray, np.ndarray]:
     """The rule of one baseline for each step, the middle of reward - advantage: see _followed."""
-    gap, steps = parts.reward[parts.of] - parts.advantage, parts.step[parts.of]
+    gap, steps = parts.reward[parts.owner] - parts.advantage, parts.step[parts.owner]
     middle = {step: float(np.median(gap[steps == step])) for step in set(steps.tolist())}
     expected = parts.reward - np.array([middle.get(step, np.nan) for step in parts.step.tolist()])
     return "reward less one baseline for the step", expected, _close(parts, expected)
@@ -384,13 +384,13 @@ def _close(parts: _Parts, expected: np.ndarray) -> np.ndarray:
     """Which advantages are what a rule expects, [N] bool."""
     largest = np.zeros(int(parts.group.max()) + 1)
     np.maximum.at(largest, parts.group, np.nan_to_num(np.abs(expected)))
-    allowed = _CLOSE * largest[parts.group[parts.of]]
-    return np.abs(parts.advantage - expected[parts.of]) <= allowed
+    allowed = _CLOSE * largest[parts.group[parts.owner]]
+    return np.abs(parts.advantage - expected[parts.owner]) <= allowed
 
 
 def _distance(parts: _Parts, expected: np.ndarray, follows: np.ndarray) -> float:
     """How far the advantages that follow a rule are from it: 7 digits of the largest, which fp32 keeps."""
-    gaps = np.abs(parts.advantage - expected[parts.of])[follows]
+    gaps = np.abs(parts.advantage - expected[parts.owner])[follows]
     return round(float(gaps.max(initial=0.0) / np.abs(parts.advantage[follows]).max(initial=1e-30)), 7)
 
 

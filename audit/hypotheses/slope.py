@@ -8,10 +8,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from .judgement import SLOPE_MOST
 from .noise import weight
-
-# Tokens beyond so many times the mean of those that move are left out: a few must not decide a slope.
-_MOST = 8.0
 
 
 def slope(
@@ -30,7 +28,7 @@ def slope(
     if not len(moved):
         return 0.0, 0.0
     size = float(moved.mean())
-    kept = np.abs(e) <= _MOST * size
+    kept = np.abs(e) <= SLOPE_MOST * size
     e, r = e[kept], r[kept]
     square = float((e * e).sum())
     if not square:

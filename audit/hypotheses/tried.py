@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from .noise import FP32
+from .judgement import FP32
 from .places import Where
 
 
@@ -41,10 +41,11 @@ class Tried:
     rounding: float = FP32  # what rounding makes of a token, of the dtypes that were tried
     rounds_like: str = ""  # the dtype whose rounding the whole difference is; empty where it is not
     where: Where | None = None  # where the difference sits; None where it is everywhere
-    of_both: str = ""  # the dtype that the log's two columns share, in words, where the audit's is another
+    # the dtype that the log's two columns share, in words, where the audit's is another
+    common_dtype: str = field(default="", metadata={"json": "of_both"})
     tried: int = 0
     need_a_model: int = 0
-    found: Row | None = None
+    best: Row | None = field(default=None, metadata={"json": "found"})  # the one that fits best
     also: list[str] = field(default_factory=list)  # others that fit as well, in words
     rows: list[Row] = field(default_factory=list)  # the nearest first
 

@@ -21,8 +21,8 @@ from types import MappingProxyType
 import numpy as np
 
 from ...kernels.sampling_params import SamplingParams
+from ..faults.fault import LogFault
 from ..formats.record import LoggedRollout, is_logged_nan
-from .log_fault import LogFault
 
 # A log-probability is at most 0. In 16 bits, logit - logsumexp can round to a little more.
 _HIGHEST = 2.0**-6

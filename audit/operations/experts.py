@@ -60,14 +60,14 @@ def experts_of_log(
             continue
         ids, routing = [*prompt, *completion[:-1]], RecordedRouting(decoder.config.experts)
         decoder.hidden(torch.tensor(ids), PackedContext([len(ids)], decoder.config, routing=routing))
-        ours, theirs = routing.taken().cpu().numpy(), _of_layers(line.routed_experts, decoder)
-        of_completion = len(theirs) == len(completion)
-        ours, theirs = (ours[len(prompt) - 1 :], theirs) if of_completion else (ours, theirs[: len(ids)])
-        parted = (np.sort(ours, axis=2) != np.sort(theirs, axis=2)).any(axis=2)  # [T, layers]
+        ours, logged = routing.taken().cpu().numpy(), _of_layers(line.routed_experts, decoder)
+        completion_alone = len(logged) == len(completion)
+        ours, logged = (ours[len(prompt) - 1 :], logged) if completion_alone else (ours, logged[: len(ids)])
+        parted = (np.sort(ours, axis=2) != np.sort(logged, axis=2)).any(axis=2)  # [T, layers]
         places, differ = places + parted.size, differ + int(parted.sum())
         if first is None and parted.any():
             layer, row = (int(x) for x in np.argwhere(parted.T)[0])
-            first = layers[layer], row + (len(prompt) - 1 if of_completion else 0), i
+            first = layers[layer], row + (len(prompt) - 1 if completion_alone else 0), i
     return ExpertsDifference(places, differ, *(first or (None, None, None))) if places else None
 
 

@@ -207,8 +207,8 @@ class Operations:
                 gate, up, down = (
                     self.weight(f"{prefix}.{e}.{p}_proj.weight") for p in ("gate", "up", "down")
                 )
-                of_rows = x[rows]
-                h = F.silu(of_rows @ gate.T) * (of_rows @ up.T)
+                routed = x[rows]
+                h = F.silu(routed @ gate.T) * (routed @ up.T)
                 if self.cut_inside is not None:
                     h = cut(h, self.cut_inside)
                 y[rows] += (h @ down.T) * routing[rows, e].to(self.dtype).unsqueeze(1)

@@ -1,8 +1,7 @@
 """Small models on which no hypothesis was written: a Llama, a Qwen3 and a Qwen2, trained by transformers.
 
 They learn turns cut from this repository's own pages, with a byte-level BPE of 512 tokens, until a token has
-an entropy of about 2.6 nats at temperature 0.8. Nothing of zerokl computes here, so a plant and what judges
-it share no code.
+an entropy of about 2.6 nats at temperature 0.8. A world (audit/faults/planting/) is one of them with prompts.
 """
 
 import random
@@ -13,12 +12,14 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
     AutoModelForCausalLM,
+    AutoTokenizer,
     LlamaConfig,
     PreTrainedTokenizerFast,
     Qwen2Config,
     Qwen3Config,
     set_seed,
 )
+from zerokl.audit.faults.planting.world import Texts, World
 
 BOS, END, PAD, USER, ASSISTANT = "<|bos|>", "<|end|>", "<|pad|>", "<|user|>", "<|assistant|>"
 TEMPLATE = (
@@ -96,7 +97,7 @@ def config(family: str):
     return Qwen3Config(**_SIZES, rms_norm_eps=1e-6, tie_word_embeddings=True, **rope)
 
 
-def make(family: str, folder: Path, seed: int = 0) -> Path:
+def make(family: str, folder: Path, seed: int = 0, steps: int = STEPS) -> Path:
     """Train a model and write it with its tokenizer; a folder that exists is taken as it is.
 
     Beside it, folder-old is the same model some steps earlier: weights that a late sync would draw with.
@@ -109,18 +110,38 @@ def make(family: str, folder: Path, seed: int = 0) -> Path:
     model = AutoModelForCausalLM.from_config(config(family))
     optimizer = torch.optim.AdamW(model.parameters(), lr=6e-3, weight_decay=0.01)
     rng, words = random.Random(seed), text().split(" ")
-    for step in range(STEPS):
+    for step in range(steps):
         rows = [[*chain(*turn(fast, words, rng))][:LENGTH] for _ in range(BATCH)]
         longest = max(map(len, rows))
         ids = torch.tensor([x + [2] * (longest - len(x)) for x in rows])
         labels = ids.masked_fill(ids == 2, -100)
-        optimizer.param_groups[0]["lr"] = 6e-3 * min(1.0, (step + 1) / 20) * (1.1 - step / STEPS)
+        optimizer.param_groups[0]["lr"] = 6e-3 * min(1.0, (step + 1) / 20) * (1.1 - step / steps)
         loss = model(ids, labels=labels).loss
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-        if step == STEPS - 8:
+        if step == steps - 8:
             model.save_pretrained(old)
     model.save_pretrained(folder)
     return folder
+
+
+def world(
+    family: str, seed: int, root: Path, steps: int = STEPS, dtype: torch.dtype = torch.bfloat16
+) -> World:
+    """A family's world, with six prompts of two lengths."""
+    folder = make(family, root / family, steps=steps)
+    words = text().split(" ")
+    prompts = _prompts(AutoTokenizer.from_pretrained(folder), words, random.Random(100 + seed))
+    texts = Texts(words, USER, ASSISTANT)
+    return World(family, seed, folder, root / f"{family}-old", prompts, texts, dtype)
+
+
+def _prompts(fast, words: list[str], rng: random.Random) -> list[list[int]]:
+    by_length: dict[int, list[list[int]]] = {}
+    while sum(len(x) >= 3 for x in by_length.values()) < 2:
+        prompt = next(iter(turn(fast, words, rng)))
+        by_length.setdefault(len(prompt), []).append(prompt)
+    groups = [x[:3] for x in by_length.values() if len(x) >= 3]
+    return [prompt for group in zip(*groups, strict=True) for prompt in group]

@@ -15,17 +15,27 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
+from zlib import crc32
 
 import numpy as np
 import torch
 
+if TYPE_CHECKING:
+    from zerokl.audit.faults.fault import Fault, Plant
+    from zerokl.audit.faults.planting.world import World
+
 FAMILIES = ("llama", "qwen3")  # --families takes qwen2, too
+# The constants of audit/hypotheses/judgement.py were set on these families with these seeds. All else is
+# held out.
+SEEDS_SET = (0, 1, 2)
 # Kinds of a cause that say that nothing is at fault, and that something is and no hypothesis fits.
 SOUND_KINDS = ("equal", "equal columns", "rounded log", "rounding")
 UNKNOWN_KINDS = ("unknown", "place")
-RESULT = "said.json"
+RESULT = "result.json"
 WORDS = ("named", "seen", "missed", "wrong", "clear", "unsure", "alarm")
 CLASSES = {
+    "numbers": "all numbers of a column",
     "column": "one column",
     "place": "wrong numbers at some places",
     "lines": "some lines, one version, long ones",
@@ -39,37 +49,54 @@ CLASSES = {
 
 
 def build(root: Path, seed: int, only: str, families: Sequence[str] = FAMILIES) -> None:
-    """Draw every case, the families in turn, and write its log and its options."""
-    import ids  # noqa: F401  registers its plants
-    from plants import PLANTS
-
-    first = len(PLANTS)
-    import models_changed  # noqa: F401
-    import some_lines  # noqa: F401
-    from sampling import row
+    """Draw every plant of every fault, and every sound log, and write each with its options."""
+    import models
     from sound import SOUND
-    from world import World
+    from zerokl.audit.faults.registry import everything
 
-    worlds = [World(family, seed, root / "models") for family in families]
-    # The families take turns; another seed gives each case to the other family. New plants come last, so
-    # that a case keeps its family.
-    ordered = [*PLANTS[:first], *SOUND, *PLANTS[first:]]
-    cases = [(worlds[(i + seed) % len(worlds)], case) for i, case in enumerate(ordered)]
-    for world, case in cases:
-        folder = root / f"seed-{seed}" / f"{case.group}-{case.name}-{world.family}"
+    worlds = [models.world(family, seed, root / "models") for family in families]
+    planted = [(fault, plant) for fault in everything() for plant in fault.plants]
+    cases = [*planted, *((None, plant) for plant in SOUND)]
+    for fault, plant in cases:
+        name = plant.make.__name__
+        # The name decides the family. Another seed gives each case to the other family.
+        world = worlds[(crc32(name.encode()) + seed) % len(worlds)]
+        folder = root / f"seed-{seed}" / f"{plant.group}-{name}-{world.family}"
         if (folder / "case.json").exists() or not any(part in folder.name for part in only.split(",")):
             continue
-        # Sizes depend on the case alone, not on which cases came before.
-        world.rng = np.random.default_rng((seed, *map(ord, case.name)))
-        start, log = time.perf_counter(), case.make(world)
-        folder.mkdir(parents=True, exist_ok=True)
-        lines = [json.dumps(_finite(row(x, log.declared))) for x in log.lines]
-        (folder / "log.jsonl").write_text("\n".join(lines) + "\n")
-        model = {"model": str(world.folder)} if log.with_model else {}
-        said = {"group": case.group, "name": case.name, "named": case.named, "family": world.family}
-        settings = {"settings": {"dtype": "float32"} | model | log.options}
-        (folder / "case.json").write_text(json.dumps(said | settings))
+        start = time.perf_counter()
+        write_case(folder, world, plant, fault)
         print(f"{folder.name}: {time.perf_counter() - start:.1f} s", flush=True)
+
+
+def write_case(folder: Path, world: "World", plant: "Plant", fault: "Fault | None" = None) -> dict:
+    """Write the log of a plant into a folder; hand back the case, which stands beside it in case.json.
+
+    fault: None for a sound log.
+    """
+    from zerokl.audit.faults.planting.sampling import row
+
+    name = plant.make.__name__
+    world.begin(name)
+    log = plant.make(world)
+    folder.mkdir(parents=True, exist_ok=True)
+    lines = [json.dumps(_finite(row(x, log.declared))) for x in log.lines]
+    (folder / "log.jsonl").write_text("\n".join(lines) + "\n")
+    model = {"model": str(world.folder)} if log.with_model else {}
+    named = fault.names_of(plant) if fault else ()
+    case = {"group": plant.group, "name": name, "named": named, "family": world.family}
+    case |= {"settings": {"dtype": "float32"} | model | log.options}
+    (folder / "case.json").write_text(json.dumps(case))
+    return case
+
+
+def report_of(folder: Path, case: dict) -> dict:
+    """The report on a case, as audit.json has it."""
+    from zerokl.audit.as_json import as_json
+    from zerokl.audit.command import run_audit
+    from zerokl.audit.config import AuditSettings
+
+    return as_json(run_audit(str(folder / "log.jsonl"), "", None, AuditSettings(**case["settings"])))
 
 
 def _finite(row: dict) -> dict:
@@ -103,22 +130,18 @@ def audit(root: Path, seed: int, only: str, columns: bool = False) -> None:
 
     columns: only the cases of which no model is given, which take a second each.
     """
-    from zerokl.audit.as_json import as_json
-    from zerokl.audit.command import run_audit
-    from zerokl.audit.config import AuditSettings
-
     for folder in sorted((root / f"seed-{seed}").glob("*")):
         if not any(part in folder.name for part in only.split(",")) or (folder / RESULT).exists():
             continue
         case, start = json.loads((folder / "case.json").read_text()), time.perf_counter()
         if columns and "model" in case["settings"]:
             continue
-        report = as_json(run_audit(str(folder / "log.jsonl"), "", None, AuditSettings(**case["settings"])))
+        report = report_of(folder, case)
         word, text = judged(case, report), " ".join(report["cause"]["text"].split())
         seconds = time.perf_counter() - start
         outcome = report["outcome"]
-        said = {"word": word, "text": text, "outcome": outcome["kind"], "faults": outcome["faults"]}
-        (folder / RESULT).write_text(json.dumps(said))
+        result = {"word": word, "text": text, "outcome": outcome["kind"], "faults": outcome["faults"]}
+        (folder / RESULT).write_text(json.dumps(result))
         print(
             f"{case['group']:10} {case['name']:38} {case['family']:6} {word:7} {seconds:5.1f} s  {text[:230]}"
         )
@@ -128,19 +151,23 @@ def audit(root: Path, seed: int, only: str, columns: bool = False) -> None:
 
 
 def table(root: Path, seed: int, only: str) -> None:
-    """Print what was named, seen, missed and wrong by class, in Markdown."""
-    counts: dict[str, Counter[str]] = {}
+    """Print what was named, seen, missed and wrong by class, in Markdown: held-out cases by themselves."""
+    counts: dict[bool, dict[str, Counter[str]]] = {}
     others: list[str] = []
     for folder in sorted((root / f"seed-{seed}").glob("*")):
         if any(part in folder.name for part in only.split(",")) and (folder / RESULT).exists():
-            case, said = (json.loads((folder / name).read_text()) for name in ("case.json", RESULT))
-            counts.setdefault(case["group"], Counter())[said["word"]] += 1
-            if said["word"] not in ("named", "clear"):
-                others.append(f"{said['word']}: {case['name']} ({case['family']}): {said['text'][:150]}")
-    print("| class | audited | " + " | ".join(WORDS) + " |\n|" + " --- |" * (2 + len(WORDS)))
-    for group, words in counts.items():
-        cells = [str(words.total()), *(str(words[word]) for word in WORDS)]
-        print(f"| {CLASSES[group]} | {' | '.join(cells)} |")
+            case, result = (json.loads((folder / name).read_text()) for name in ("case.json", RESULT))
+            held_out = seed not in SEEDS_SET or case["family"] not in FAMILIES
+            by_group = counts.setdefault(held_out, {})
+            by_group.setdefault(case["group"], Counter())[result["word"]] += 1
+            if result["word"] not in ("named", "clear"):
+                others.append(f"{result['word']}: {case['name']} ({case['family']}): {result['text'][:150]}")
+    for held_out, by_group in counts.items():
+        print(f"\n{'Held out' if held_out else 'What the constants were set on'}:\n")
+        print("| class | audited | " + " | ".join(WORDS) + " |\n|" + " --- |" * (2 + len(WORDS)))
+        for group, words in by_group.items():
+            cells = [str(words.total()), *(str(words[word]) for word in WORDS)]
+            print(f"| {CLASSES[group]} | {' | '.join(cells)} |")
     print("\n".join(others))
 
 

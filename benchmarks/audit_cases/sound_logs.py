@@ -18,10 +18,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from ids import conversations, newline, turns
+from models import world
 from run import FAMILIES, SOUND_KINDS
-from sampling import Line, Settings, draw, load, row, scored, with_trainer
-from world import World
+from zerokl.audit.faults.planting.sampling import Line, Settings, draw, load, row, scored, with_trainer
+from zerokl.audit.faults.planting.world import World, as_lines
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 # How often each dtype of a sampler and of a trainer is drawn.
@@ -73,7 +73,7 @@ class Models:
         """The world of a family with a seed."""
         key = family, seed % 5
         if key not in self._worlds:
-            self._worlds[key] = World(family, 100 + seed % 5, self._root / "models")
+            self._worlds[key] = world(family, 100 + seed % 5, self._root / "models")
         return self._worlds[key]
 
     def model(self, folder: Path, dtype: str):
@@ -88,9 +88,9 @@ def rows_of(kind: Kind, models: Models) -> list[dict]:
     w = models.world(kind.family, kind.number)
     if kind.shape == "turns":
         w = replace(w, _drawn={})
-        # conversations() draws with the world's own two models, at its usual temperature.
+        # turns() draws with the world's own two models, at its usual temperature.
         kind.settings, kind.sampler, kind.trainer = Settings(temperature=0.8), "bfloat16", "float32"
-        lines = conversations(turns(w, lambda p, c, q: [*p, *c, *newline(w), *q])[: 2 + kind.prompts])
+        lines = as_lines(w.turns(lambda p, c, q: [*p, *c, *w.newline, *q])[: 2 + kind.prompts])
         return [_turns(row(x, kind.settings)) for x in lines]
     lines = _both(w.folder, w, kind, models, kind.number)
     if kind.shape == "versions":
@@ -101,8 +101,8 @@ def rows_of(kind: Kind, models: Models) -> list[dict]:
             for x in part
         ]
     if kind.decimals:
-        said = {"decimals": kind.decimals}
-        lines = [replace(x, sampler=np.round(x.sampler, kind.decimals), extra=x.extra | said) for x in lines]
+        extra = {"decimals": kind.decimals}
+        lines = [replace(x, sampler=np.round(x.sampler, kind.decimals), extra=x.extra | extra) for x in lines]
     return [row(x, kind.settings) for x in lines]
 
 

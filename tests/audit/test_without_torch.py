@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from zerokl.audit.hypotheses.numbers import through_bfloat16, through_float16
+from zerokl.audit.faults.numbers.rounded_numbers import through_bfloat16, through_float16
 
 SAMPLES = Path(__file__).parent / "log_samples"
 # torch and what computes with it cannot be imported.

@@ -23,6 +23,8 @@ ENTRIES = (
     "engine.rollout.vllm.plugin",
     *(f"{room}.{name}" for name in FRAMEWORKS for room in ("audit.frameworks", "integrations")),
 )
+# Rooms whose files are found by their place (audit/faults/registry.py).
+BY_PLACE = ("draws", "ids", "model", "numbers", "operations")
 # Data beside the modules: package -> patterns.
 DATA = {"audit.formats": ["log.schema.json"], "kernels.cpp": ["*.cpp", "*.h"]}
 
@@ -37,6 +39,8 @@ def shipped(root: Path = ROOT, entries: tuple[str, ...] = ENTRIES) -> dict[str, 
     """The modules of the wheel, by name below the package, and their files. Sorted."""
     found: dict[str, Path] = {}
     waiting = ["", *entries]
+    for place in BY_PLACE:
+        waiting += [f"audit.faults.{place}.{x.stem}" for x in root.glob(f"audit/faults/{place}/[a-z]*.py")]
     while waiting:
         name = waiting.pop()
         file = module_file(name, root)

@@ -35,22 +35,22 @@ class Said:
     report: dict
 
 
-def disagreements(said: Said, kind: Kind, faults: tuple[str, ...] = ()) -> list[str]:
+def disagreements(shown: Said, kind: Kind, faults: tuple[str, ...] = ()) -> list[str]:
     """The places that do not say this outcome."""
     outcome = Outcome(kind, faults)
-    colour, words = re.search(r'<p class="answer (\w+)"><span.*?</span> (.*?)</p>', said.page).groups()
-    found = {
-        "exit code": said.code == (0 if outcome.passed else 1),
+    colour, words = re.search(r'<p class="answer (\w+)"><span.*?</span> (.*?)</p>', shown.page).groups()
+    agreements = {
+        "exit code": shown.code == (0 if outcome.passed else 1),
         "page, words": html.unescape(words) == outcome.words,
         "page, colour": colour == outcome.css_class,
-        "terminal": f"outcome: {outcome.words} report " in said.terminal,
-        "json": said.report["outcome"] == outcome.as_json(),
-        "json, cause": kind is not Kind.FAULT or said.report["cause"]["kind"] == faults[0],
+        "terminal": f"outcome: {outcome.words} report " in shown.terminal,
+        "json": shown.report["outcome"] == outcome.as_json(),
+        "json, cause": kind is not Kind.FAULT or shown.report["cause"]["kind"] == faults[0],
     }
-    if said.summary is not None:
+    if shown.summary is not None:
         heading = f"### zerokl audit: {'passed' if outcome.passed else 'failed'}"
-        found["summary"] = heading in said.summary and f"**{outcome.words}**" in said.summary
-    return [place for place, agrees in found.items() if not agrees]
+        agreements["summary"] = heading in shown.summary and f"**{outcome.words}**" in shown.summary
+    return [place for place, agrees in agreements.items() if not agrees]
 
 
 @pytest.fixture
@@ -59,15 +59,15 @@ def audited(tmp_path, capsys) -> Callable[..., Said]:
 
     def run(target: Path, *words: str) -> Said:
         summary = tmp_path / "summary.md"
-        of_run = "--every" in words
-        more = [] if of_run else ["--summary", str(summary)]
+        every_step = "--every" in words
+        more = [] if every_step else ["--summary", str(summary)]
         capsys.readouterr()
         code = main(["audit", str(target), *words, *more, "--out", str(tmp_path / "out")])
         return Said(
             code,
             (tmp_path / "out" / "audit.html").read_text(),
             " ".join(capsys.readouterr().out.split()),
-            None if of_run else summary.read_text(),
+            None if every_step else summary.read_text(),
             json.loads((tmp_path / "out" / "audit.json").read_text()),
         )
 
@@ -143,9 +143,9 @@ def test_columns_with_a_named_fault(tmp_path, audited, words, off):
         for _ in range(4)
     ]
     log = write(tmp_path / "log.jsonl", rows * 2)
-    said = audited(log, *words)
-    assert disagreements(said, Kind.FAULT, ("lines doubled within a group",)) == []
-    assert "Likely cause: lines doubled within a group: 4 completions" in said.terminal
+    shown = audited(log, *words)
+    assert disagreements(shown, Kind.FAULT, ("lines doubled within a group",)) == []
+    assert "Likely cause: lines doubled within a group: 4 completions" in shown.terminal
 
 
 @pytest.mark.parametrize(
@@ -166,9 +166,9 @@ def test_a_log_and_a_model_whose_trainer_column_is_wrong(model, tmp_path, audite
     rows = drawn_rows(model)
     rows = [row | {"trainer_logprobs": [-1.0, *row["logprobs"][:-1]]} for row in rows]
     log = write(tmp_path / "log.jsonl", rows)
-    said = audited(log, "--model", str(model), "--dtype", "float32")
-    assert said.report["frac_equal"] == 1.0
-    assert disagreements(said, Kind.FAULT, ("the log's trainer column, off by one",)) == []
+    shown = audited(log, "--model", str(model), "--dtype", "float32")
+    assert shown.report["frac_equal"] == 1.0
+    assert disagreements(shown, Kind.FAULT, ("the log's trainer column, off by one",)) == []
 
 
 @pytest.mark.parametrize(
@@ -187,9 +187,9 @@ def test_two_engines(model, audited, words, kind):
 
 
 def test_a_sampler_that_varies_with_its_batch(model, audited, crowded_sampler):
-    said = audited(model, *DRAWN, "--batch_invariance", "9")
-    assert said.report["frac_equal"] == 1.0
-    assert disagreements(said, Kind.FAULT, ("batch invariance",)) == []
+    shown = audited(model, *DRAWN, "--batch_invariance", "9")
+    assert shown.report["frac_equal"] == 1.0
+    assert disagreements(shown, Kind.FAULT, ("batch invariance",)) == []
 
 
 def test_distributions_that_differ_beside_the_drawn_tokens(model, audited, monkeypatch):
@@ -202,9 +202,9 @@ def test_distributions_that_differ_beside_the_drawn_tokens(model, audited, monke
             yield logp
 
     monkeypatch.setattr(ZeroklEngine, "distributions", other)
-    said = audited(model, *DRAWN, "--full_vocab")
-    assert said.report["frac_equal"] == 1.0
-    assert disagreements(said, Kind.DIFFERS) == []
+    shown = audited(model, *DRAWN, "--full_vocab")
+    assert shown.report["frac_equal"] == 1.0
+    assert disagreements(shown, Kind.DIFFERS) == []
 
 
 @pytest.fixture(scope="module")
@@ -223,10 +223,10 @@ def run(config, tmp_path_factory):
     ],
 )
 def test_the_checkpoints_of_a_run(run, audited, words, kind):
-    said = audited(run, "--every", "1000", *DRAWN, *words)  # step 0 alone
-    said.report["cause"] = None
-    assert disagreements(said, kind) == []
-    assert {row["outcome"]["kind"] for row in said.report["steps"]} == {str(kind)}
+    shown = audited(run, "--every", "1000", *DRAWN, *words)  # step 0 alone
+    shown.report["cause"] = None
+    assert disagreements(shown, kind) == []
+    assert {row["outcome"]["kind"] for row in shown.report["steps"]} == {str(kind)}
 
 
 def test_a_run_has_the_outcome_of_its_worst_checkpoint():
@@ -250,13 +250,13 @@ def test_no_tolerance_excuses_a_fault_and_a_difference_stays_one():
 
 @pytest.mark.parametrize("place", ["exit code", "page, words", "page, colour", "terminal", "summary", "json"])
 def test_control_a_place_that_says_something_else_is_found(tmp_path, audited, place):
-    said = audited(columns(tmp_path / "log.jsonl", EQUAL, OFF))
+    shown = audited(columns(tmp_path / "log.jsonl", EQUAL, OFF))
     planted = {
         "exit code": {"code": 0},
-        "page, words": {"page": said.page.replace("</span> Not equal", "</span> Equal to the bit")},
-        "page, colour": {"page": said.page.replace("answer unequal", "answer equal")},
-        "terminal": {"terminal": said.terminal.replace("outcome: Not", "outcome:")},
-        "summary": {"summary": said.summary.replace("failed", "passed")},
-        "json": {"report": said.report | {"outcome": said.report["outcome"] | {"passed": True}}},
+        "page, words": {"page": shown.page.replace("</span> Not equal", "</span> Equal to the bit")},
+        "page, colour": {"page": shown.page.replace("answer unequal", "answer equal")},
+        "terminal": {"terminal": shown.terminal.replace("outcome: Not", "outcome:")},
+        "summary": {"summary": shown.summary.replace("failed", "passed")},
+        "json": {"report": shown.report | {"outcome": shown.report["outcome"] | {"passed": True}}},
     }
-    assert disagreements(Said(**{**vars(said), **planted[place]}), Kind.DIFFERS) == [place]
+    assert disagreements(Said(**{**vars(shown), **planted[place]}), Kind.DIFFERS) == [place]

@@ -39,7 +39,7 @@ def padding_attended(rng: np.random.Generator, i: int) -> Columns:
 def test_short_lines_are_not_said_to_have_the_numbers_of_other_lines(seed):
     """Among 50 other lines of 3 or 4 tokens there is always one with nearly the same numbers."""
     sampler, trainer = try_columns(log(seed, padding_attended))
-    assert sampler.found is trainer.found is None
+    assert sampler.best is trainer.best is None
     (row,) = [row for row in sampler.rows if row.name == "another line's numbers"]
     assert row.candidates > 40
     assert row.left_by_chance < 0.2
@@ -54,11 +54,11 @@ def test_control_the_match_explains_what_a_fault_would():
 
 @pytest.mark.parametrize("seed", range(3))
 def test_the_nearest_that_does_not_fit_says_among_how_many_it_chose(seed):
-    of_sampler, _ = try_columns(log(seed, padding_attended))
-    text = none_fits(SimpleNamespace(log=SimpleNamespace(hypotheses=of_sampler))).text
+    sampler_tried, _ = try_columns(log(seed, padding_attended))
+    text = none_fits(SimpleNamespace(log=SimpleNamespace(hypotheses=sampler_tried))).text
     assert "The nearest is another line's numbers" in text
-    assert f"the best of {of_sampler.rows[0].candidates} candidates, which explain" in text
-    unjudged = replace(of_sampler, rows=[replace(of_sampler.rows[0], left_by_chance=1.0)])
+    assert f"the best of {sampler_tried.rows[0].candidates} candidates, which explain" in text
+    unjudged = replace(sampler_tried, rows=[replace(sampler_tried.rows[0], left_by_chance=1.0)])
     text = none_fits(SimpleNamespace(log=SimpleNamespace(hypotheses=unjudged))).text
     assert "candidates" in text
     assert "shuffled" not in text, "nothing was tried on shuffled numbers"
@@ -72,7 +72,7 @@ def test_the_numbers_of_another_line_are_named_in_short_and_long_lines(tokens, l
         return s, np.minimum(s + rounding * rng.standard_normal(len(s)) * (1.02 - np.exp(s)), 0.0)
 
     sound = log(0, both, lines)
-    assert [x.found for x in try_columns(sound)] == [None, None]
+    assert [x.best for x in try_columns(sound)] == [None, None]
     numbers = [x.logprobs for x in sound]
     by_length = sorted(range(lines), key=lambda i: (len(numbers[i]), i))
     moved = list(sound)
@@ -80,9 +80,9 @@ def test_the_numbers_of_another_line_are_named_in_short_and_long_lines(tokens, l
         if len(numbers[i]) == len(numbers[j]):
             x = sound[i]
             moved[i] = LoggedRollout(x.prompt_ids, x.completion_ids, numbers[j], x.trainer_logprobs)
-    found = [x.found for x in try_columns(moved)]
-    assert {row.name for row in found if row} == {"another line's numbers"}
-    assert all(row.candidates > 1 for row in found if row)
+    named = [x.best for x in try_columns(moved)]
+    assert {row.name for row in named if row} == {"another line's numbers"}
+    assert all(row.candidates > 1 for row in named if row)
 
 
 @pytest.mark.parametrize("by", [1, -1])
@@ -91,10 +91,10 @@ def test_numbers_off_by_one_are_named_in_short_lines(by):
         s = -rng.gamma(1.0, 1.0, 4)
         return np.roll(s, by), s
 
-    found = try_columns(log(0, both))[0].found
-    assert found.name == "off by one"
-    assert found.candidates == 2
-    assert found.left_by_chance > 10 * found.share_left
+    named = try_columns(log(0, both))[0].best
+    assert named.name == "off by one"
+    assert named.candidates == 2
+    assert named.left_by_chance > 10 * named.share_left
 
 
 @pytest.mark.parametrize(

@@ -8,12 +8,11 @@ import pytest
 import torch
 from zerokl.audit.audit import audit
 from zerokl.audit.conclusion.verdict import headline
-from zerokl.audit.hypotheses.cuts import undeclared_cut
+from zerokl.audit.faults.draws import one_stream, undeclared_cut
 from zerokl.audit.hypotheses.evidence import Evidence
 from zerokl.audit.hypotheses.lines import Line
+from zerokl.audit.hypotheses.logits import Rows
 from zerokl.audit.hypotheses.noise import Noise, pairs
-from zerokl.audit.hypotheses.settings_search import Rows
-from zerokl.audit.hypotheses.streams import one_stream
 from zerokl.audit.page.rows import hypothesis_rows, key_rows
 from zerokl.kernels.sampling_params import SamplingParams
 from zerokl.kernels.truncation import scaled_logits
@@ -52,14 +51,14 @@ def rows(params: SamplingParams, seed: int = 0, lines: int = 24, sure: int = 0) 
     ],
 )
 def test_a_cut_that_neither_column_has_is_named(words, params):
-    assert words in undeclared_cut(rows(params)).text
+    assert words in undeclared_cut.look(rows(params))
 
 
 def test_whole_and_flatter_and_sharper_distributions_are_no_cut():
     for seed in range(20):
-        assert undeclared_cut(rows(SamplingParams(), seed)) is None
+        assert undeclared_cut.look(rows(SamplingParams(), seed)) is None
     for temperature in (0.5, 0.6, 0.85, 1.2):
-        assert undeclared_cut(rows(SamplingParams(temperature))) is None
+        assert undeclared_cut.look(rows(SamplingParams(temperature))) is None
 
 
 def test_a_cut_is_named_beside_the_model_and_equal_columns(case, tmp_path):
@@ -74,7 +73,7 @@ def test_a_cut_is_named_beside_the_model_and_equal_columns(case, tmp_path):
 
 def test_lines_with_the_same_sure_beginning_share_no_random_stream():
     for seed in range(5):
-        assert one_stream(rows(SamplingParams(), seed, sure=37)) is None
+        assert one_stream.look(rows(SamplingParams(), seed, sure=37)) is None
 
 
 def test_rounding_is_named_by_the_side_that_rounds_more():
@@ -92,8 +91,8 @@ def test_a_stack_in_float32_is_sound_beside_a_model_in_bfloat16(case, tmp_path):
     report = report_of(case, both, "bfloat16")
     assert (report["outcome"]["kind"], report["cause"]["kind"]) == ("sound", "rounding")
     assert "float32" in report["cause"]["text"]
-    of_bf16 = _with_trainer(log, scores(load_decoder(case.folder, torch.bfloat16), case.rollouts))
-    assert report_of(case, of_bf16, "bfloat16")["cause"]["kind"] == "another dtype"
+    trained_in_bf16 = _with_trainer(log, scores(load_decoder(case.folder, torch.bfloat16), case.rollouts))
+    assert report_of(case, trained_in_bf16, "bfloat16")["cause"]["kind"] == "another dtype"
 
 
 def _with_trainer(log, columns):

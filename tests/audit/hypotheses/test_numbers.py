@@ -14,20 +14,12 @@ from tests.audit.hypotheses.planted import (
 )
 
 
-def shifted(x: np.ndarray, by: int) -> np.ndarray:
-    return np.roll(x, by)
-
-
 @pytest.mark.full
 @pytest.mark.parametrize(
     ("name", "change"),
     [
-        ("rounded log-probabilities", lambda x: np.round(x.astype(np.float64), 2)),
         ("rounded log-probabilities", lambda x: torch.from_numpy(x).bfloat16().float().numpy()),
-        ("logarithms to another base", lambda x: x / np.log(10)),
-        ("means in place of tokens", lambda x: np.full_like(x, x.mean())),
-        ("off by one", lambda x: shifted(x, 1)),
-        ("off by one", lambda x: shifted(x, -1)),
+        ("off by one", lambda x: np.append(x[1:], np.float32(-0.5))),
     ],
 )
 def test_other_numbers_are_named(case, tmp_path, name, change):
@@ -50,9 +42,3 @@ def test_a_mask_off_by_one_is_named_with_and_without_a_model(case, tmp_path, by)
     log.write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert main(["audit", str(log), "--out", str(tmp_path / "out")]) == 1
     assert json.loads((tmp_path / "out" / "audit.json").read_text())["cause"]["kind"] == "mask off by one"
-
-
-def test_zeros_for_tokens_that_were_not_drawn_are_named(case, tmp_path):
-    logged = [np.where(np.arange(12) % 5 == 3, 0.0, r.logprobs) for r in case.rollouts]
-    log = write(tmp_path / "log.jsonl", relogged(case.rollouts, logged))
-    assert report_of(case, log)["hypotheses"]["found"]["name"] == "zeros for tokens not drawn"

@@ -1,14 +1,10 @@
 """An engine whose single operations differ is named from its log alone: nothing of it can be traced."""
 
-from dataclasses import replace
-
-import pytest
 import torch
 from transformers.models.qwen3 import modeling_qwen3
 from zerokl.audit.engines.hf import HfEngine
-from zerokl.model.decoder import Decoder
 
-from tests.audit.hypotheses.planted import SAMPLING, draw, relogged, report_of, write
+from tests.audit.hypotheses.planted import SAMPLING, relogged, report_of, write
 
 _plain_rope = modeling_qwen3.apply_rotary_pos_emb
 
@@ -39,10 +35,10 @@ def _found(case, tmp_path, engine: HfEngine) -> dict:
 def test_a_fused_rotary_embedding_in_bf16_is_named(case, tmp_path, monkeypatch):
     """NeMo-RL#1801: a fused rotary embedding keeps its intermediates in bf16. The engine is transformers."""
     monkeypatch.setattr(modeling_qwen3, "apply_rotary_pos_emb", _narrow_rope)
-    found = _found(case, tmp_path, HfEngine(case.folder, torch.float32))
-    assert found["name"] == "16-bit intermediates"
-    assert found["what"] == "intermediates of the sampler's rotary embedding are in bfloat16"
-    assert "apply_rope_fusion" in found["remedy"]
+    named = _found(case, tmp_path, HfEngine(case.folder, torch.float32))
+    assert named["name"] == "16-bit intermediates"
+    assert named["what"] == "intermediates of the sampler's rotary embedding are in bfloat16"
+    assert "apply_rope_fusion" in named["remedy"]
 
 
 def test_a_fused_activation_in_bf16_is_named(case, tmp_path, monkeypatch):
@@ -53,15 +49,3 @@ def test_a_fused_activation_in_bf16_is_named(case, tmp_path, monkeypatch):
     assert _found(case, tmp_path, engine)["what"].endswith("sampler's activation are in bfloat16")
     monkeypatch.setattr(modeling_qwen3, "apply_rotary_pos_emb", _narrow_rope)
     assert "sampler's rotary embedding and activation are" in _found(case, tmp_path, engine)["what"]
-
-
-@pytest.mark.parametrize(
-    ("setting", "value", "name"),
-    [("rope_theta", 5e5, "another rotary embedding"), ("eps", 1e-5, "another epsilon")],
-)
-def test_another_setting_of_an_operation_is_named(case, tmp_path, setting, value, name):
-    own = case.decoder
-    other = Decoder(replace(own.config, **{setting: value}), own.flat.detach(), own.layout)
-    found = report_of(case, write(tmp_path / "log.jsonl", draw(other)))["hypotheses"]["found"]
-    assert (found["name"], found["left"]) == (name, 0.0)
-    assert f"{value:g}" in found["what"]

@@ -8,10 +8,10 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from zerokl.audit.faults.ids import after_the_end, cut_short, end_without_logprob
 from zerokl.audit.formats.record import LoggedRollout
 from zerokl.audit.hypotheses.column_causes import try_columns
-from zerokl.audit.hypotheses.id_checks import after_the_end, cut_short, drawn_parts, end_without_logprob
-from zerokl.audit.hypotheses.log_checks import check_log
+from zerokl.audit.hypotheses.log_checks import check_log, drawn_parts
 
 from tests.audit.rounded_lines import END, rounded_lines
 
@@ -47,9 +47,9 @@ def test_a_rank_of_a_long_log_has_the_numbers_of_the_next_line():
     def next_lines(i, x):
         return None if i % 4 != 2 else beginning_of(rollouts[i + 1].trainer_logprobs, x.trainer_logprobs)
 
-    found = try_columns(with_trainer(rollouts, next_lines))[1].found
-    assert "every 4th from line 3 on the trainer's number is the next line's" in found.what
-    assert found.share_left < 0.1
+    named = try_columns(with_trainer(rollouts, next_lines))[1].best
+    assert "every 4th from line 3 on the trainer's number is the next line's" in named.what
+    assert named.share_left < 0.1
 
 
 def test_lines_that_differ_little_are_found_with_the_others():
@@ -67,8 +67,8 @@ def test_lines_that_differ_little_are_found_with_the_others():
     def next_lines(i, x):
         return None if i % 3 else beginning_of(rollouts[i + 1].trainer_logprobs, x.trainer_logprobs)
 
-    found = try_columns(with_trainer(rollouts, next_lines))[1].found
-    assert "every 3rd from line 1 on the trainer's number is the next line's" in found.what
+    named = try_columns(with_trainer(rollouts, next_lines))[1].best
+    assert "every 3rd from line 1 on the trainer's number is the next line's" in named.what
 
 
 def test_numbers_of_another_sample_of_the_group_are_named():
@@ -80,7 +80,7 @@ def test_numbers_of_another_sample_of_the_group_are_named():
         for x, other in zip(group, [*group[1:], group[0]], strict=True):
             rotated.append(replace(x, logprobs=beginning_of(other.logprobs, x.logprobs)))
     sampler, trainer = try_columns(rotated)[:2]
-    assert sampler.found.name == "another line's numbers" or trainer.found.name == "another line's numbers"
+    assert sampler.best.name == "another line's numbers" or trainer.best.name == "another line's numbers"
 
 
 def _by_three(rollouts):
@@ -105,7 +105,7 @@ def test_what_the_lines_at_fault_have_in_common_is_said(words):
 
     tried = try_columns(with_trainer(rollouts, base_two))[1]
     assert words in tried.where.words
-    assert "base 2" in tried.found.what
+    assert "base 2" in tried.best.what
 
 
 @pytest.mark.parametrize("quiet", [(), (20,), (20, 27)])
@@ -124,8 +124,8 @@ def test_zeros_beyond_a_length_of_the_sequence_are_told_from_places_of_the_compl
     def cut(i, x):
         return zeros_at(x, len(x.prompt_ids) + np.arange(len(x.completion_ids)) >= 40)
 
-    found = try_columns(with_trainer(sound(18), cut))[1].found
-    assert "from place 40 of a sequence on the trainer's number is 0" in found.what
+    named = try_columns(with_trainer(sound(18), cut))[1].best
+    assert "from place 40 of a sequence on the trainer's number is 0" in named.what
 
 
 def test_a_likely_token_with_a_wrong_number_does_not_hide_its_class():
@@ -138,14 +138,14 @@ def test_a_likely_token_with_a_wrong_number_does_not_hide_its_class():
 
     rollouts = [with_end(i, x) for i, x in enumerate(sound(18))]
     wrong = with_trainer(rollouts, lambda i, x: zeros_at(x, np.array(x.completion_ids) == END))
-    assert "the end token (id 1) the trainer's number is 0" in try_columns(wrong)[1].found.what
+    assert "the end token (id 1) the trainer's number is 0" in try_columns(wrong)[1].best.what
 
 
 def test_a_number_that_is_cut_off_below_is_named():
     rollouts = sound(18)
     floor = np.float32(-4.5)
     cut = [replace(x, logprobs=np.maximum(x.logprobs, floor)) for x in rollouts]
-    assert "-4.5, where it is cut off" in try_columns(cut)[0].found.what
+    assert "-4.5, where it is cut off" in try_columns(cut)[0].best.what
 
 
 TOKENIZER = SimpleNamespace(
@@ -201,15 +201,15 @@ def test_ids_after_an_end_token_and_ends_without_a_number_are_seen_beside_the_to
     tokenizer = SimpleNamespace(stop_ids={END}, text=lambda ids: "\n", has_chat_template=False)
     rollouts = sound(9)
     checks = (after_the_end, cut_short, end_without_logprob)
-    assert [check(rollouts, tokenizer) for check in checks] == [None] * 3
+    assert [check.look(rollouts, tokenizer) for check in checks] == [None] * 3
     more = [replace(x, completion_ids=(*x.completion_ids, 7), logprobs=None) for x in rollouts]
-    assert "9 completions go on after their end token" in after_the_end(more, tokenizer).text
+    assert "9 completions go on after their end token" in after_the_end.look(more, tokenizer)
     assert [x.completion_ids[p] for x, p in zip(more, drawn_parts(more, tokenizer), strict=True)] == [
         x.completion_ids for x in rollouts
     ]
     cut = [
         replace(x, completion_ids=x.completion_ids[: -3 - i], logprobs=None) for i, x in enumerate(rollouts)
     ]
-    assert cut_short([*cut[:5], *rollouts[5:]], tokenizer)
+    assert cut_short.look([*cut[:5], *rollouts[5:]], tokenizer)
     bare = [replace(x, logprobs=np.append(x.logprobs[:-1], np.float32(np.nan))) for x in rollouts]
-    assert "in 9 of 9 completions that end" in end_without_logprob(bare, tokenizer).text
+    assert "in 9 of 9 completions that end" in end_without_logprob.look(bare, tokenizer)

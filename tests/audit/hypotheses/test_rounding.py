@@ -5,9 +5,9 @@ The columns are drawn here, with the tails and the line lengths of real ones; no
 
 import numpy as np
 import pytest
+from zerokl.audit.faults.ids import doubled_start, never_drawn
 from zerokl.audit.formats.record import LoggedRollout
 from zerokl.audit.hypotheses.column_causes import try_columns
-from zerokl.audit.hypotheses.id_checks import doubled_start, never_drawn
 from zerokl.audit.hypotheses.noise import Noise, is_rounding
 from zerokl.audit.hypotheses.slope import slope
 
@@ -25,8 +25,8 @@ def wrong(rollouts: list[LoggedRollout], places, values) -> list[LoggedRollout]:
     """The lines with other numbers of the trainer: values(i, column) at places(ids)."""
     result = []
     for i, x in enumerate(rollouts):
-        column, at = x.trainer_logprobs.copy(), places(np.array(x.completion_ids))
-        column[at] = values(i, x.trainer_logprobs)[at]
+        column, there = x.trainer_logprobs.copy(), places(np.array(x.completion_ids))
+        column[there] = values(i, x.trainer_logprobs)[there]
         result.append(LoggedRollout(x.prompt_ids, x.completion_ids, x.logprobs, column))
     return result
 
@@ -38,7 +38,7 @@ def test_two_hundred_sound_logs_give_no_alarm():
             seed, SIZES[dtype] * np.exp(np.random.default_rng(seed).normal(0, 0.3)), 3 + seed % 12
         )
         for tried in try_columns(rollouts):
-            assert tried.found is None, (seed, tried.found)
+            assert tried.best is None, (seed, tried.best)
             assert tried.is_rounding, (seed, tried)
             assert tried.where is None
 
@@ -70,8 +70,8 @@ def test_wrong_numbers_are_named_where_they_are(name, dtype):
     rollouts = wrong(columns(7, SIZES[dtype]), places, values)
     sampler, trainer = try_columns(rollouts)
     assert not sampler.is_rounding
-    assert words in trainer.found.what
-    assert sampler.found is None or trainer.found.left < sampler.found.left
+    assert words in trainer.best.what
+    assert sampler.best is None or trainer.best.left < sampler.best.left
 
 
 def test_each_bound_of_rounding_sees_what_the_others_do_not():
@@ -99,11 +99,11 @@ def test_a_difference_that_follows_a_prediction_has_the_slope_1():
 
 def test_a_doubled_and_a_never_drawn_token_are_seen_in_the_ids_alone():
     rollouts = columns(3, 0.01)
-    assert doubled_start(rollouts) is never_drawn(rollouts) is None
+    assert doubled_start.look(rollouts, None) is never_drawn.look(rollouts, None) is None
     doubled = [LoggedRollout((0, *x.prompt_ids), x.completion_ids, x.logprobs, x.logprobs) for x in rollouts]
-    assert "begin with token 0 twice" in doubled_start(doubled).text
+    assert "begin with token 0 twice" in doubled_start.look(doubled, None)
     template = [
         LoggedRollout(x.prompt_ids, (7, *x.completion_ids[1:]), x.logprobs, np.float32(x.logprobs - 4.0))
         for x in rollouts
     ]
-    assert "begin with token 7" in never_drawn(template).text
+    assert "begin with token 7" in never_drawn.look(template, None)

@@ -57,21 +57,21 @@ REWARDS = {
 
 
 def lines(
-    rule, reward="binary", prompts=8, group=GROUP, turns=1, seed=0, steps=1, **said
+    rule, reward="binary", prompts=8, group=GROUP, turns=1, seed=0, steps=1, **extra
 ) -> list[LoggedRollout]:
     """Completions of prompts with their rewards, and the advantages that a rule gives them."""
     rng, result = random.Random(f"{seed}"), []
     for step in range(steps):
         rewards = np.array([[REWARDS[reward](rng) for _ in range(group)] for _ in range(prompts)])
-        for prompt, of_group in enumerate(rewards):
-            for sample, value in enumerate(np.asarray(rule(of_group, rewards), float).tolist()):
+        for prompt, group_rewards in enumerate(rewards):
+            for sample, value in enumerate(np.asarray(rule(group_rewards, rewards), float).tolist()):
                 count = rng.randint(2, 9)
                 mask = np.array(([True] * count + [False] * 2) * turns)[:-2]
                 advantage = value if turns == 1 else tuple(np.where(mask, value, 0.0).tolist())
-                labels = {"step": step, "prompt": prompt, "sample": sample} | said
+                labels = {"step": step, "prompt": prompt, "sample": sample} | extra
                 labels = {name: x for name, x in labels.items() if x is not None}
                 ids = tuple(rng.randrange(9) for _ in mask)
-                reward_of = float(of_group[sample])
+                reward_of = float(group_rewards[sample])
                 parts = dict(reward=reward_of, advantage=advantage, **labels)
                 result.append(LoggedRollout((prompt + 1,), ids, mask=mask, **parts))
     return result
@@ -112,8 +112,8 @@ def test_sound_logs_raise_no_alarm(name):
     """128 logs of a rule: rewards, groups of one, turns, and logs that name no step or no prompt."""
     rule = (NAMED | OTHER)[name]
     for case in product(REWARDS, (1, 4), (1, 2), (1, 3), UNSAID):
-        reward, group, turns, steps, said = case
-        log = lines(rule, reward, 5, group, turns, steps=steps, **said)
+        reward, group, turns, steps, extra = case
+        log = lines(rule, reward, 5, group, turns, steps=steps, **extra)
         assert judged(log).faults == [], case
 
 

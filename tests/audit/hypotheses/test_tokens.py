@@ -6,18 +6,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 from zerokl.audit.hypotheses.evidence import Evidence
 from zerokl.audit.hypotheses.lines import Line
-from zerokl.audit.hypotheses.tokens import _padded_lengths
+from zerokl.audit.hypotheses.prompts import padded_lengths
 from zerokl.cli import main
-from zerokl.kernels.logprob import linear_logprob
 from zerokl.kernels.sampling_params import SamplingParams
-from zerokl.model.decoder import PackedContext
-from zerokl.model.scoring import pack
 
 from tests.audit.hypotheses.planted import (
-    PROMPTS,
     SAMPLING,
     Case,
     altered,
@@ -48,54 +43,15 @@ def test_lines_that_were_mixed_up_are_told_apart(case, tmp_path):
         ("another line's completion", swapped_completions),
         ("another line's numbers", relogged(case.rollouts, rolled(logged))),
     ):
-        found = report_of(case, write(tmp_path / "log.jsonl", rollouts))["hypotheses"]["found"]
-        assert found["name"] == name
+        named = report_of(case, write(tmp_path / "log.jsonl", rollouts))["hypotheses"]["found"]
+        assert named["name"] == name
 
 
 @pytest.mark.full
 def test_one_line_with_another_prompt_is_enough(case, tmp_path):
     rollouts = [altered(case.rollouts[0], prompt_ids=case.rollouts[4].prompt_ids), *case.rollouts[1:]]
-    found = report_of(case, write(tmp_path / "log.jsonl", rollouts))["hypotheses"]["found"]
-    assert (found["name"], found["lines"]) == ("another line's prompt", 1)
-
-
-@torch.no_grad()
-def at_positions(case: Case, gaps) -> list[np.ndarray]:
-    """The logprobs with a gap between the positions of prompt and completion."""
-    out = []
-    for r, gap in zip(case.rollouts, gaps, strict=True):
-        batch = pack([r.pair])
-        context = PackedContext(batch.lengths, case.decoder.config)
-        context.positions[len(r.prompt_ids) :] += gap
-        h = case.decoder.hidden(batch.ids, context)[batch.rows]
-        out.append(linear_logprob(h, case.decoder.logits_weight(), batch.targets, SAMPLING)[0].numpy())
-    return out
-
-
-@pytest.mark.full
-def test_positions_and_padding_are_told_apart(case, tmp_path):
-    longest = max(map(len, PROMPTS))
-    counted = at_positions(case, [longest - len(r.prompt_ids) for r in case.rollouts])
-    again = at_positions(case, [-len(r.prompt_ids) for r in case.rollouts])
-    read = pairs_scored(
-        case, [((0,) * (longest - len(r.prompt_ids)) + r.prompt_ids, r.completion_ids) for r in case.rollouts]
-    )
-    for name, logged in (
-        ("positions shifted by padding", counted),
-        ("padding is read", read),
-        ("other positions", again),
-    ):
-        log = write(tmp_path / "log.jsonl", relogged(case.rollouts, logged))
-        found = report_of(case, log)["hypotheses"]["found"]
-        assert found["name"] == name
-
-
-def test_a_missing_special_token_is_named(case, tmp_path):
-    logged = pairs_scored(case, [((*r.prompt_ids, 1), r.completion_ids) for r in case.rollouts])
-    found = report_of(case, write(tmp_path / "log.jsonl", relogged(case.rollouts, logged)))["hypotheses"][
-        "found"
-    ]
-    assert (found["name"], "<eos>" in found["what"]) == ("a special token", True)
+    named = report_of(case, write(tmp_path / "log.jsonl", rollouts))["hypotheses"]["found"]
+    assert (named["name"], named["lines"]) == ("another line's prompt", 1)
 
 
 def test_an_end_token_that_is_left_out_is_named(case, tmp_path):
@@ -191,6 +147,6 @@ def test_batches_that_pad_alike_are_all_named():
     """Of lines 1 to 3 a batch of 6 and one of 16 have the same longest prompt."""
     column = np.zeros(3, np.float32)
     lines = [Line(i, (5,) * (9 if i % 48 < 2 else 4), (1, 2, 3), column, column) for i in range(96)]
-    words = [x for x, _ in _padded_lengths(Evidence(lines[:3], log=lines))]
+    words = [x for x, _ in padded_lengths(Evidence(lines[:3], log=lines))]
     (batches,) = [x for x in words if "batch of 6 lines" in x]
     assert "batch of 16 lines" in batches

@@ -84,7 +84,7 @@ def test_each_kind_is_counted_in_each_column_and_left_out(tmp_path, kind, column
     clean = audit_columns(write(tmp_path / "masked.jsonl", masked(rows_of())))
     assert clean.outcome.passed
     assert (report.figures, report.log.drawn_tokens) == (clean.figures, 480)
-    assert report.log.hypotheses.found is report.log.trainer_column.found is None
+    assert report.log.hypotheses.best is report.log.trainer_column.best is None
     # Beside a token that nobody drew it is none.
     assert audit_columns(write(log, masked(planted(rows_of(), KINDS[kind], column)))).outcome == clean.outcome
 
@@ -238,11 +238,14 @@ def test_a_log_and_a_models_scores_are_asked_as_well(case, tmp_path, monkeypatch
 
     monkeypatch.setattr(compare, "score", scored)
     report = audit_json(audit_config(str(case.folder), str(log), dtype="float32"))
-    of_log, of_model = report["no_logprobs"]
-    assert (of_log["column"], of_log["tokens"], of_log["drawn"]) == ("the sampler's", 1, drawn)
-    assert (of_model["column"], of_model["tokens"]) == ("zerokl's", 1 + len(lines[3]["completion_ids"]))
-    assert of_model["first"] == f"{log}, line 3, position 3"
-    assert report["tokens"] == drawn - of_log["tokens"] - of_model["tokens"]
+    in_log, in_model = report["no_logprobs"]
+    assert (in_log["column"], in_log["tokens"], in_log["drawn"]) == ("the sampler's", 1, drawn)
+    assert (in_model["column"], in_model["tokens"]) == (
+        "zerokl's",
+        1 + len(lines[3]["completion_ids"]),
+    )
+    assert in_model["first"] == f"{log}, line 3, position 3"
+    assert report["tokens"] == drawn - in_log["tokens"] - in_model["tokens"]
     assert report["sequences"] == len(lines) - 1
     assert len(report["outcome"]["faults"]) == 2
     assert not report["outcome"]["passed"]

@@ -12,14 +12,17 @@ from transformers.models.qwen3 import modeling_qwen3
 from zerokl.audit.as_json import as_json
 from zerokl.audit.engines.engine import Engine, ZeroklEngine
 from zerokl.audit.engines.hf import HfEngine
+from zerokl.audit.faults.operations.weights import fp8_everywhere, in_fp8
+from zerokl.audit.faults.registry import changed_operations
 from zerokl.audit.operations.locate import locate
 from zerokl.audit.operations.operation_errors import FAULT, excess
 from zerokl.audit.operations.operations import Checkpoint, cut
 from zerokl.cli import main
 from zerokl.kernels.sampling_params import SamplingParams
+from zerokl.model.operation import Equation
 
 from tests.audit.settings import audit_config, audit_json
-from tests.random_model import random_model
+from tests.random_model import EXPERTS, random_model
 
 LAYERS = 4
 PAIR = ((5, 6, 7, 8, 9, 30, 31), (10, 11, 12, 13, 14, 15, 40, 41, 42))
@@ -91,151 +94,40 @@ def test_two_dtypes_are_no_fault(deep):
 # --- faults in transformers' model ---
 
 Plant = Callable[[torch.nn.Module], None]
+# Every plant of audit/faults/operations/, with the model that it fits.
+PLANTS = [
+    pytest.param(plant, "moe" if Equation.EXPERTS in changed.equations else "deep", id=plant.plant.__name__)
+    for changed in dict.fromkeys(changed_operations().values())
+    for plant in changed.plants
+]
 
 
-def _fp8(w: torch.Tensor) -> None:
-    scale = w.abs().max().float() / 448
-    w.copy_(((w.float() / scale).to(torch.float8_e4m3fn).float() * scale).to(w.dtype))
-
-
-def _fp8_everywhere(model: torch.nn.Module) -> None:
-    for layer in model.model.layers:
-        for module in layer.modules():
-            if isinstance(module, torch.nn.Linear):
-                _fp8(module.weight)
-
-
-def _theta(model: torch.nn.Module) -> None:
-    rotary, config = model.model.rotary_emb, model.config
-    theta = 2 * config.rope_parameters["rope_theta"]
-    exponent = torch.arange(0, config.head_dim, 2).float() / config.head_dim
-    rotary.inv_freq.copy_(theta**-exponent)
-
-
-def _swapped_heads(weight: torch.Tensor) -> None:
-    heads = weight.view(-1, 16, weight.shape[1])
-    heads[[0, 1]] = heads[[1, 0]]
-
-
-class _Exchanged(torch.nn.Module):
-    """An MLP whose gate and up have changed places."""
-
-    def __init__(self, mlp: torch.nn.Module):
-        super().__init__()
-        self.gate_proj, self.up_proj, self.down_proj, self.act_fn = (
-            mlp.up_proj,
-            mlp.gate_proj,
-            mlp.down_proj,
-            mlp.act_fn,
-        )
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
-
-
-def _exchange(model: torch.nn.Module) -> None:
-    model.model.layers[1].mlp = _Exchanged(model.model.layers[1].mlp)
-
-
-def _set(path: str, value: object) -> Plant:
-    """Plant that sets an attribute of the model; `path` is dotted, with numbers for layers."""
-    *parents, name = path.split(".")
-
-    def plant(model: torch.nn.Module) -> None:
-        place = model
-        for parent in parents:
-            place = place[int(parent)] if parent.isdigit() else getattr(place, parent)
-        setattr(place, name, value)
-
-    return plant
-
-
-def _weight(name: str, change: Callable[[torch.Tensor], object]) -> Plant:
-    return lambda model: change(model.get_parameter(name))
-
-
-# The name of the fault -> how it is planted, the operation, and words of the explanation.
-FAULTS: dict[str, tuple[Plant, str, str]] = {
-    "rope_theta doubled": (_theta, "layers.0.q_rope", "rope_theta is 20000, the checkpoint's is 10000"),
-    "query heads swapped in layer 2": (
-        _weight("model.layers.2.self_attn.q_proj.weight", _swapped_heads),
-        "layers.2.q_proj",
-        "heads [0, 1] hold the checkpoint's heads [1, 0]",
-    ),
-    "weights in fp8": (_fp8_everywhere, "layers.0.q_proj", "rounded to fp8 e4m3, a scale for each tensor"),
-    "one element of a norm's weight": (
-        _weight("model.layers.1.input_layernorm.weight", lambda w: w[7:8].mul_(3)),
-        "layers.1.input_norm",
-        "1 of 64 elements of model.layers.1.input_layernorm.weight have other values (element 7",
-    ),
-    "a norm's weight left out": (
-        _weight("model.norm.weight", lambda w: w.fill_(1.0)),
-        "norm",
-        "the weight is not applied",
-    ),
-    "a norm's epsilon": (
-        _set("model.layers.0.input_layernorm.variance_epsilon", 1e-3),
-        "layers.0.input_norm",
-        "eps is 0.001",
-    ),
-    "q_norm missing": (
-        _set("model.layers.0.self_attn.q_norm", torch.nn.Identity()),
-        "layers.0.q_norm",
-        "the norm is missing",
-    ),
-    "gate and up exchanged": (_exchange, "layers.1.gate_proj", "model.layers.1.mlp.up_proj.weight"),
-    "gelu": (
-        _set("model.layers.3.mlp.act_fn", torch.nn.GELU()),
-        "layers.3.silu_mul",
-        "the activation is gelu",
-    ),
-    "attention's scale": (
-        _set("model.layers.2.self_attn.scaling", 1 / 16),
-        "layers.2.attention",
-        "scaled by 1 / head_dim",
-    ),
-    "a weight of another layer": (
-        lambda model: model.model.layers[3].mlp.down_proj.weight.copy_(
-            model.model.layers[0].mlp.down_proj.weight
-        ),
-        "layers.3.down_proj",
-        "it computes with model.layers.0.mlp.down_proj.weight",
-    ),
-    "a weight never loaded": (
-        _weight("model.layers.1.self_attn.o_proj.weight", lambda w: w.zero_()),
-        "layers.1.o_proj",
-        "all its outputs are 0",
-    ),
-    "a weight transposed": (
-        _weight("model.layers.1.self_attn.o_proj.weight", lambda w: w.copy_(w.T.clone())),
-        "layers.1.o_proj",
-        "is transposed",
-    ),
-    "an update that came twice": (
-        _weight("model.layers.2.mlp.up_proj.weight", lambda w: w.mul_(1.25)),
-        "layers.2.up_proj",
-        "its outputs are 1.25 times the checkpoint's",
-    ),
-}
+@pytest.fixture(scope="module")
+def moe(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return random_model(tmp_path_factory.mktemp("moe"), EXPERTS, 3.0)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("fault", FAULTS)
-def test_a_fault_between_transformers_and_zerokl_is_named(deep, dtype, fault):
-    plant, op, words = FAULTS[fault]
-    broken, ours = HfEngine(deep, DTYPES[dtype]), ZeroklEngine(deep, DTYPES[dtype])
+@pytest.mark.parametrize(("planted", "kind"), PLANTS)
+def test_a_fault_between_transformers_and_zerokl_is_named(request, dtype, planted, kind):
+    model = request.getfixturevalue(kind)
+    broken, ours = HfEngine(model, DTYPES[dtype]), ZeroklEngine(model, DTYPES[dtype])
     with torch.no_grad():
-        plant(broken.model)
-    _assert_named(deep, dtype, broken, ours, op, "hf", words)
+        planted.plant(broken.model)
+    _assert_named(model, dtype, broken, ours, planted.op, "hf", planted.words)
+
+
+def test_every_kind_of_operation_has_its_changes():
+    assert set(changed_operations()) == set(Equation)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_fault_in_our_own_engine_is_ours(deep, dtype):
-    theirs, broken = HfEngine(deep, DTYPES[dtype]), ZeroklEngine(deep, DTYPES[dtype])
+    sound, broken = HfEngine(deep, DTYPES[dtype]), ZeroklEngine(deep, DTYPES[dtype])
     with torch.no_grad():
         broken.decoder.w["layers.1.down"].mul_(0.5)
-    _assert_named(deep, dtype, theirs, broken, "layers.1.down_proj", "zerokl", "its outputs are 0.5")
+    _assert_named(deep, dtype, sound, broken, "layers.1.down_proj", "zerokl", "its outputs are 0.5")
 
 
 def _assert_named(deep: Path, dtype: str, sampler: Engine, trainer: Engine, op: str, engine: str, words: str):
@@ -322,7 +214,7 @@ def test_a_cache_in_fewer_bits_is_named(deep):
 def test_all_operations_at_fault_are_counted(deep):
     broken, ours = HfEngine(deep, torch.bfloat16), ZeroklEngine(deep, torch.bfloat16)
     with torch.no_grad():
-        _fp8_everywhere(broken.model)
+        fp8_everywhere(broken.model)
     checkpoint = Checkpoint.load(deep, torch.bfloat16)
     jump = located(broken, ours, PAIR, SAMPLING, (checkpoint, checkpoint))["jump"]
     assert jump["others"] == 7 * LAYERS - 1
@@ -330,6 +222,11 @@ def test_all_operations_at_fault_are_counted(deep):
 
 
 # --- two checkpoints ---
+
+
+def _swapped_heads(weight: torch.Tensor) -> None:
+    heads = weight.view(-1, 16, weight.shape[1])
+    heads[[0, 1]] = heads[[1, 0]]
 
 
 def _changed(deep: Path, folder: Path, weights: Plant | None = None, **config: object) -> Path:
@@ -378,7 +275,7 @@ def test_another_theta_is_named(deep, tmp_path, capsys, sampler):
     ("name", "change", "op"),
     [
         ("model.layers.2.self_attn.q_proj.weight", _swapped_heads, "layers.2.q_proj"),
-        ("model.layers.1.mlp.down_proj.weight", _fp8, "layers.1.down_proj"),
+        ("model.layers.1.mlp.down_proj.weight", in_fp8, "layers.1.down_proj"),
         ("model.layers.3.post_attention_layernorm.weight", lambda w: w[0].mul_(2), "layers.3.post_norm"),
         ("model.embed_tokens.weight", lambda w: w.mul_(1.1), "embed"),
     ],

@@ -1,0 +1,131 @@
+"""Keys and values of the cache in 8 bits.
+
+    stored(x) = s round(clip(x / s))    in fp8 or int8
+
+Shapes: T tokens of packed sequences, k and v [T, Hkv, D].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from ....model.checkpoint import DTYPES
+from ...hypotheses.attention import Variant, attention_scores
+from ...hypotheses.evidence import Evidence
+from ...hypotheses.noise import measured
+from ...hypotheses.prediction import Prediction
+from ..fault import Plant, Predicted
+
+if TYPE_CHECKING:
+    from ..planting.world import Log, World
+
+
+def stored(x: torch.Tensor, dtype: torch.dtype, share: float = 0.0) -> torch.Tensor:
+    """x [T, H, D] as a cache of `dtype` gives it back, in fp32.
+
+    share: of the largest value, which takes the largest number of the dtype; larger ones are clipped. 0 is no
+    scale. int8 has a scale for each token and head, fp8 one for all.
+    """
+    x = x.float()
+    if dtype == torch.int8:
+        scale = (x.abs().amax(-1, keepdim=True) / 127.0).clamp(min=1e-12)
+        return (x / scale).round() * scale
+    most = torch.finfo(dtype).max
+    scale = (x.abs().max() * share / most).clamp(min=1e-12) if share else torch.ones(())
+    return (x / scale).clamp(-most, most).to(dtype).float() * scale
+
+
+_E4M3 = torch.float8_e4m3fn
+_CACHES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "fp8 e4m3": partial(stored, dtype=_E4M3),
+    "fp8 e5m2": partial(stored, dtype=torch.float8_e5m2),
+    "fp8 e4m3, scaled by their largest value": partial(stored, dtype=_E4M3, share=1.0),
+    "fp8 e4m3, clipped at half of their largest value": partial(stored, dtype=_E4M3, share=0.5),
+    "fp8 e4m3, clipped at a quarter of their largest value": partial(stored, dtype=_E4M3, share=0.25),
+    "int8, scaled by token and head": partial(stored, dtype=torch.int8),
+}
+
+
+def predict(evidence: Evidence) -> Iterator[Prediction]:
+    """Keys and values in 8 bits.
+
+    Whether such a value rounds up or down depends on the bits below it. So the same cache is computed in fp32
+    and in bf16, and how far these two are apart is what two engines with it may be.
+    """
+    scorer, name = evidence.scorer, str(evidence.scorer.dtype).removeprefix("torch.")
+    other = "bfloat16" if name == "float32" else "float32"
+    decoders = {name: scorer.model(), other: scorer.decoder(dtype=DTYPES[other])}
+    plain = {dtype: attention_scores(evidence, Variant(), decoder) for dtype, decoder in decoders.items()}
+    for words, store in _CACHES.items():
+        rounded = {
+            t: attention_scores(evidence, Variant(store=store), decoder) for t, decoder in decoders.items()
+        }
+        noise = measured(other, *(list(x.values()) for x in rounded.values()))
+        for t, scores in rounded.items():
+            effect = {i: _moved(x.scored, scores[i], plain[t][i]) for i, x in enumerate(evidence.lines)}
+            yield Prediction(f"the sampler's keys and values are in {words}", effect, noise=noise)
+
+
+def _moved(scored: np.ndarray, changed: np.ndarray, plain: np.ndarray) -> np.ndarray:
+    """scored + (changed - plain), [C] fp32."""
+    with np.errstate(invalid="ignore"):
+        return (scored.astype(np.float64) + changed - plain).astype(np.float32)
+
+
+# --- plants: transformers' own cache, changed ---
+
+
+def _through(x: torch.Tensor, dtype: torch.dtype, scale: torch.Tensor) -> torch.Tensor:
+    return ((x.float() / scale).clamp(-448.0, 448.0).to(dtype).float() * scale).to(x.dtype)
+
+
+def fp8_cache(w: World) -> Log:
+    """e4m3 without a scale."""
+    return w.sampler(cache=w.cache(lambda x: x.to(torch.float8_e4m3fn).to(x.dtype)))
+
+
+def fp8_e5m2_cache(w: World) -> Log:
+    """e5m2 without a scale."""
+    return w.sampler(cache=w.cache(lambda x: x.to(torch.float8_e5m2).to(x.dtype)))
+
+
+def scaled_fp8_cache(w: World) -> Log:
+    """A scale of each layer from a calibration: that of its prompts."""
+    return w.sampler(cache=w.cache(lambda x: _through(x, torch.float8_e4m3fn, x.abs().max() / 448.0)))
+
+
+def clipped_fp8_cache(w: World) -> Log:
+    """A scale that is too small: large keys are clipped."""
+    share = w.uniform(0.3, 0.5)
+    return w.sampler(cache=w.cache(lambda x: _through(x, torch.float8_e4m3fn, x.abs().max() * share / 448.0)))
+
+
+def int8_cache(w: World) -> Log:
+    """Whole numbers with a scale for each token and head."""
+
+    def store(x: torch.Tensor) -> torch.Tensor:
+        scale = (x.float().abs().amax(-1, keepdim=True) / 127.0).clamp(min=1e-12)
+        return ((x.float() / scale).round() * scale).to(x.dtype)
+
+    return w.sampler(cache=w.cache(store))
+
+
+FAULT = Predicted(
+    name="keys and values rounded",
+    order=320,
+    predict=predict,
+    remedy="Give the cache the compute dtype, or score with rounded keys and values too (kv_cache_dtype).",
+    tries="a cache in fp8 e4m3 or e5m2, in e4m3 scaled by the largest value or clipped at a half or a "
+    "quarter of it, in int8 with a scale for each token and head",
+    is_dimmed=True,
+    is_second=True,
+    plants=tuple(
+        Plant(group="attention", make=make, named=("keys and values",))
+        for make in (fp8_cache, fp8_e5m2_cache, scaled_fp8_cache, clipped_fp8_cache, int8_cache)
+    ),
+)

@@ -1,0 +1,57 @@
+"""The rotary embedding."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import torch
+
+from ....kernels.rope import rope_frequencies
+from ....model.operation import Equation
+from ....model.operations import input_names, operation, split_name
+from ..changed_operation import Change, ChangedOperation, ModelPlant, Traced
+
+
+def changes(traced: Traced) -> Iterator[Change]:
+    """Another base, no scaling, other positions, pairs in place of halves, a norm before it."""
+    op, exact, lookup, trace = traced.op, traced.exact, traced.lookup, traced.trace
+    config, (prefix, _) = exact.checkpoint.config, split_name(op)
+    (name,) = input_names(op, config)
+    x, theta = lookup(name).double(), config.rope_theta
+    yield "no position is encoded: its outputs are its inputs", x
+    if config.rope_llama3 is not None:
+        plain = rope_frequencies(config.head_dim, theta)
+        yield "the scaling of the rotary embedding (llama3) is left out", exact.rope(x, plain)
+    usual = (theta * 2, theta / 2, theta * 10, theta / 10, 1e4, 5e5, 1e6, 5e6, 1e7, theta * 4, theta / 4)
+    for other in usual:
+        frequencies = replace(config, rope_theta=other).frequencies
+        yield f"rope_theta is {other:g}, the checkpoint's is {theta:g}", exact.rope(x, frequencies)
+    for shift in (1, -1, len(exact.prompt), -len(exact.prompt)):
+        yield f"the positions are shifted by {shift:+d}", exact.rope(x, config.frequencies, shift)
+    yield (
+        "neighbouring elements are rotated in pairs, where the checkpoint rotates the halves of a head",
+        exact.rope(x, config.frequencies, interleaved=True),
+    )
+    (norm,) = operation(op).reads
+    if not config.qk_norm and prefix + norm in trace:
+        normed = lookup(prefix + norm).double()
+        yield f"{norm} comes before it, which the checkpoint lacks", exact.rope(normed, config.frequencies)
+    if config.qk_norm:
+        (raw,) = input_names(prefix + norm, config)
+        yield f"{norm} is missing before it", exact.rope(lookup(raw).double(), config.frequencies)
+
+
+def theta_doubled(model: torch.nn.Module) -> None:
+    """The frequencies of twice the base, from their formula."""
+    rotary, config = model.model.rotary_emb, model.config
+    theta = 2 * config.rope_parameters["rope_theta"]
+    exponent = torch.arange(0, config.head_dim, 2).float() / config.head_dim
+    rotary.inv_freq.copy_(theta**-exponent)
+
+
+CHANGED = ChangedOperation(
+    equations=(Equation.ROPE,),
+    changes=changes,
+    plants=(ModelPlant(theta_doubled, "layers.0.q_rope", "rope_theta is 20000, the checkpoint's is 10000"),),
+)
