@@ -1,0 +1,83 @@
+"""The sections of what a run measures, keeps and writes down: evaluation, monitor, checkpoint and ledger."""
+
+from typing import ClassVar, Literal
+
+from pydantic import Field
+
+from .planned_run import PlannedRun
+from .section import Head, Section, Temperature, free, rule, setting
+
+
+class EvaluationConfig(Section):
+    """Held-out evaluation."""
+
+    head: ClassVar[Head] = free("only reads the weights, with random numbers of its own")
+
+    every: int = setting(10, ge=0, common=True, also_called="eval_steps test_freq eval_interval val_period")
+    """Steps between evaluations; one more is done before the first step, and one at the end. 0 is off."""
+    problems: int = setting(128, ge=1, common=True)
+    """Number of held-out problems at most."""
+    num_generations: int = Field(1, ge=1)
+    """Completions of each problem."""
+    temperature: Temperature = Field(0.0, ge=0)
+    """Temperature; 0 is greedy. The filters are those of the section sampling."""
+    training: bool = False
+    """Evaluate the policy on as many training problems too, drawn at the training temperature."""
+    both_policies: bool = True
+    """Where the sampler differs from the trainer, evaluate both policies, on held-out and on training
+    problems. Elsewhere there is one policy, and this does nothing.
+    """
+
+
+class MonitorConfig(Section):
+    """Measurements beside the training. They change no bit of it."""
+
+    head: ClassVar[Head] = free("only measures, with random numbers of its own")
+
+    gradient: int = setting(0, ge=0, needs_whole=bool)
+    """Steps between measurements of the gradient's bias: the gradient from the sampler's rollouts, under each
+    correction, against two from exact rollouts of the same prompts (docs/gradient.md). 0 is off.
+    """
+
+    @rule
+    def _bias(self, run: PlannedRun) -> str | None:
+        if self.gradient and run.config.exact and not run.config.max_staleness:
+            return (
+                f"monitor.gradient ({self.gradient}) with exact = true: every rollout is exact, so its "
+                "gradient has no bias to measure; set exact = false for a sampler that differs, or "
+                "monitor.gradient = 0"
+            )
+        if self.gradient and run.config.loss.trains_given:
+            return (
+                f"monitor.gradient ({self.gradient}) with a loss of given tokens (dpo, verifree): no sampler "
+                "decides them; set it to 0, or choose another loss"
+            )
+
+
+class CheckpointConfig(Section):
+    """Checkpoints after some steps and always after the last one.
+
+    They are in Hugging Face format, with the fp32 master weights and what a resumed run needs.
+    """
+
+    head: ClassVar[Head] = free("decides only what is kept")
+
+    every: int = setting(0, ge=0, common=True, also_called="save_steps save_freq save_interval")
+    """Steps between checkpoints; with 0 only the last step has one."""
+    keep: int = setting(0, ge=0, common=True, also_called="save_total_limit max_ckpt_num")
+    """The number of newest checkpoints to keep; 0 keeps all."""
+
+
+class LedgerConfig(Section):
+    """The run's ledger: hashes of all that a step computes."""
+
+    detail: Literal["roots", "gradients", "full"] = setting(
+        "full", head=free("decides only what is written down; the roots are the same")
+    )
+    """Quantities whose hash is written down for each weight: none (roots), the gradients, or optimizer state
+    and weights as well (full). More detail costs only space.
+    """
+    state_every: int = Field(1, ge=1)
+    """Steps between hashes of optimizer state and weights. A larger number saves time with a large model. It
+    is part of the run's fingerprint.
+    """
