@@ -1,10 +1,10 @@
 """The configuration's section `init`: the base model that model = "init:PRESET", or `zerokl init`, makes."""
 
-from typing import Annotated, ClassVar
+from typing import Annotated
 
 from pydantic import Field, model_validator
 
-from .section import Head, Section, free
+from .section import Section, free
 
 Share = Annotated[float, Field(ge=0, le=1)]
 # The sizes that init.sizes may name, as a checkpoint's config.json names them.
@@ -46,12 +46,11 @@ class InitSettings(Section):
         return self
 
 
-class InitConfig(InitSettings):
+class InitConfig(
+    InitSettings,
+    head=free("how a base model is made; the weights and the problems found there are chained instead"),
+):
     """The base model that model = "init:PRESET" makes for the task, and its perfectible set."""
-
-    head: ClassVar[Head] = free(
-        "how a base model is made; the weights and the problems found there are chained instead"
-    )
 
     seed: int = Field(-1, ge=-1)
     """Seed of the base model, of its first weights and of the order of its examples; -1 is the run's seed."""

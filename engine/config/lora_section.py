@@ -1,11 +1,11 @@
 """The settings of LoRA: adapters are trained in place of the weights (model/adapters.py)."""
 
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
 from ...model.lora import TARGETS, Lora
-from .section import WHERE_SET, Head, Section, free, setting
+from .section import WHERE_SET, Section, free, setting
 
 # Settings of PEFT's LoraConfig that zerokl does not have, by name: why, and what to do instead.
 REFUSED = {
@@ -23,13 +23,11 @@ REFUSED = {
 REFUSED["lora_dropout"] = REFUSED["dropout"]
 
 
-class LoraConfig(Section):
+class LoraConfig(Section, head=WHERE_SET):
     """LoRA (Hu et al., arXiv:2106.09685): low-rank adapters are trained, and the model itself is frozen.
 
     docs/lora.md says what it computes and what memory it needs.
     """
-
-    head: ClassVar[Head] = WHERE_SET
 
     rank: int = setting(0, ge=0, le=4096, common=True)
     """Rank of the adapters; 0 is off, and every weight is trained."""

@@ -74,18 +74,18 @@ class LossChoices(Section):
 
     @rule
     def _dpo(self, run: PlannedRun) -> str | None:
-        if self.is_dpo != (run.config.task.name == "pairs"):
+        if (self.advantage == "dpo") != (run.config.task.name == "pairs"):
             return (
                 f'loss.advantage ("{self.advantage}") with task.name ("{run.config.task.name}"): DPO trains '
                 'on given pairs, and only DPO does; set both loss.preset = "dpo" and task.name = "pairs", or '
                 "neither"
             )
-        if self.is_dpo and run.config.num_generations != 2:
+        if self.advantage == "dpo" and run.config.num_generations != 2:
             return (
                 f"num_generations ({run.config.num_generations}) must be 2 with DPO: a pair has a chosen and "
                 "a rejected completion"
             )
-        if self.is_dpo and run.config.sampling.sampling_params != SamplingParams():
+        if self.advantage == "dpo" and run.config.sampling.sampling_params != SamplingParams():
             return (
                 "sampling.temperature, top_k, top_p, min_p, logit_bias and allowed_token_ids: nothing is "
                 "drawn in DPO, and its log-probabilities are the model's own; leave them out"
@@ -208,7 +208,7 @@ class LossChoices(Section):
 
     @rule
     def _mean_over_pairs(self, run: PlannedRun) -> str | None:
-        if self.is_dpo != (self.loss_agg_mode == "pairs"):
+        if (self.advantage == "dpo") != (self.loss_agg_mode == "pairs"):
             return (
                 f'loss.loss_agg_mode ("{self.loss_agg_mode}"): DPO is the mean over pairs, and no other loss '
                 'has pairs; set it to "pairs" with DPO, and to another mode without'
@@ -343,11 +343,6 @@ class LossConfig(LossChoices):
         return bool(self.length_reward or self.overlong_share or (self.kl_coef and self.kl_in == "reward"))
 
     @property
-    def is_dpo(self) -> bool:
-        """Whether the loss is DPO's, over given pairs."""
-        return self.advantage == "dpo"
-
-    @property
     def trains_given(self) -> bool:
         """Whether the loss trains on tokens that nobody drew."""
         return self.advantage in ("dpo", "verifree")
@@ -355,7 +350,7 @@ class LossConfig(LossChoices):
     @property
     def has_reference(self) -> bool:
         """Whether there is a frozen reference: for a KL term, or for DPO."""
-        return bool(self.kl_coef) or self.is_dpo
+        return bool(self.kl_coef) or self.advantage == "dpo"
 
     @property
     def has_critic(self) -> bool:

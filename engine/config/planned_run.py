@@ -15,16 +15,6 @@ class PlannedRun(NamedTuple):
     ranks: int = 1
 
     @property
-    def vllm_exact(self) -> bool:
-        """Whether vLLM samples with its own model in batch-invariant mode."""
-        return self.config.sampler == "vllm-exact"
-
-    @property
-    def uses_vllm(self) -> bool:
-        """Whether vLLM samples: as it comes, batch-invariant, or with our decoder."""
-        return self.config.sampler.startswith("vllm")
-
-    @property
     def keyed_vllm(self) -> bool:
         """Whether vLLM draws with zerokl's keys, over the trainer's own weights."""
         return self.config.sampler in ("vllm-exact", "vllm-zerokl")
@@ -38,8 +28,3 @@ class PlannedRun(NamedTuple):
         """Whether one of these settings of precision, of the trainer or of the sampler, is not "compute"."""
         sides = self.config.precision, self.config.precision.of_sampler
         return any(getattr(side, name) != "compute" for side in sides for name in dtypes)
-
-    @property
-    def vllm_on_cpu(self) -> bool:
-        """Whether the installed vLLM computes on CPUs only."""
-        return self.vllm is not None and self.vllm.endswith("+cpu")

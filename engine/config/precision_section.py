@@ -81,7 +81,7 @@ class PrecisionConfig(Section):
 
     @rule
     def _dtypes(self, run: PlannedRun) -> str | None:
-        if run.vllm_exact and run.any_other("head_dtype", "cache_dtype"):
+        if run.config.sampler == "vllm-exact" and run.any_other("head_dtype", "cache_dtype"):
             return (
                 "precision.head_dtype and cache_dtype, and those of the sampler: vLLM's own model has other "
                 'kernels for them; set all to "compute"'
@@ -142,7 +142,7 @@ class PrecisionConfig(Section):
                 f'precision.kv ("{self.kv}") and perturb.kv ("{run.config.perturb.kv}") with '
                 "precision.cache_dtype or sampler_cache_dtype: each rounds keys and values; leave one out"
             )
-        if run.vllm_exact and (self.kv or run.config.perturb.kv):
+        if run.config.sampler == "vllm-exact" and (self.kv or run.config.perturb.kv):
             return (
                 f'precision.kv ("{self.kv}") and perturb.kv ("{run.config.perturb.kv}"): vLLM\'s own '
                 'model has other kernels for them; leave them out, or set sampler = "vllm-zerokl"'
@@ -155,7 +155,11 @@ class PrecisionConfig(Section):
 
     @rule
     def _tiles_of_the_installed_vllm(self, run: PlannedRun) -> str | None:
-        if run.vllm_exact and run.vllm and minor_version(run.vllm) != minor_version(self.tiles):
+        if (
+            run.config.sampler == "vllm-exact"
+            and run.vllm
+            and minor_version(run.vllm) != minor_version(self.tiles)
+        ):
             return (
                 f'precision.tiles ("{self.tiles}"): vLLM {run.vllm} is installed, '
                 "and has other tiles; set it to that version"

@@ -1,17 +1,15 @@
 """The sections of what a run measures, keeps and writes down: evaluation, monitor, checkpoint and ledger."""
 
-from typing import ClassVar, Literal
+from typing import Literal
 
 from pydantic import Field
 
 from .planned_run import PlannedRun
-from .section import Head, Section, Temperature, free, rule, setting
+from .section import Section, Temperature, free, rule, setting
 
 
-class EvaluationConfig(Section):
+class EvaluationConfig(Section, head=free("only reads the weights, with random numbers of its own")):
     """Held-out evaluation."""
-
-    head: ClassVar[Head] = free("only reads the weights, with random numbers of its own")
 
     every: int = setting(10, ge=0, common=True, also_called="eval_steps test_freq eval_interval val_period")
     """Steps between evaluations; one more is done before the first step, and one at the end. 0 is off."""
@@ -29,10 +27,8 @@ class EvaluationConfig(Section):
     """
 
 
-class MonitorConfig(Section):
+class MonitorConfig(Section, head=free("only measures, with random numbers of its own")):
     """Measurements beside the training. They change no bit of it."""
-
-    head: ClassVar[Head] = free("only measures, with random numbers of its own")
 
     gradient: int = setting(0, ge=0, needs_whole=bool)
     """Steps between measurements of the gradient's bias: the gradient from the sampler's rollouts, under each
@@ -54,13 +50,11 @@ class MonitorConfig(Section):
             )
 
 
-class CheckpointConfig(Section):
+class CheckpointConfig(Section, head=free("decides only what is kept")):
     """Checkpoints after some steps and always after the last one.
 
     They are in Hugging Face format, with the fp32 master weights and what a resumed run needs.
     """
-
-    head: ClassVar[Head] = free("decides only what is kept")
 
     every: int = setting(0, ge=0, common=True, also_called="save_steps save_freq save_interval")
     """Steps between checkpoints; with 0 only the last step has one."""

@@ -3,7 +3,7 @@
 section.py says what a setting is. docs/extend.md shows how to add one.
 """
 
-from typing import Annotated, Any, ClassVar, Literal, get_origin
+from typing import Annotated, Any, Literal, get_origin
 
 from pydantic import Field, field_validator
 
@@ -17,7 +17,7 @@ from .precision_section import PrecisionConfig, ShortNames
 from .recording_sections import CheckpointConfig, EvaluationConfig, LedgerConfig, MonitorConfig
 from .sampler_names import EXTERNAL, RENAMED, SAMPLERS, SamplerName, listed
 from .sampling_section import NativeConfig, PoolConfig, SamplingConfig
-from .section import WHERE_SET, Head, Section, differing, free, needing_whole, rule, setting, settings_of
+from .section import WHERE_SET, Section, differing, free, needing_whole, rule, setting, settings_of
 from .task_section import EnvironmentConfig, TaskConfig
 from .vllm_section import VllmConfig
 
@@ -27,10 +27,8 @@ _SAMPLER_HELP = (
 )
 
 
-class ParallelConfig(Section):
+class ParallelConfig(Section, head=free("how the work is spread; by the law this decides no bit")):
     """How training is spread over ranks. These settings change no bit of the result."""
-
-    head: ClassVar[Head] = free("how the work is spread; by the law this decides no bit")
 
     engine: Literal["replicated", "fsdp"] = "replicated"
     """replicated: every rank has all weights. fsdp: each rank keeps its rows of every weight, and a layer is
@@ -228,12 +226,13 @@ class Config(Section):
                 "transformers applies min_p after top_p, and has the other two in another form; leave them "
                 "out, or set another sampler"
             )
-        if run.vllm_exact and run.device == "cpu":
+        if self.sampler == "vllm-exact" and run.device == "cpu":
             return (
                 'sampler ("vllm-exact") needs a GPU: vLLM\'s kernels for CPUs are not batch-invariant; '
                 'set sampler = "vllm-zerokl"'
             )
-        if run.uses_vllm and run.device == "cuda" and run.vllm_on_cpu:
+        is_for_cpus = (run.vllm or "").endswith("+cpu")
+        if self.sampler.startswith("vllm") and run.device == "cuda" and is_for_cpus:
             return (
                 f'sampler ("{self.sampler}"): the vLLM installed here computes on CPUs only; '
                 'set device = "cpu"'

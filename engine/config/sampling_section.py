@@ -1,12 +1,12 @@
 """The sections `sampling`, `native` and `pool` of the configuration: how completions are drawn."""
 
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from ...kernels.sampling_params import SamplingParams, bias_by_id, refuse_penalties
 from .planned_run import PlannedRun
-from .section import WHERE_SET, Head, Section, Temperature, free, rule, setting
+from .section import WHERE_SET, Section, Temperature, free, rule, setting
 
 
 def _in_order(ids: tuple[int, ...] | None) -> tuple[int, ...] | None:
@@ -80,10 +80,8 @@ class SamplingConfig(Section):
         return self
 
 
-class NativeConfig(Section):
+class NativeConfig(Section, head=free("limits of the sampler; by the law they decide no bit")):
     """The native sampler. These settings change no bit of the result."""
-
-    head: ClassVar[Head] = free("limits of the sampler; by the law they decide no bit")
 
     max_concurrency: int = Field(64, ge=1)
     """Samples drawn at once."""
@@ -93,10 +91,8 @@ class NativeConfig(Section):
     """Upper limit of the key-value cache, bytes. 0 is 4 GiB on a CPU, and 0.3 of the free memory of a GPU."""
 
 
-class PoolConfig(Section):
+class PoolConfig(Section, head=free("who draws the rollouts, and where; by the law this decides no bit")):
     """Sampler actors on any nodes, which draw while the trainer trains. They change no bit of the result."""
-
-    head: ClassVar[Head] = free("who draws the rollouts, and where; by the law this decides no bit")
 
     engine: Literal["", "ray"] = setting("", needs_whole=bool)
     """ray: actors of a Ray cluster draw the training rollouts (the extra `ray` of the package). Empty: the

@@ -33,17 +33,13 @@ Temperature = Annotated[float, AfterValidator(_in_range)]
 
 
 class Head(NamedTuple):
-    """How the head of a run's ledger has a setting (runs/ledger_head.py); one that says nothing is chained.
+    """How the head of a run's ledger has a setting (runs/ledger_head.py). Without a word it is chained."""
 
-    where_set: it is chained where it is not its default, as most runs do not have it.
-    why_not: why it is not chained. is_free: in which configurations; a resumed run may change it there.
-    kept: it is never chained, and a resumed run may not change it.
-    """
-
-    where_set: bool = False
-    why_not: str = ""
+    where_set: bool = False  # it is chained where it is not its default, as most runs do not have it
+    why_not: str = ""  # why it is not chained
+    # The configurations in which it decides no bit; a resumed run may change it there.
     is_free: Callable[[Any], bool] = lambda config: False
-    kept: bool = False
+    kept: bool = False  # it is never chained, and a resumed run may not change it
 
 
 ALWAYS, WHERE_SET = Head(), Head(where_set=True)
@@ -60,30 +56,21 @@ def kept(why: str) -> Head:
 
 
 class Facts(NamedTuple):
-    """What is known of a setting beside its field.
+    """What is known of a setting beside its field."""
 
-    head: how the ledger's head has it; None: as its section says.
-    common: whether `zerokl train --help` shows it, or only `--help all` and `--help SECTION`.
-    also_called: what other frameworks call it, with spaces between the names.
-    replaces: how the keys begin that a file chose for this name; another name on the command line takes their
-    place. replaces_same: the same name does so too.
-    usual: the default, of a choice that another setting fills (`choice`).
-    differs: whether the sampler differs from the trainer where this is set. It needs exact = false.
-    needs_whole: of a value, whether it needs whole weights; parallel.engine = "fsdp" refuses it.
-    only_with: the one advantage whose losses have this choice; another loss refuses it.
-    needs_experts: whether only a mixture of experts can have it.
-    """
-
-    head: Head | None = None
-    common: bool = False
-    also_called: str = ""
+    head: Head | None = None  # how the ledger's head has it; None: as its section says
+    common: bool = False  # `zerokl train --help` shows it; others only `--help all` and `--help SECTION`
+    also_called: str = ""  # its names in other frameworks, with spaces between them
+    # How the keys begin that a file chose for this name. Another name on the command line takes their place;
+    # with replaces_same the same name does so too.
     replaces: str = ""
     replaces_same: bool = False
-    usual: Any = None
-    differs: bool = False
+    usual: Any = None  # of a `choice`: the default
+    differs: bool = False  # where it is set the sampler differs from the trainer; that needs exact = false
+    # Of a value, whether it needs whole weights; parallel.engine = "fsdp" refuses it.
     needs_whole: Callable[[Any], bool] = lambda value: False
-    only_with: str = ""
-    needs_experts: bool = False
+    only_with: str = ""  # the one advantage whose losses have this choice; another loss refuses it
+    needs_experts: bool = False  # only a mixture of experts can have it
 
 
 def setting(default: Any = PydanticUndefined, **words: Any) -> Any:
@@ -110,8 +97,12 @@ class Section(BaseModel):
     model_config = ConfigDict(
         frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True, ignored_types=(rule,)
     )
-    # How the ledger's head has the settings of this section that do not say it themselves.
+    # How the ledger's head has the settings of a section that do not say it: a word of the class.
     head: ClassVar[Head] = ALWAYS
+
+    def __init_subclass__(cls, head: Head | None = None, **words: Any):
+        super().__init_subclass__(**words)
+        cls.head = head or cls.head
 
     @field_validator("*")
     @classmethod
@@ -190,9 +181,5 @@ def needing_whole(config: Section) -> list[str]:
 
 def rules_of(section: type[Section]) -> list[rule]:
     """The rules beside the settings of a section, in the order of their lines."""
-    return [
-        value
-        for kind in reversed(section.__mro__)
-        for value in vars(kind).values()
-        if isinstance(value, rule)
-    ]
+    values = [value for kind in reversed(section.__mro__) for value in vars(kind).values()]
+    return [value for value in values if isinstance(value, rule)]

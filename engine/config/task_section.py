@@ -1,11 +1,11 @@
 """The sections `task` and `environment` of the configuration: what the model learns, and from whom."""
 
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 from pydantic import Field
 
 from ..tasks.rewards import RewardSettings
-from .section import WHERE_SET, Head, Section, free, setting
+from .section import WHERE_SET, Section, free, setting
 
 _LIMIT = free("decides whether a run stops, not what it computes")
 _LIMIT_OF_A_TURN = free("decides which trajectories end in time; the ledger chains how each ended")
@@ -75,10 +75,8 @@ class TaskConfig(Section):
         )
 
 
-class EnvironmentConfig(Section):
+class EnvironmentConfig(Section, head=WHERE_SET):
     """Trajectories of many turns. Only a task that has an environment takes it."""
-
-    head: ClassVar[Head] = WHERE_SET
 
     max_turns: int = setting(8, ge=1, le=10_000, common=True)
     """Turns of a trajectory at most; in a game, of each player."""

@@ -1,17 +1,15 @@
 """The section `vllm` of the configuration (run_config.py)."""
 
-from typing import Any, ClassVar
+from typing import Any
 
 from pydantic import Field
 
 from .planned_run import PlannedRun
-from .section import Head, Section, free, rule
+from .section import Section, free, rule
 
 
-class VllmConfig(Section):
+class VllmConfig(Section, head=free("limits of the sampler; by the law they decide no bit")):
     """vLLM as the sampler. These settings change no bit of the result."""
-
-    head: ClassVar[Head] = free("limits of the sampler; by the law they decide no bit")
 
     multiprocess: bool = False
     """Run vLLM's engine in a process of its own."""
@@ -44,7 +42,7 @@ class VllmConfig(Section):
 
     @rule
     def _graphs_are_of_a_gpu(self, run: PlannedRun) -> str | None:
-        if self.cuda_graphs and run.uses_vllm and run.device == "cpu":
+        if self.cuda_graphs and run.config.sampler.startswith("vllm") and run.device == "cpu":
             return "vllm.cuda_graphs (true): a CPU has no CUDA graphs; set it to false"
 
     engine: dict[str, Any] = Field(default_factory=dict)

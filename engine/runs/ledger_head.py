@@ -153,5 +153,5 @@ def _ref_weights(state: TrainState) -> str:
     """
     if state.ref_policy is None:
         return ""
-    of_model = architecture(state.ref_policy.decoder.config)
-    return f"sha256:{hash_json([of_model, state.ref_policy.fingerprint()])}"
+    reference = architecture(state.ref_policy.decoder.config)
+    return f"sha256:{hash_json([reference, state.ref_policy.fingerprint()])}"
