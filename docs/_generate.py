@@ -24,10 +24,10 @@ from pathlib import Path
 import annotated_types
 from zerokl.audit import config as audit_config
 from zerokl.engine.config.compatibility import rules as asked_rules
-from zerokl.engine.config.loss_section import PRESETS, LossConfig
+from zerokl.engine.config.loss_section import PRESETS
 from zerokl.engine.config.run_config import Config
 from zerokl.engine.config.sampler_names import EXTERNAL, SAMPLERS
-from zerokl.engine.config.section import rule, section_of, settings_of
+from zerokl.engine.config.section import Setting, rule, settings_of
 from zerokl.engine.rollout.vllm.arguments import ALLOWED, SET_BY_ZEROKL
 from zerokl.verify.ledger import FORMAT
 
@@ -82,25 +82,21 @@ def shown(file: Path, page: Path) -> str:
 
 def configuration() -> str:
     """Every key, section by section, each with a heading that other pages link to."""
-    parts = ["## A run", ""]
-    sections = []
-    for name, field in Config.model_fields.items():
-        if section_of(field) is None:
-            parts += _key(name, field)
-        else:
-            sections.append((name, section_of(field)))
-    for name, model in sections:
-        parts += [f"## [{name}]", "", prose(model.__doc__ or ""), ""]
-        for key, field in model.model_fields.items():
-            parts += _key(f"{name}.{key}", field, open_choice=model is LossConfig and field.default is None)
+    parts, section = ["## A run", ""], ""
+    for key, setting in settings_of(Config).items():
+        if (name := key.rpartition(".")[0]) != section:
+            section = name
+            parts += [f"## [{name}]", "", prose(setting.section.__doc__ or ""), ""]
+        parts += _key(setting)
     return "\n".join(parts)
 
 
-def _key(key: str, field, open_choice: bool = False) -> list[str]:
-    default = field.get_default(call_default_factory=True)
-    shown = "the preset's" if open_choice else "not there" if default is None else f"`{_toml(default)}`"
-    facts = f"{_type(field)}; default: {shown}"
-    return [f"### `{key}`", "", prose(field.description or ""), "", facts, ""]
+def _key(setting: Setting) -> list[str]:
+    default = setting.field.get_default(call_default_factory=True)
+    is_open = setting.facts.usual is not None
+    shown = "the preset's" if is_open else "not there" if default is None else f"`{_toml(default)}`"
+    facts = f"{_type(setting.field)}; default: {shown}"
+    return [f"### `{setting.key}`", "", prose(setting.field.description or ""), "", facts, ""]
 
 
 def _toml(value: object) -> str:

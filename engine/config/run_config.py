@@ -21,13 +21,14 @@ from .section import WHERE_SET, Section, differing, free, needing_whole, rule, s
 from .task_section import EnvironmentConfig, TaskConfig
 from .vllm_section import VllmConfig
 
+_SPREAD = free("how the work is spread; by the law this decides no bit")
 _SAMPLER_HELP = (
     f"The engine that draws the completions: {listed(SAMPLERS)}. native and vllm-zerokl draw the same "
     "tokens. hf and vllm need exact = false; vllm-exact needs a GPU."
 )
 
 
-class ParallelConfig(Section, head=free("how the work is spread; by the law this decides no bit")):
+class ParallelConfig(Section, head=_SPREAD):
     """How training is spread over ranks. These settings change no bit of the result."""
 
     engine: Literal["replicated", "fsdp"] = "replicated"
@@ -75,10 +76,7 @@ class Config(Section):
     steps: int = setting(
         100,
         ge=1,
-        head=free(
-            "where the run ends (a schedule other than constant makes other bits of it)",
-            lambda config: config.optimizer.schedule == "constant",
-        ),
+        head=free("where a run ends, at a constant rate", lambda c: c.optimizer.schedule == "constant"),
         common=True,
         also_called="max_steps total_training_steps num_train_steps num_rollout",
     )
@@ -173,17 +171,10 @@ class Config(Section):
         if self.exact and differing(self):
             return "precision.sampler_* and perturb.* make sampler and trainer differ; set exact = false"
 
-    threads: int = setting(
-        0, ge=0, le=1 << 16, head=free("how the work is spread; by the law this decides no bit")
-    )
+    threads: int = setting(0, ge=0, le=1 << 16, head=_SPREAD)
     """CPU threads; 0 leaves the choice to torch. It changes no bit."""
     workers: int = setting(
-        0,
-        ge=0,
-        le=1 << 16,
-        head=free("how the work is spread; by the law this decides no bit"),
-        common=True,
-        needs_whole=lambda workers: workers > 1,
+        0, ge=0, le=1 << 16, head=_SPREAD, common=True, needs_whole=lambda workers: workers > 1
     )
     """Processes that sample and train side by side, each on its share of the threads. The number is rounded
     down to a power of two; 0 chooses by model size. It changes no bit.

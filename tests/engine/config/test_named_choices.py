@@ -59,9 +59,9 @@ def test_the_line_of_a_loss_names_what_differs_from_its_row():
     line = LossConfig(preset="grpo", bound="none", kl_coef=0.01).line
     assert "bound none (grpo has clip)" in line
     assert "kl_coef 0.01 (grpo has 0.0)" in line
-    own = LossConfig(preset="brpo", budgets=(2, 5), surrogate="mine:bound").line
-    assert "surrogate mine:bound," in own
-    assert own.endswith("budgets (2, 5)")
+    cut = LossConfig(preset="brpo", budgets=(2, 5), surrogate="mine:bound").line
+    assert "surrogate mine:bound," in cut
+    assert cut.endswith("budgets (2, 5)")
     assert "\n" not in line
 
 
