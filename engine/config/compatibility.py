@@ -2,9 +2,8 @@
 
 from collections.abc import Iterator
 
-from .planned_run import PlannedRun
 from .run_config import Config
-from .section import rule, rules_of, section_of
+from .section import PlannedRun, rule, rules_of, section_of
 
 
 def rules(model: type[Config]) -> Iterator[tuple[str, rule]]:

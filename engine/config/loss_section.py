@@ -8,8 +8,7 @@ from pydantic import Field, model_validator
 from ...kernels.sampling_params import SamplingParams
 from .budget_cuts import Cuts
 from .loss_presets import ROWS
-from .planned_run import PlannedRun
-from .section import WHERE_SET, Section, Setting, choice, free, rule, setting, settings_of
+from .section import WHERE_SET, PlannedRun, Section, Setting, choice, free, rule, setting, settings_of
 
 Advantage = Literal["mean", "std", "leave_one_out", "batch", "pass_at_k", "dpo", "verifree", "gae", "brpo"]
 Level = Literal["token", "sequence", "geometric"]
@@ -250,14 +249,12 @@ class LossChoices(Section):
     """Tokens after which a reasoning is cut and answered, ascending; the last is sampling.max_tokens
     (advantage brpo).
     """
-
     budget_weights: tuple[Annotated[float, Field(ge=0, le=1e6)], ...] | None = choice(
         (), head=WHERE_SET, only_with="brpo"
     )
     """How much each budget counts for the reasonings; only the ratios matter. Empty is all alike (advantage
     brpo).
     """
-
     answers: int | None = choice(4, ge=1, le=10_000, head=WHERE_SET, only_with="brpo")
     """Answers after each cut (advantage brpo)."""
 

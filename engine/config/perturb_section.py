@@ -2,9 +2,8 @@
 
 from typing import Annotated, Literal
 
-from .planned_run import PlannedRun
 from .precision_section import KvQuantisationText, QuantisationText, ShortNames
-from .section import WHERE_SET, Section, Temperature, differing, rule, setting
+from .section import WHERE_SET, PlannedRun, Section, Temperature, differing, rule, setting
 
 
 class PerturbConfig(Section):

@@ -7,8 +7,7 @@ from pydantic import AfterValidator, BeforeValidator, field_validator
 
 from ...kernels.tile_tables import minor_version
 from ...model.quantisation import KvQuantisation, Quantisation
-from .planned_run import PlannedRun
-from .section import WHERE_SET, Section, differing, kept, rule, setting
+from .section import WHERE_SET, PlannedRun, Section, differing, kept, rule, setting
 
 SHORT_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
@@ -78,6 +77,18 @@ class PrecisionConfig(Section):
     """Dtype of the logits: the compute dtype, or float32. With float32, hidden states and lm_head are
     multiplied in fp32, and the logits are not rounded.
     """
+    cache_dtype: Annotated[Literal["compute", "bfloat16", "float16"], ShortNames] = "compute"
+    """Dtype to which keys and values are rounded before attention reads them, in the sampler and in the
+    trainer. Where this dtype is narrower than the compute dtype, the sampler's cache stores them in it: with
+    float32 this halves the bytes.
+    """
+    router_dtype: Annotated[Literal["compute", "float32"], ShortNames] = setting(
+        "compute", head=WHERE_SET, needs_experts=True
+    )
+    """Dtype of the router's logits in a mixture of experts: the compute dtype, as vLLM has it for Qwen3-MoE,
+    or float32. With float32, hidden states and the router are multiplied in fp32, and the logits are not
+    rounded.
+    """
 
     @rule
     def _dtypes(self, run: PlannedRun) -> str | None:
@@ -96,20 +107,6 @@ class PrecisionConfig(Section):
                 "precision.router_dtype and sampler_router_dtype: inside vLLM routers compute in the compute "
                 'dtype; set both to "compute", or sampler = "native"'
             )
-
-    cache_dtype: Annotated[Literal["compute", "bfloat16", "float16"], ShortNames] = "compute"
-    """Dtype to which keys and values are rounded before attention reads them, in the sampler and in the
-    trainer. Where this dtype is narrower than the compute dtype, the sampler's cache stores them in it: with
-    float32 this halves the bytes.
-    """
-
-    router_dtype: Annotated[Literal["compute", "float32"], ShortNames] = setting(
-        "compute", head=WHERE_SET, needs_experts=True
-    )
-    """Dtype of the router's logits in a mixture of experts: the compute dtype, as vLLM has it for Qwen3-MoE,
-    or float32. With float32, hidden states and the router are multiplied in fp32, and the logits are not
-    rounded.
-    """
 
     weights: QuantisationText = setting("", head=WHERE_SET, common=True, needs_whole=bool)
     """The matrices of attention, MLPs and experts are quantised to 8 bits and back, for sampler and trainer

@@ -10,15 +10,29 @@ from pydantic import Field, field_validator
 from .init_section import InitConfig
 from .lora_section import LoraConfig
 from .loss_section import LossConfig
-from .optimizer_section import OptimizerConfig
 from .perturb_section import PerturbConfig
-from .planned_run import PlannedRun
 from .precision_section import PrecisionConfig, ShortNames
-from .recording_sections import CheckpointConfig, EvaluationConfig, LedgerConfig, MonitorConfig
 from .sampler_names import EXTERNAL, RENAMED, SAMPLERS, SamplerName, listed
 from .sampling_section import NativeConfig, PoolConfig, SamplingConfig
-from .section import WHERE_SET, Section, differing, free, needing_whole, rule, setting, settings_of
+from .section import (
+    WHERE_SET,
+    PlannedRun,
+    Section,
+    differing,
+    free,
+    needing_whole,
+    rule,
+    setting,
+    settings_of,
+)
 from .task_section import EnvironmentConfig, TaskConfig
+from .training_sections import (
+    CheckpointConfig,
+    EvaluationConfig,
+    LedgerConfig,
+    MonitorConfig,
+    OptimizerConfig,
+)
 from .vllm_section import VllmConfig
 
 _SPREAD = free("how the work is spread; by the law this decides no bit")

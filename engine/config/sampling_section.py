@@ -5,8 +5,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from ...kernels.sampling_params import SamplingParams, bias_by_id, refuse_penalties
-from .planned_run import PlannedRun
-from .section import WHERE_SET, Section, Temperature, free, rule, setting
+from .section import WHERE_SET, PlannedRun, Section, Temperature, free, rule, setting
 
 
 def _in_order(ids: tuple[int, ...] | None) -> tuple[int, ...] | None:

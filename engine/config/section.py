@@ -14,9 +14,9 @@ from typing import Annotated, Any, ClassVar, NamedTuple
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator
 from pydantic.fields import FieldInfo
-from pydantic_core import PydanticUndefined
 
 from ...kernels.sampling_params import SamplingParams
+from .sampler_names import EXTERNAL
 
 # A larger whole number is a mistake: no run has so many of anything, and int64 or fp64 would not hold it.
 _LARGEST = 1 << 53
@@ -73,16 +73,41 @@ class Facts(NamedTuple):
     needs_experts: bool = False  # only a mixture of experts can have it
 
 
-def setting(default: Any = PydanticUndefined, **words: Any) -> Any:
+def setting(*default: Any, **words: Any) -> Any:
     """A field and what is known of its setting. words: of Facts, and of pydantic's Field."""
     facts = Facts(**{name: words.pop(name) for name in Facts._fields if name in words})
     assert words.keys() <= signature(Field).parameters.keys(), words
-    return Field(default, json_schema_extra={"facts": facts}, **words)
+    return Field(*default, json_schema_extra={"facts": facts}, **words)
 
 
 def choice(usual: Any, **words: Any) -> Any:
     """A setting that may be left open, and is then filled by a row of a table. usual: what most rows have."""
     return setting(None, usual=usual, **words)
+
+
+class PlannedRun(NamedTuple):
+    """A configuration and where it is to run. What is not known yet refuses nothing."""
+
+    config: Any  # a Config, whose sections import this file
+    device: str | None = None  # "cpu" or "cuda"; None: not known yet
+    # The version of vLLM; it ends with "+cpu" for a build for CPUs. None: not known yet, or not installed.
+    vllm: str | None = None
+    ranks: int = 1
+
+    @property
+    def keyed_vllm(self) -> bool:
+        """Whether vLLM draws with zerokl's keys, over the trainer's own weights."""
+        return self.config.sampler in ("vllm-exact", "vllm-zerokl")
+
+    @property
+    def external(self) -> bool:
+        """Whether an engine as it comes samples: hf or vllm."""
+        return self.config.sampler in EXTERNAL
+
+    def any_other(self, *dtypes: str) -> bool:
+        """Whether one of these settings of precision, of the trainer or of the sampler, is not "compute"."""
+        sides = self.config.precision, self.config.precision.of_sampler
+        return any(getattr(side, name) != "compute" for side in sides for name in dtypes)
 
 
 class rule(NamedTuple):  # noqa: N801 (it is used as a decorator)

@@ -4,8 +4,7 @@ from typing import Any
 
 from pydantic import Field
 
-from .planned_run import PlannedRun
-from .section import Section, free, rule
+from .section import PlannedRun, Section, free, rule
 
 
 class VllmConfig(Section, head=free("limits of the sampler; by the law they decide no bit")):

@@ -8,10 +8,19 @@ import pytest
 from pydantic import Field
 from zerokl.engine.config.compatibility import check_settings
 from zerokl.engine.config.config_file import load_config
-from zerokl.engine.config.optimizer_section import OptimizerConfig
-from zerokl.engine.config.planned_run import PlannedRun
 from zerokl.engine.config.run_config import Config
-from zerokl.engine.config.section import WHERE_SET, Facts, Head, free, kept, rule, setting, settings_of
+from zerokl.engine.config.section import (
+    WHERE_SET,
+    Facts,
+    Head,
+    PlannedRun,
+    free,
+    kept,
+    rule,
+    setting,
+    settings_of,
+)
+from zerokl.engine.config.training_sections import OptimizerConfig
 from zerokl.engine.runs.ledger_head import binding, is_free
 
 # The heads of configurations as they were when each kind of key still had a list: all settings alone, each
