@@ -64,14 +64,6 @@ class LossChoices(Section):
     """
 
     @rule
-    def _choices_of_others(self, run: PlannedRun) -> str | None:
-        if self.choices_of_others:
-            first = self.choices_of_others[0]
-            whose, remedy = _OF_OTHERS[first.facts.only_with]
-            value = json.dumps(first.value(self))
-            return f"loss.{first.key} ({value}) is {whose}, and this loss has none; leave it out{remedy}"
-
-    @rule
     def _dpo(self, run: PlannedRun) -> str | None:
         if (self.advantage == "dpo") != (run.config.task.name == "pairs"):
             return (
@@ -122,6 +114,14 @@ class LossChoices(Section):
                 "max_resamples: dpo and verifree have advantages of their own, which these would change; "
                 "leave them out"
             )
+
+    @rule
+    def _choices_of_others(self, run: PlannedRun) -> str | None:
+        if self.choices_of_others:
+            first = self.choices_of_others[0]
+            whose, remedy = _OF_OTHERS[first.facts.only_with]
+            value = json.dumps(first.value(self))
+            return f"loss.{first.key} ({value}) is {whose}, and this loss has none; leave it out{remedy}"
 
     @rule
     def _critic(self, run: PlannedRun) -> str | None:
