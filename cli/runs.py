@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from ..engine.config.config_file import left_behind, load_config
+from ..engine.config.config_file import load_with_left
 from ..files.reading import one_line, shown
 from .app import command
 from .command_line import failure_line, given_settings, toml_values
@@ -98,8 +98,8 @@ def train(
         if resume:
             summary = resume_run(resume, overrides, profile)
         else:
-            loaded = load_config(config, preset, overrides)
-            _print_left_behind(left_behind(config, preset, overrides), config or preset)
+            loaded, left = load_with_left(config, preset, overrides)
+            _print_left_behind(left, config or preset)
             start = begin_or_resume if auto_resume else start_run
             summary = start(loaded, folder, profile)
     except MismatchError as error:

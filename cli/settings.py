@@ -10,35 +10,7 @@ from ..engine.config.config_file import known_keys, preset_names
 from ..engine.config.init_section import InitSettings
 from ..engine.config.loss_section import LossChoices
 from ..engine.config.run_config import Config
-from ..engine.config.section import Section
-
-# What most runs set. `zerokl train --help` shows these, and `--help all` or `--help SECTION` the rest.
-_COMMON = (
-    *(
-        "model",
-        "dtype",
-        "device",
-        "seed",
-        "steps",
-        "prompts",
-        "num_generations",
-        "updates_per_rollout",
-        "exact",
-    ),
-    *("sampler", "micro_batch", "workers", "tracking"),
-    *("task.name", "task.options", "task.reward"),
-    *("sampling.temperature", "sampling.top_p", "sampling.top_k", "sampling.max_tokens"),
-    *(
-        "environment.max_turns",
-        "loss.preset",
-        "loss.advantage",
-        "loss.kl_coef",
-        "loss.clip_high",
-        "lora.rank",
-    ),
-    *("optimizer.lr", "optimizer.schedule", "optimizer.warmup_steps", "optimizer.max_grad_norm"),
-    *("evaluation.every", "evaluation.problems", "checkpoint.every", "checkpoint.keep", "precision.weights"),
-)
+from ..engine.config.section import Section, section_of, settings_of
 
 
 def _given(name: str) -> tuple[type[Section], Section]:
@@ -49,34 +21,25 @@ def _given(name: str) -> tuple[type[Section], Section]:
     return field.annotation, field.default
 
 
-def _grouped(shown: Collection[str]) -> type[Config]:
-    """The configuration, each section of which is a group of the help under the section's docstring.
+def _showing(model: type[Section], shown: Collection[str], prefix: str = "") -> type[Section]:
+    """A configuration or a section of whose keys help shows only some. prefix: of its keys.
 
-    shown: the keys that help shows.
+    Each section in it is a group of the help under the section's docstring.
     """
     fields: dict[str, Any] = {}
-    for place, (name, field) in enumerate(Config.model_fields.items()):
-        if name in sections():
+    for place, (name, field) in enumerate(model.model_fields.items()):
+        if section_of(field):
             section, default = _given(name)
             group = Group(name, help=" ".join((section.__doc__ or "").split()), sort_key=place)
-            fields[name] = Annotated[_hiding(section, f"{name}.", shown), Parameter(group=group)], default
-        elif name not in shown:
+            fields[name] = Annotated[_showing(section, shown, f"{name}."), Parameter(group=group)], default
+        elif prefix + name not in shown:
             fields[name] = Annotated[field.annotation, Parameter(show=False)], field
-    return create_model("Config", __base__=Config, **fields)
-
-
-def _hiding(section: type[Section], prefix: str, shown: Collection[str]) -> type[Section]:
-    """A section of whose keys help shows only some. prefix: of its keys."""
-    hidden = {name: field for name, field in section.model_fields.items() if prefix + name not in shown}
-    fields: dict[str, Any] = {
-        name: (Annotated[field.annotation, Parameter(show=False)], field) for name, field in hidden.items()
-    }
-    return create_model(section.__name__, __base__=section, __doc__=section.__doc__, **fields)
+    return create_model(model.__name__, __base__=model, __doc__=model.__doc__, **fields)
 
 
 def sections() -> list[str]:
     """The names of the configuration's sections."""
-    return [name for name, field in Config.model_fields.items() if isinstance(field.default, Section)]
+    return [name for name, field in Config.model_fields.items() if section_of(field)]
 
 
 def help_of(app: App, name: str) -> App:
@@ -86,7 +49,7 @@ def help_of(app: App, name: str) -> App:
     """
     if name not in ("all", *sections()):
         raise ValueError(f"train: --help {name[:100]} is no section; give all, or {', '.join(sections())}")
-    kind = Annotated[_grouped(list(known_keys())), Parameter(name="*")]
+    kind = Annotated[_showing(Config, known_keys()), Parameter(name="*")]
     settings, default = (kind, NO_SETTINGS) if name == "all" else _given(name)
     asked = App(
         name="zerokl train",
@@ -105,7 +68,9 @@ def help_of(app: App, name: str) -> App:
     return asked
 
 
-Settings = Annotated[_grouped(_COMMON), Parameter(name="*")]
+# `zerokl train --help` shows what most runs set, and `--help all` or `--help SECTION` the rest.
+_COMMON = [key for key, setting in settings_of(Config).items() if setting.facts.common]
+Settings = Annotated[_showing(Config, _COMMON), Parameter(name="*")]
 
 TaskOptions = Annotated[dict[str, str] | None, Parameter(name="task.options")]
 TaskReward = Annotated[str, Parameter(name="task.reward")]

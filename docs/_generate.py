@@ -11,23 +11,25 @@ fails where one is not what would be written.
 """
 
 import ast
+import inspect
 import json
 import os
 import re
+import textwrap
 import types
 import typing
+from collections.abc import Iterator
 from pathlib import Path
 
 import annotated_types
-from pydantic import BaseModel
 from zerokl.audit import config as audit_config
 from zerokl.audit.faults import registry
-from zerokl.engine.config.loss_presets import PRESETS
-from zerokl.engine.config.loss_section import LossConfig
+from zerokl.engine.config.compatibility import rules as asked_rules
+from zerokl.engine.config.loss_section import PRESETS
 from zerokl.engine.config.run_config import Config
 from zerokl.engine.config.sampler_names import EXTERNAL, SAMPLERS
+from zerokl.engine.config.section import Setting, rule, settings_of
 from zerokl.engine.rollout.vllm.arguments import ALLOWED, SET_BY_ZEROKL
-from zerokl.engine.runs.ledger_head import FREE
 from zerokl.verify.ledger import FORMAT
 
 from ._api import imported_names, public_names
@@ -89,33 +91,21 @@ def shown(file: Path, page: Path) -> str:
 
 def configuration() -> str:
     """Every key, section by section, each with a heading that other pages link to."""
-    parts = ["## A run", ""]
-    sections = []
-    for name, field in Config.model_fields.items():
-        if _section(field) is None:
-            parts += _key(name, field)
-        else:
-            sections.append((name, _section(field)))
-    for name, model in sections:
-        parts += [f"## [{name}]", "", prose(model.__doc__ or ""), ""]
-        for key, field in model.model_fields.items():
-            parts += _key(f"{name}.{key}", field, open_choice=model is LossConfig and field.default is None)
+    parts, section = ["## A run", ""], ""
+    for key, setting in settings_of(Config).items():
+        if (name := key.rpartition(".")[0]) != section:
+            section = name
+            parts += [f"## [{name}]", "", prose(setting.section.__doc__ or ""), ""]
+        parts += _key(setting)
     return "\n".join(parts)
 
 
-def _section(field) -> type[BaseModel] | None:
-    return (
-        field.annotation
-        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel)
-        else None
-    )
-
-
-def _key(key: str, field, open_choice: bool = False) -> list[str]:
-    default = field.get_default(call_default_factory=True)
-    shown = "the preset's" if open_choice else "not there" if default is None else f"`{_toml(default)}`"
-    facts = f"{_type(field)}; default: {shown}"
-    return [f"### `{key}`", "", prose(field.description or ""), "", facts, ""]
+def _key(setting: Setting) -> list[str]:
+    default = setting.field.get_default(call_default_factory=True)
+    is_open = setting.facts.usual is not None
+    shown = "the preset's" if is_open else "not there" if default is None else f"`{_toml(default)}`"
+    facts = f"{_type(setting.field)}; default: {shown}"
+    return [f"### `{setting.key}`", "", prose(setting.field.description or ""), "", facts, ""]
 
 
 def _toml(value: object) -> str:
@@ -197,30 +187,31 @@ def loss_presets() -> str:
 
 
 def rules() -> str:
-    """The rows of engine/config/compatibility.py: when a combination is refused, and what is said."""
-    rows = [
-        row for table in ("loss_rules", "compatibility") for row in _rules_of(f"engine/config/{table}.py")
-    ]
+    """What the rules of all sections say in the order of asking, and when."""
+    rows = [row for section, asked in asked_rules(Config) for row in _refusals(section, asked)]
     return table(["what is said (… is a value)", "refused when"], rows)
 
 
-def _rules_of(file: str) -> list[list[str]]:
-    """What is said, and when, by the rows that stand in one file."""
-    tree = ast.parse((ROOT / file).read_text())
-    named = {
-        n.name: n.body[-1].value
-        for n in tree.body
-        if isinstance(n, ast.FunctionDef) and isinstance(n.body[-1], ast.Return)
-    }
-    table = next(n.value for n in tree.body if isinstance(n, ast.AnnAssign))
-    rows = []
-    for rule in table.elts:
-        if isinstance(rule, ast.Starred):  # the rows of another file
+def _refusals(section: str, asked: rule) -> Iterator[list[str]]:
+    """What each `if` of a rule says, and when, with the names before it written out."""
+    written_out = _WrittenOut({})
+    for line in ast.parse(textwrap.dedent(inspect.getsource(asked.refusal))).body[0].body:
+        if isinstance(line, ast.Assign):
+            written_out.values[line.targets[0].id] = written_out.visit(line.value)
             continue
-        refused, message = rule.args
-        condition = named[refused.id] if isinstance(refused, ast.Name) else refused.body
-        rows.append([prose(_message(message.body)), f"`{_condition(condition)}`"])
-    return rows
+        condition = ast.unparse(written_out.visit(line.test)).replace("|", "\\|")
+        condition = re.sub(r"\brun\.(config\.)?", "", condition)
+        condition = re.sub(r"\bself\.", f"{section}." if section else "", condition)
+        condition = re.sub(r"\bself\b", section or "config", condition)
+        yield [prose(_message(line.body[-1].value)), f"`{condition}`"]
+
+
+class _WrittenOut(ast.NodeTransformer):
+    def __init__(self, values: dict[str, ast.expr]):
+        self.values = values
+
+    def visit_Name(self, node: ast.Name) -> ast.expr:
+        return self.values.get(node.id, node)
 
 
 def _message(node: ast.AST) -> str:
@@ -230,15 +221,14 @@ def _message(node: ast.AST) -> str:
     return "".join(str(v.value) if isinstance(v, ast.Constant) else "…" for v in node.values)
 
 
-def _condition(node: ast.AST) -> str:
-    return re.sub(r"\bs\.(config\.)?", "", ast.unparse(node)).replace("|", "\\|")
-
-
 def free_keys() -> str:
-    """The keys that decide no bit, and why."""
+    """The keys and sections that decide no bit, and why."""
+    free = {}
+    for key, setting in settings_of(Config).items():
+        if setting.head.why_not and not setting.head.kept:
+            free[key if setting.facts.head else key.partition(".")[0]] = setting.head.why_not
     return table(
-        ["key or section", "why it decides no bit"],
-        [[f"`{key}`", prose(why.replace("is_free: ", ""))] for key, why in FREE.items()],
+        ["key or section", "why it decides no bit"], [[f"`{key}`", prose(why)] for key, why in free.items()]
     )
 
 

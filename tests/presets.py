@@ -1,6 +1,6 @@
 """The presets of the loss whose tokens are all drawn, which a run of any task can have."""
 
-from zerokl.engine.config.loss_presets import PRESETS
+from zerokl.engine.config.loss_section import PRESETS
 
 # The advantages of the others are of tokens that nobody drew, or of reasonings that are cut at budgets.
 DRAWN_PRESETS = [name for name, row in PRESETS.items() if row["advantage"] not in ("dpo", "verifree", "brpo")]

@@ -45,9 +45,9 @@ class Cuts(NamedTuple):
         """The place of answer k to cut j of reasoning g; k and j count from 0."""
         return self.reasonings + (g * len(self.budgets) + j) * self.answers + k
 
-    def by_cut(self, of_answers: np.ndarray) -> np.ndarray:
+    def by_cut(self, rewards: np.ndarray) -> np.ndarray:
         """[P, G, m, n] from the answers' values [P, G m n], or from those of all rollouts [P, S]."""
-        values = of_answers[:, -(self.rollouts - self.reasonings) :]
+        values = rewards[:, -(self.rollouts - self.reasonings) :]
         return values.reshape(-1, self.reasonings, len(self.budgets), self.answers)
 
     def at_budgets(self, rewards: np.ndarray) -> np.ndarray:
@@ -56,9 +56,11 @@ class Cuts(NamedTuple):
             [[[math.fsum(r) / len(r) for r in cut] for cut in cuts] for cuts in self.by_cut(rewards).tolist()]
         )
 
-    def with_reasonings(self, of_answers: np.ndarray) -> np.ndarray:
+    def with_reasonings(self, rewards: np.ndarray) -> np.ndarray:
         """The rewards of all rollouts [P, S] from those of the answers [P, G m n]."""
         total = math.fsum(self.weights)
-        means = self.at_budgets(of_answers).tolist()
-        own = [[math.fsum(map(float.__mul__, self.weights, r)) / total for r in group] for group in means]
-        return np.concatenate([np.array(own), of_answers], axis=1)
+        means = self.at_budgets(rewards).tolist()
+        reasonings = [
+            [math.fsum(map(float.__mul__, self.weights, r)) / total for r in group] for group in means
+        ]
+        return np.concatenate([np.array(reasonings), rewards], axis=1)

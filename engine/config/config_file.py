@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import tomli_w
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 
 from ...files.reading import read_toml, shown
 from ...kernels.sampling_params import PENALTIES, WHY_NO_PENALTY
@@ -18,6 +18,7 @@ from .compatibility import check_settings
 from .key_hints import hint
 from .lora_section import REFUSED, refusal
 from .run_config import FREE_SECTIONS, Config
+from .section import settings_of
 
 # The configurations that come with zerokl.
 PRESETS = Path(__file__).parent / "presets"
@@ -28,8 +29,6 @@ _NARROW = (
 )
 # Characters of an unknown key that a message shows.
 _KEY = 100
-# A name that an override gives, and how the keys begin that a file chose for the name before it.
-_CHOSEN_FOR = {"loss.preset": "loss.", "task.name": "task.", "model": "init.sizes"}
 
 
 def load_config(
@@ -37,45 +36,41 @@ def load_config(
 ) -> Config:
     """The configuration of a TOML file or a preset, with overrides by dotted key: {"optimizer.lr": 3e-4}.
 
-    An override of loss.preset, task.name or model takes the place of what the file chose for the old name
-    (see left_behind).
+    An override of loss.preset, task.name or model takes the place of what the file chose for the old name.
 
     Raises ValueError, with a message of one line, for a file that cannot be read, an unknown key (the message
     names the nearest known key), a bad value, or settings that do not go together.
     """
+    return load_with_left(file, preset, overrides)[0]
+
+
+def load_with_left(
+    file: str | None, preset: str | None, overrides: Mapping[str, Any] | None
+) -> tuple[Config, dict[str, Any]]:
+    """What load_config returns, and the settings of the file or preset that do not count beside overrides.
+
+    They were chosen for a name that an override replaces (Facts.replaces).
+    """
     values = _read(file, preset)
-    for key in _left_behind(values, overrides or {}):
+    left = _left_behind(values, overrides or {})
+    for key in left:
         _drop(values, key)
     for key, value in (overrides or {}).items():
         check_key(key)
         _put(values, key, value)
-    for key in _flatten(values):
+    for key, _ in _items(values):
         check_key(key)
     try:
         config = Config.model_validate(values)
     except ValidationError as error:
         raise ValueError(validation_message(error)) from None
     check_settings(config)
-    return config
-
-
-def left_behind(
-    file: str | None = None, preset: str | None = None, overrides: Mapping[str, Any] | None = None
-) -> dict[str, Any]:
-    """The settings of a file or a preset that do not count beside overrides, by dotted key.
-
-    An override of loss.preset takes the place of all that the file chose in [loss]: it says which loss is
-    meant. An override of task.name with another task takes the place of [task], and one of model with another
-    model the place of init.sizes. No other section has a name that its settings were chosen for.
-
-    Raises ValueError for a file that cannot be read.
-    """
-    return _left_behind(_read(file, preset), overrides or {})
+    return config, left
 
 
 def file_keys(file: str) -> set[str]:
     """The dotted keys that a TOML file sets, sections included. Raises ValueError."""
-    return set(_flatten(_read(file, None)))
+    return {key for key, _ in _items(_read(file, None))}
 
 
 def validation_message(error: ValidationError) -> str:
@@ -130,13 +125,14 @@ def _read(file: str | None, preset: str | None) -> dict[str, Any]:
 
 def _left_behind(values: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
     """The settings in `values` that were chosen for a name which an override replaces, by dotted key."""
-    settings = {k: v for k, v in _items(values) if k in FREE_SECTIONS or not isinstance(v, Mapping)}
+    chosen = {k: v for k, v in _items(values) if k in FREE_SECTIONS or not isinstance(v, Mapping)}
     left: dict[str, Any] = {}
-    for name, prefix in _CHOSEN_FOR.items():
-        # Every choice of [loss] refines its row, so the row's name alone, the same one too, means the row.
-        another = name == "loss.preset" or settings.get(name, overrides.get(name)) != overrides.get(name)
-        if name in overrides and another:
-            left |= {k: v for k, v in settings.items() if k.startswith(prefix) and k != name}
+    for name, setting in settings_of(Config).items():
+        facts = setting.facts
+        if facts.replaces and name in overrides:
+            another = chosen.get(name, overrides[name]) != overrides[name]
+            if another or facts.replaces_same:
+                left |= {k: v for k, v in chosen.items() if k.startswith(facts.replaces) and k != name}
     return left
 
 
@@ -159,17 +155,10 @@ def _put(values: dict[str, Any], key: str, value: Any) -> None:
     table[last] = value
 
 
-def known_keys(model: type[BaseModel] = Config, prefix: str = "") -> Iterator[str]:
+def known_keys() -> list[str]:
     """Every dotted key of the configuration, sections included."""
-    for name, info in model.model_fields.items():
-        yield prefix + name
-        if isinstance(info.annotation, type) and issubclass(info.annotation, BaseModel):
-            yield from known_keys(info.annotation, f"{prefix}{name}.")
-
-
-def _flatten(values: Mapping[str, Any]) -> Iterator[str]:
-    """Every dotted key in nested tables, sections included."""
-    return (key for key, _ in _items(values))
+    keys = [name for key in settings_of(Config) for name in (key.rpartition(".")[0], key) if name]
+    return list(dict.fromkeys(keys))
 
 
 def _items(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -185,7 +174,7 @@ def check_key(key: str, options: Sequence[str] = ()) -> None:
 
     options: what the command takes beside the keys, without dashes.
     """
-    known = list(known_keys())
+    known = known_keys()
     if key in known or key.startswith(tuple(f"{section}." for section in FREE_SECTIONS)):
         return
     if key.rpartition(".")[2] in PENALTIES:

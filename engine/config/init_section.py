@@ -4,7 +4,7 @@ from typing import Annotated
 
 from pydantic import Field, model_validator
 
-from .section import Section
+from .section import Section, free
 
 Share = Annotated[float, Field(ge=0, le=1)]
 # The sizes that init.sizes may name, as a checkpoint's config.json names them.
@@ -46,7 +46,10 @@ class InitSettings(Section):
         return self
 
 
-class InitConfig(InitSettings):
+class InitConfig(
+    InitSettings,
+    head=free("how a base model is made; the weights and the problems found there are chained instead"),
+):
     """The base model that model = "init:PRESET" makes for the task, and its perfectible set."""
 
     seed: int = Field(-1, ge=-1)

@@ -5,7 +5,7 @@ from typing import Any, Literal
 from pydantic import Field, field_validator, model_validator
 
 from ...model.lora import TARGETS, Lora
-from .section import Section
+from .section import WHERE_SET, Section, free, setting
 
 # Settings of PEFT's LoraConfig that zerokl does not have, by name: why, and what to do instead.
 REFUSED = {
@@ -23,19 +23,19 @@ REFUSED = {
 REFUSED["lora_dropout"] = REFUSED["dropout"]
 
 
-class LoraConfig(Section):
+class LoraConfig(Section, head=WHERE_SET):
     """LoRA (Hu et al., arXiv:2106.09685): low-rank adapters are trained, and the model itself is frozen.
 
     docs/lora.md says what it computes and what memory it needs.
     """
 
-    rank: int = Field(0, ge=0, le=4096)
+    rank: int = setting(0, ge=0, le=4096, common=True)
     """Rank of the adapters; 0 is off, and every weight is trained."""
     alpha: float = Field(32.0, gt=0)
     """An adapter is scaled by alpha / rank before it is added to its weight."""
     targets: tuple[Literal[TARGETS], ...] = TARGETS  # type: ignore[valid-type]
     """The matrices of each layer that have an adapter. Embedding and lm_head have none."""
-    adapter: str = ""
+    adapter: str = setting("", head=free("a place; the first adapters found there are chained instead"))
     """Folder of a PEFT adapter to go on from; empty begins with an adapter that changes nothing. Its rank,
     alpha and targets must be those set here. The ledger chains its weights, not its place.
     """

@@ -5,46 +5,20 @@ rho = old / mu; i is a sequence, t a token. Where a paper leaves a number open, 
 has.
 """
 
-# What most rows have in common.
-DEFAULTS: dict[str, object] = dict(
-    surrogate="",
-    k=2,
-    beta=0.1,
-    importance_sampling_level="token",
-    bound="none",
-    clip_low=0.0,
-    clip_high=0.0,
-    correction="none",
-    correction_level="token",
-    correction_low=0.0,
-    correction_high=1e30,
-    square=0.0,
-    length_reward=0.0,
-    overlong_share=0.0,
-    semantic_entropy=0.0,
-    router_aux_coef=0.0,
-    max_resamples=1,
-    gamma=1.0,
-    gae_lambda=1.0,
-    whiten=False,
-    value_coef=0.1,
-    value_clip=0.0,
-    budgets=(),
-    budget_weights=(),
-    answers=4,
-)
-_GRPO = DEFAULTS | dict(advantage="std", bound="clip", clip_low=0.2, clip_high=0.2, loss_agg_mode="length")
+_GRPO = dict(advantage="std", bound="clip", clip_low=0.2, clip_high=0.2, loss_agg_mode="length")
 
-PRESETS: dict[str, dict[str, object]] = {
+# Each row has the choices that are not the usual ones, which stand beside the fields of loss_section.py.
+ROWS: dict[str, dict[str, object]] = {
     # Plain importance-sampled policy gradient, rho r A = (pi / mu) A. In an exact on-policy run both ratios
     # are 1, and this is REINFORCE with a group baseline.
-    "pg": DEFAULTS | dict(advantage="mean", correction="full", loss_agg_mode="constant"),
+    "pg": dict(advantage="mean", correction="full", loss_agg_mode="constant"),
     # Proximal policy optimisation, arXiv:1707.06347, equations 7 and 9, with a critic (critic.py) and the
     # advantages of GAE, arXiv:1506.02438 (gae.py): mean over tokens. gamma = lambda = 1 and the whitened
     # advantages are Open-Reasoner-Zero's, arXiv:2503.24290, section 2. 0.1 of half a square is TRL's weight
     # of the critic's loss.
-    "ppo": DEFAULTS
-    | dict(advantage="gae", bound="clip", clip_low=0.2, clip_high=0.2, loss_agg_mode="tokens", whiten=True),
+    "ppo": dict(
+        advantage="gae", bound="clip", clip_low=0.2, clip_high=0.2, loss_agg_mode="tokens", whiten=True
+    ),
     # Group-relative policy optimisation, DeepSeekMath, arXiv:2402.03300, equation 3:
     # mean_i mean_t min(r A, clip(r, 0.8, 1.2) A), A = (R - mean_group) / std_group.
     # Its KL term: kl_coef = 0.04, kl = "k3".
@@ -57,7 +31,7 @@ PRESETS: dict[str, dict[str, object]] = {
     "dapo": _GRPO | dict(clip_high=0.28, loss_agg_mode="tokens", overlong_share=0.2, max_resamples=4),
     # Leave-one-out REINFORCE, arXiv:2402.14740: A = R - mean of the other samples. The only ratio is r, in
     # the later updates of a step.
-    "rloo": DEFAULTS | dict(advantage="leave_one_out", loss_agg_mode="constant"),
+    "rloo": dict(advantage="leave_one_out", loss_agg_mode="constant"),
     # REINFORCE++, arXiv:2501.03262: rewards whitened over the step, PPO's clip, mean over tokens. Its KL
     # term: kl_in = "reward", kl = "k1".
     "reinforce++": _GRPO | dict(advantage="batch", loss_agg_mode="tokens"),
@@ -69,10 +43,10 @@ PRESETS: dict[str, dict[str, object]] = {
     "seed_grpo": _GRPO | dict(advantage="mean", semantic_entropy=0.5),
     # Direct preference optimisation, arXiv:2305.18290, equation 7, over given pairs (dpo.py): mean over pairs
     # of -log sigmoid(m). beta = 0.1 is from the paper's appendix B.
-    "dpo": DEFAULTS | dict(advantage="dpo", loss_agg_mode="pairs"),
+    "dpo": dict(advantage="dpo", loss_agg_mode="pairs"),
     # VeriFree, arXiv:2505.21493, equation 5: the probability of the reference answer as the reward of a
     # reasoning, and as the weight of the answer's likelihood (verifree.py). The constant divisor is ours.
-    "verifree": DEFAULTS | dict(advantage="verifree", loss_agg_mode="constant"),
+    "verifree": dict(advantage="verifree", loss_agg_mode="constant"),
     # Budget-relative policy optimisation, arXiv:2505.13438 (budget_relative.py): reasonings that are cut at
     # budgets, with PPO's clip, a constant divisor and 4 answers after each cut, as in the authors' code.
     "brpo": _GRPO | dict(advantage="brpo", loss_agg_mode="constant"),
@@ -100,6 +74,7 @@ PRESETS: dict[str, dict[str, object]] = {
     # Policy mirror descent of Kimi k1.5, arXiv:2501.12599, equation 3:
     # (R - mean) sum_t logp - tau / 2 (sum_t log r)^2, and its length reward (section 2.3.3). The paper gives
     # neither tau nor the length reward's weight: both are ours.
-    "kimi": DEFAULTS
-    | dict(advantage="mean", bound="clip_weight", square=0.1, length_reward=0.1, loss_agg_mode="constant"),
+    "kimi": dict(
+        advantage="mean", bound="clip_weight", square=0.1, length_reward=0.1, loss_agg_mode="constant"
+    ),
 }

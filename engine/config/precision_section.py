@@ -3,10 +3,11 @@
 import math
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field, field_validator
+from pydantic import AfterValidator, BeforeValidator, field_validator
 
+from ...kernels.tile_tables import minor_version
 from ...model.quantisation import KvQuantisation, Quantisation
-from .section import Section
+from .section import WHERE_SET, PlannedRun, Section, differing, kept, rule, setting
 
 SHORT_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
@@ -37,23 +38,40 @@ QuantisationText = Annotated[str, AfterValidator(_known)]
 KvQuantisationText = Annotated[str, AfterValidator(_known_of_kv)]
 
 
+# How the ledger's head has the settings of loss scaling.
+_SCALING = kept(
+    "the scale of the loss changes no bit unless a gradient overflows or underflows, and then the hash of "
+    "the gradient shows it"
+)
+
+
 class PrecisionConfig(Section):
     """Dtypes other than the compute dtype, and loss scaling.
 
     The sampler has the trainer's dtypes, unless a sampler_ key names another.
     """
 
-    scaling: Literal["auto", "off", "static", "dynamic"] = "auto"
+    scaling: Literal["auto", "off", "static", "dynamic"] = setting("auto", head=_SCALING)
     """Loss scaling. auto is dynamic for float16 and off for the other dtypes, whose exponents need none."""
-    scale: float = 65536.0
+    scale: float = setting(65536.0, head=_SCALING)
     """The scale at the start; a power of two."""
-    growth_interval: int = Field(100, ge=1)
+
+    @rule
+    def _scale_in_its_range(self, run: PlannedRun) -> str | None:
+        in_range = self.minimum <= self.scale <= self.maximum
+        if self.scaling in ("auto", "dynamic") and not in_range:
+            return (
+                f"precision.scale ({self.scale}) must lie between precision.minimum "
+                f"({self.minimum}) and precision.maximum ({self.maximum})"
+            )
+
+    growth_interval: int = setting(100, ge=1, head=_SCALING)
     """Updates without overflow after which a dynamic scale is doubled."""
-    backoff: float = Field(0.5, gt=0, lt=1)
+    backoff: float = setting(0.5, gt=0, lt=1, head=_SCALING)
     """A dynamic scale is multiplied by this at an overflow; a power of two."""
-    minimum: float = 1.0
+    minimum: float = setting(1.0, head=_SCALING)
     """The lowest value of a dynamic scale; a power of two."""
-    maximum: float = 16777216.0
+    maximum: float = setting(16777216.0, head=_SCALING)
     """The highest value of a dynamic scale; a power of two."""
     head_dtype: Annotated[Literal["compute", "float32"], ShortNames] = "compute"
     """Dtype of the logits: the compute dtype, or float32. With float32, hidden states and lm_head are
@@ -64,37 +82,108 @@ class PrecisionConfig(Section):
     trainer. Where this dtype is narrower than the compute dtype, the sampler's cache stores them in it: with
     float32 this halves the bytes.
     """
-    router_dtype: Annotated[Literal["compute", "float32"], ShortNames] = "compute"
+    router_dtype: Annotated[Literal["compute", "float32"], ShortNames] = setting(
+        "compute", head=WHERE_SET, needs_experts=True
+    )
     """Dtype of the router's logits in a mixture of experts: the compute dtype, as vLLM has it for Qwen3-MoE,
     or float32. With float32, hidden states and the router are multiplied in fp32, and the logits are not
     rounded.
     """
-    weights: QuantisationText = ""
+
+    @rule
+    def _dtypes(self, run: PlannedRun) -> str | None:
+        if run.config.sampler == "vllm-exact" and run.any_other("head_dtype", "cache_dtype"):
+            return (
+                "precision.head_dtype and cache_dtype, and those of the sampler: vLLM's own model has other "
+                'kernels for them; set all to "compute"'
+            )
+        if run.config.sampler == "vllm-zerokl" and run.any_other("cache_dtype"):
+            return (
+                "precision.cache_dtype and sampler_cache_dtype: vLLM's cache holds the compute dtype; "
+                'set both to "compute", or sampler = "native"'
+            )
+        if run.keyed_vllm and run.any_other("router_dtype"):
+            return (
+                "precision.router_dtype and sampler_router_dtype: inside vLLM routers compute in the compute "
+                'dtype; set both to "compute", or sampler = "native"'
+            )
+
+    weights: QuantisationText = setting("", head=WHERE_SET, common=True, needs_whole=bool)
     """The matrices of attention, MLPs and experts are quantised to 8 bits and back, for sampler and trainer
     alike: FORMAT/SCALE, or FORMAT/SCALE/pow2 for scales that are powers of two. FORMAT: float8_e4m3fn,
     float8_e5m2, int8. SCALE, from the largest absolute value: tensor, row (of each output channel), block
     (128 x 128), block32 (32 x 32). Empty: they are not. Master weights stay fp32, and the gradient counts the
     rounding as the identity.
     """
-    kv: KvQuantisationText = ""
+
+    @rule
+    def _no_adapters(self, run: PlannedRun) -> str | None:
+        if run.config.lora.rank and self.weights:
+            return (
+                f'precision.weights ("{self.weights}") with lora.rank ({run.config.lora.rank}): this is not '
+                "built with adapters; leave one out"
+            )
+
+    kv: KvQuantisationText = setting("", head=WHERE_SET)
     """Keys and values are quantised to 8 bits and back before attention reads them, for sampler and trainer
     alike: FORMAT/SCALE, or FORMAT/SCALE/pow2. FORMAT: float8_e4m3fn, float8_e5m2, int8. SCALE: unit (1, what
     is out of range is clipped; not for int8), or from the largest absolute value of each token, or of each
     head of each token (token_head). Empty: they are not. The cache stores them in the compute dtype, and the
     gradient counts the rounding as the identity.
     """
+
+    @rule
+    def _keys(self, run: PlannedRun) -> str | None:
+        if (self.kv or run.config.perturb.kv) and run.any_other("cache_dtype"):
+            return (
+                f'precision.kv ("{self.kv}") and perturb.kv ("{run.config.perturb.kv}") with '
+                "precision.cache_dtype or sampler_cache_dtype: each rounds keys and values; leave one out"
+            )
+        if run.config.sampler == "vllm-exact" and (self.kv or run.config.perturb.kv):
+            return (
+                f'precision.kv ("{self.kv}") and perturb.kv ("{run.config.perturb.kv}"): vLLM\'s own '
+                'model has other kernels for them; leave them out, or set sampler = "vllm-zerokl"'
+            )
+
     tiles: Literal["vllm-0.32", "vllm-0.33"] = "vllm-0.32"
     """The vLLM version whose tiles the matrix products use along the reduced dimension, on a GPU. These tiles
     decide the order of sums. With sampler = "vllm-exact" it must be the vLLM that samples.
     """
-    sampler_dtype: Annotated[Literal["", "float32", "bfloat16", "float16"], ShortNames] = ""
+
+    @rule
+    def _tiles_of_the_installed_vllm(self, run: PlannedRun) -> str | None:
+        if (
+            run.config.sampler == "vllm-exact"
+            and run.vllm
+            and minor_version(run.vllm) != minor_version(self.tiles)
+        ):
+            return (
+                f'precision.tiles ("{self.tiles}"): vLLM {run.vllm} is installed, '
+                "and has other tiles; set it to that version"
+            )
+
+    sampler_dtype: Annotated[Literal["", "float32", "bfloat16", "float16"], ShortNames] = setting(
+        "", differs=True
+    )
     """Compute dtype of the sampler; empty is the trainer's. Needs exact = false."""
-    sampler_head_dtype: Annotated[Literal["", "compute", "float32"], ShortNames] = ""
+    sampler_head_dtype: Annotated[Literal["", "compute", "float32"], ShortNames] = setting("", differs=True)
     """head_dtype of the sampler; empty is the trainer's. Needs exact = false."""
-    sampler_cache_dtype: Annotated[Literal["", "compute", "bfloat16", "float16"], ShortNames] = ""
+    sampler_cache_dtype: Annotated[Literal["", "compute", "bfloat16", "float16"], ShortNames] = setting(
+        "", differs=True
+    )
     """cache_dtype of the sampler; empty is the trainer's. Needs exact = false."""
-    sampler_router_dtype: Annotated[Literal["", "compute", "float32"], ShortNames] = ""
+    sampler_router_dtype: Annotated[Literal["", "compute", "float32"], ShortNames] = setting(
+        "", head=WHERE_SET, differs=True, needs_experts=True
+    )
     """router_dtype of the sampler; empty is the trainer's. Needs exact = false."""
+
+    @rule
+    def _numerics_of_our_sampler(self, run: PlannedRun) -> str | None:
+        if run.external and self.of_sampler != self:
+            return (
+                f"precision.sampler_head_dtype, sampler_cache_dtype, sampler_router_dtype with sampler "
+                f'"{run.config.sampler}": an engine as it comes has numerics of its own; leave them empty'
+            )
 
     @field_validator("scale", "backoff", "minimum", "maximum")
     @classmethod
@@ -106,8 +195,7 @@ class PrecisionConfig(Section):
     @property
     def sampler_differs(self) -> bool:
         """Whether a sampler_ key is set."""
-        other_parts = self.sampler_head_dtype or self.sampler_cache_dtype or self.sampler_router_dtype
-        return bool(self.sampler_dtype or other_parts)
+        return differing(self)
 
     @property
     def quantisation(self) -> Quantisation | None:

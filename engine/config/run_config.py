@@ -1,268 +1,48 @@
 """The configuration of a run, as frozen models. config_file.py reads and writes them.
 
-The text under a field gives its meaning and unit. `zerokl train --help` and docs/configuration.md show it.
-compatibility.py says which settings go together.
+section.py says what a setting is. docs/extend.md shows how to add one.
 """
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_origin
 
-from pydantic import AfterValidator, BeforeValidator, Field, field_validator, model_validator
+from pydantic import Field, field_validator
 
-from ...kernels.sampling_params import SamplingParams, bias_by_id, refuse_penalties
-from ..tasks.rewards import RewardSettings
 from .init_section import InitConfig
 from .lora_section import LoraConfig
 from .loss_section import LossConfig
 from .perturb_section import PerturbConfig
 from .precision_section import PrecisionConfig, ShortNames
 from .sampler_names import EXTERNAL, RENAMED, SAMPLERS, SamplerName, listed
-from .section import Section, Temperature
+from .sampling_section import NativeConfig, PoolConfig, SamplingConfig
+from .section import (
+    WHERE_SET,
+    PlannedRun,
+    Section,
+    differing,
+    free,
+    needing_whole,
+    rule,
+    setting,
+    settings_of,
+)
+from .task_section import EnvironmentConfig, TaskConfig
+from .training_sections import (
+    CheckpointConfig,
+    EvaluationConfig,
+    LedgerConfig,
+    MonitorConfig,
+    OptimizerConfig,
+)
 from .vllm_section import VllmConfig
 
-# Sections whose keys zerokl does not define.
-FREE_SECTIONS = ("task.options", "init.sizes", "vllm.engine", "sampling.logit_bias")
+_SPREAD = free("how the work is spread; by the law this decides no bit")
 _SAMPLER_HELP = (
     f"The engine that draws the completions: {listed(SAMPLERS)}. native and vllm-zerokl draw the same "
     "tokens. hf and vllm need exact = false; vllm-exact needs a GPU."
 )
 
 
-def _in_order(ids: tuple[int, ...] | None) -> tuple[int, ...] | None:
-    """Equal sets are equal settings, so that the ledger chains the same."""
-    return None if ids is None else tuple(sorted(set(ids)))
-
-
-def _by_id(logit_bias: Any) -> Any:
-    """The same for a table whose keys are ids."""
-    if not isinstance(logit_bias, dict):
-        return logit_bias
-    return {str(token): bias for token, bias in bias_by_id(logit_bias).items()}
-
-
-class TaskConfig(Section):
-    """What the model learns."""
-
-    name: str = "add"
-    """add, sort, sums, countdown, jsonl, pairs; with an environment calculator, guesses, wordle, nim, python;
-    or your own task as module:object. Given as a flag or in a grid, another name takes the place of all that
-    the file or --preset chose in this section.
-    """
-    options: dict[str, Any] = Field(default_factory=dict)
-    """Arguments of the task, e.g. { max_value = 99, train = 512, held_out = 256 } for add."""
-    reward: str = ""
-    """exact, numeric, math (engine/tasks/answers.py), or your own as module:function(problem, completion) ->
-    float; empty is the task's own.
-    """
-    answer_prefix: str = ""
-    """Text between a reasoning and its answer. The answer is the problem's, and its probability the reward
-    (advantage verifree); or it is drawn (advantage brpo). A reasoning ends with the first token of this text,
-    such as </think>, or at max_tokens. Empty: there are no reasonings.
-    """
-    equivalence: str = ""
-    """Your own module:function(a, b) -> bool, which says whether the texts of two completions mean the same
-    (loss.semantic_entropy); empty is equal text after strip(). It runs as rewards do, with their limits.
-    """
-    reward_processes: int = Field(0, ge=0, le=256)
-    """Processes that compute rewards of yours, and math's; as many more for an equivalence of yours. 0 is one
-    for each core, 16 at most.
-    """
-    reward_timeout_s: float = Field(300.0, gt=0, le=1e6)
-    """Seconds that one reward, or one group's equivalence, may take. What takes longer ends the run, and
-    decides no bit.
-    """
-    reward_memory_bytes: int = Field(0, ge=0)
-    """Bytes of memory that each of these processes may ask for; 0 is half of the machine's memory."""
-    directory: str = ""
-    """Folder in which modules, and relative names of files in options, are looked up; empty is the current
-    one. A run writes down where it was started.
-    """
-    perfectible_only: bool = True
-    """Train only on problems that the model solved sometimes but not always in `zerokl init`. This has no
-    effect where the model folder names no such problems for this task.
-    """
-    problems: int = Field(0, ge=0)
-    """Train on this many problems at most, the first ones; 0 is all."""
-
-    @property
-    def reward_settings(self) -> RewardSettings:
-        """Which reward there is, and how it is computed."""
-        return RewardSettings(
-            self.name,
-            self.options,
-            self.directory,
-            self.reward,
-            self.reward_processes,
-            self.reward_timeout_s,
-            self.reward_memory_bytes,
-        )
-
-
-class EnvironmentConfig(Section):
-    """Trajectories of many turns. Only a task that has an environment takes it."""
-
-    max_turns: int = Field(8, ge=1, le=10_000)
-    """Turns of a trajectory at most; in a game, of each player."""
-    max_tokens: int = Field(0, ge=0)
-    """Drawn tokens of a trajectory at most; 0 is as many as max_turns turns of sampling.max_tokens have."""
-    context: int = Field(0, ge=0)
-    """All tokens of a trajectory at most, those that nobody drew included; 0 is the model's context."""
-    render: Literal["template", "append"] = "template"
-    """How a later content is put into the chat template. template refuses a template that writes earlier
-    turns in another way, or drops their thoughts; append keeps all turns as they were drawn.
-    """
-    processes: int = Field(0, ge=0, le=256)
-    """Processes that play environments; 0 is one for each core, 16 at most. It changes no bit."""
-    timeout_s: float = Field(60.0, gt=0, le=1e6)
-    """Seconds that an environment may take to answer one turn. A trajectory that takes longer ends."""
-    memory_bytes: int = Field(0, ge=0)
-    """Bytes of memory that each of these processes may ask for; 0 is half of the machine's memory."""
-
-
-class SamplingConfig(Section):
-    """How completions are drawn."""
-
-    temperature: Temperature = Field(1.0, gt=0)
-    """Temperature of the softmax. 0 (greedy) is refused: a greedy policy has no policy gradient."""
-    top_k: int = Field(0, ge=0)
-    """Keep the k most likely tokens; 0 keeps all."""
-    top_p: float = Field(1.0, gt=0, le=1)
-    """Keep the most likely tokens until their probabilities together reach this; 1 keeps all."""
-    min_p: float = Field(0.0, ge=0, le=1)
-    """Keep the tokens with at least this share of the largest probability; 0 keeps all."""
-    logit_bias: Annotated[dict[str, float], BeforeValidator(_by_id)] = Field(default_factory=dict)
-    """Added to the logits of single tokens, in nats: { 17 = -2.5 } for the token id 17. -100 to 100."""
-    allowed_token_ids: Annotated[tuple[int, ...] | None, AfterValidator(_in_order)] = None
-    """Draw only these token ids; without it, any. A stop token that is missing here ends no completion."""
-    max_tokens: int = Field(16, ge=1)
-    """Tokens of a completion, or of a turn, at most, the end-of-sequence token included."""
-    answer_max_tokens: int = Field(0, ge=0)
-    """Tokens of an answer at most, the end-of-sequence token included (advantage brpo); 0 is max_tokens."""
-
-    @property
-    def sampling_params(self) -> SamplingParams:
-        """The distribution that tokens are drawn from, as the kernels take it."""
-        logit_bias = {int(token): bias for token, bias in self.logit_bias.items()}
-        return SamplingParams.of(
-            self.temperature, self.top_k, self.top_p, self.min_p, logit_bias, self.allowed_token_ids
-        )
-
-    @model_validator(mode="before")
-    @classmethod
-    def _no_penalty(cls, values: Any) -> Any:
-        if isinstance(values, dict):
-            refuse_penalties("sampling", values)
-        return values
-
-    @model_validator(mode="after")
-    def _ids(self) -> "SamplingConfig":
-        self.sampling_params.check()
-        return self
-
-
-class NativeConfig(Section):
-    """The native sampler. These settings change no bit of the result."""
-
-    max_concurrency: int = Field(64, ge=1)
-    """Samples drawn at once."""
-    max_batch_tokens: int = Field(0, ge=0)
-    """Tokens of one forward that reads prompts; longer ones are read in chunks. 0 is 1024, on a GPU 16384."""
-    cache_bytes: int = Field(0, ge=0)
-    """Upper limit of the key-value cache, bytes. 0 is 4 GiB on a CPU, and 0.3 of the free memory of a GPU."""
-
-
-class PoolConfig(Section):
-    """Sampler actors on any nodes, which draw while the trainer trains. They change no bit of the result."""
-
-    engine: Literal["", "ray"] = ""
-    """ray: actors of a Ray cluster draw the training rollouts (the extra `ray` of the package). Empty: the
-    trainer's own processes draw them, before they train.
-    """
-    address: str = ""
-    """Address of the Ray cluster, such as auto or HOST:PORT. Empty starts one here, for the run."""
-    actors: int = Field(1, ge=1, le=1 << 16)
-    """Actors that draw. One that ends, or takes too long, is replaced."""
-    cpus: float = Field(1.0, gt=0, le=1 << 16)
-    """CPUs that an actor reserves; it has as many threads, rounded down, and one at least."""
-    gpus: float = Field(0.0, ge=0, le=16)
-    """GPUs that an actor reserves. No GPU has run an actor yet."""
-    batch: int = Field(0, ge=0)
-    """Requests that an actor is given at a time. 0 is an equal part of those that are ready for each actor,
-    at most native.max_concurrency.
-    """
-    in_flight: int = Field(2, ge=1, le=64)
-    """Such batches that an actor has at a time, the one that it draws included. The others wait."""
-    timeout_s: float = Field(600.0, gt=0, le=1e6)
-    """Seconds that an actor may take to start and for one batch. Then it is replaced, and the batch is drawn
-    by another actor.
-    """
-
-
-class OptimizerConfig(Section):
-    """AdamW (Loshchilov & Hutter, arXiv:1711.05101) on fp32 master weights."""
-
-    lr: float = Field(1e-4, ge=0)
-    """Peak learning rate."""
-    schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """The learning rate after the warm-up: constant, or falling to min_lr_ratio until the end of the run."""
-    warmup_steps: int = Field(0, ge=0)
-    """Updates over which the learning rate rises linearly to lr."""
-    min_lr_ratio: float = Field(0.0, ge=0, le=1)
-    """Final learning rate as a share of lr."""
-    critic_lr_ratio: float = Field(10.0, gt=0, le=1e6)
-    """Learning rate of a critic's head, in units of the rate of the other weights (advantage gae)."""
-    beta1: float = Field(0.9, ge=0, lt=1)
-    """Decay of the first moment."""
-    beta2: float = Field(0.95, ge=0, lt=1)
-    """Decay of the second moment."""
-    eps: float = Field(1e-8, gt=0)
-    """Added to the square root of the second moment."""
-    weight_decay: float = Field(0.0, ge=0)
-    """Decoupled weight decay of matrices (not of norms and biases), per unit of learning rate."""
-    max_grad_norm: float = Field(1.0, ge=0)
-    """A gradient with a larger global norm is scaled down to this norm; 0 is off."""
-
-
-class EvaluationConfig(Section):
-    """Held-out evaluation."""
-
-    every: int = Field(10, ge=0)
-    """Steps between evaluations; one more is done before the first step, and one at the end. 0 is off."""
-    problems: int = Field(128, ge=1)
-    """Number of held-out problems at most."""
-    num_generations: int = Field(1, ge=1)
-    """Completions of each problem."""
-    temperature: Temperature = Field(0.0, ge=0)
-    """Temperature; 0 is greedy. The filters are those of the section sampling."""
-    training: bool = False
-    """Evaluate the policy on as many training problems too, drawn at the training temperature."""
-    both_policies: bool = True
-    """Where the sampler differs from the trainer, evaluate both policies, on held-out and on training
-    problems. Elsewhere there is one policy, and this does nothing.
-    """
-
-
-class MonitorConfig(Section):
-    """Measurements beside the training. They change no bit of it."""
-
-    gradient: int = Field(0, ge=0)
-    """Steps between measurements of the gradient's bias: the gradient from the sampler's rollouts, under each
-    correction, against two from exact rollouts of the same prompts (docs/gradient.md). 0 is off.
-    """
-
-
-class CheckpointConfig(Section):
-    """Checkpoints after some steps and always after the last one.
-
-    They are in Hugging Face format, with the fp32 master weights and what a resumed run needs.
-    """
-
-    every: int = Field(0, ge=0)
-    """Steps between checkpoints; with 0 only the last step has one."""
-    keep: int = Field(0, ge=0)
-    """The number of newest checkpoints to keep; 0 keeps all."""
-
-
-class ParallelConfig(Section):
+class ParallelConfig(Section, head=_SPREAD):
     """How training is spread over ranks. These settings change no bit of the result."""
 
     engine: Literal["replicated", "fsdp"] = "replicated"
@@ -271,82 +51,230 @@ class ParallelConfig(Section):
     whatever micro_batch is.
     """
 
-
-class LedgerConfig(Section):
-    """The run's ledger: hashes of all that a step computes."""
-
-    detail: Literal["roots", "gradients", "full"] = "full"
-    """Quantities whose hash is written down for each weight: none (roots), the gradients, or optimizer state
-    and weights as well (full). More detail costs only space.
-    """
-    state_every: int = Field(1, ge=1)
-    """Steps between hashes of optimizer state and weights. A larger number saves time with a large model. It
-    is part of the run's fingerprint.
-    """
+    @rule
+    def _pieces_of_weights(self, run: PlannedRun) -> str | None:
+        whole = needing_whole(run.config)
+        if self.engine == "fsdp" and whole:
+            return (
+                f'parallel.engine ("fsdp") with {whole[0]}: this is '
+                'not built with sharded weights; leave it out, or set parallel.engine = "replicated"'
+            )
 
 
 class Config(Section):
     """A training run."""
 
-    model: str = "init:tiny"
+    model: str = setting(
+        "init:tiny",
+        head=free("a place; the architecture and the weights found there are chained instead"),
+        common=True,
+        also_called="model_name_or_path model_name model_path pretrain hf_checkpoint",
+        replaces="init.sizes",
+    )
     """Model folder, hub name (owner/name), or init:PRESET, which makes a base model for the task as
     `zerokl init` does. Given as a flag, another one takes the place of the file's init.sizes too.
     """
-    dtype: Annotated[Literal["float32", "bfloat16", "float16"], ShortNames] = "float32"
+    dtype: Annotated[Literal["float32", "bfloat16", "float16"], ShortNames] = setting(
+        "float32", common=True, also_called="bf16 fp16 torch_dtype mixed_precision compute_dtype"
+    )
     """Compute dtype of sampler and trainer; fp32, bf16 and fp16 will do. Master weights and optimizer state
     are always fp32.
     """
-    device: Literal["auto", "cpu", "cuda"] = "auto"
+    device: Literal["auto", "cpu", "cuda"] = setting("auto", common=True)
     """Where sampler and trainer compute. auto is a CUDA GPU where there is one, unless the vLLM that samples
     is a build for CPUs; otherwise it is the CPU. The device changes the bits: the kernels on a GPU sum in
     another order than the reference on a CPU.
     """
-    seed: int = Field(0, ge=0, lt=1 << 32)
+    seed: int = setting(0, ge=0, lt=1 << 32, common=True)
     """Seed of the run: problem order and every token drawn."""
-    steps: int = Field(100, ge=1)
+    steps: int = setting(
+        100,
+        ge=1,
+        head=free("where a run ends, at a constant rate", lambda c: c.optimizer.schedule == "constant"),
+        common=True,
+        also_called="max_steps total_training_steps num_train_steps num_rollout",
+    )
     """Training steps."""
-    prompts: int = Field(16, ge=1)
+    prompts: int = setting(
+        16,
+        ge=1,
+        common=True,
+        also_called="batch_size train_batch_size rollout_batch_size num_prompts_per_step prompts_per_step",
+    )
     """Prompts of a step (P). A game of n players has n of them."""
-    num_generations: int = Field(8, ge=1)
+    num_generations: int = setting(
+        8,
+        ge=1,
+        common=True,
+        also_called="n group_size num_samples samples n_samples_per_prompt num_generations_per_prompt",
+    )
     """Completions of each prompt (G)."""
-    micro_batch: int = Field(0, ge=0)
+
+    @rule
+    def _completions(self, run: PlannedRun) -> str | None:
+        if self.num_generations == 1 and self.loss.advantage not in ("batch", "gae"):
+            return (
+                "num_generations (1) must be at least 2: the advantage compares completions of one prompt "
+                '(or set loss.advantage = "batch", or "gae")'
+            )
+        if self.prompts * self.num_generations < 2:
+            return "prompts x num_generations must be at least 2"
+
+    micro_batch: int = setting(
+        0,
+        ge=0,
+        head=free("how many sequences one pass takes; by the law this decides no bit"),
+        common=True,
+        also_called="micro_batch_size per_device_train_batch_size ppo_micro_batch_size_per_gpu "
+        "micro_train_batch_size gradient_accumulation_steps",
+    )
     """Sequences of one forward and backward, in each worker. It bounds memory and changes no bit. 0 is 16,
     and on a GPU as many as have 16,384 tokens and fit."""
-    shards_in_flight: int = Field(0, ge=0)
+    shards_in_flight: int = setting(
+        0,
+        ge=0,
+        head=free("how many shards one pass takes; by the law this decides no bit"),
+        needs_whole=lambda shards: shards > 1,
+    )
     """Virtual shards that are computed together, each with a gradient buffer of its own. It changes no bit.
     0 is 1 on a CPU, and on a GPU as many as a quarter of its free memory holds."""
-    recompute: Literal["none", "layer"] = "none"
+    recompute: Literal["none", "layer"] = setting(
+        "none",
+        head=free("what is kept for the backward; the same operations compute it again"),
+        also_called="gradient_checkpointing activation_checkpointing",
+    )
     """layer: the backward computes each layer again instead of keeping its activations. It changes no bit."""
-    frozen: tuple[str, ...] = ()
+    frozen: tuple[str, ...] = setting(
+        (), head=free("patterns; the names and the bits of the weights that they freeze are chained instead")
+    )
     """Weights that are not trained, as patterns of their names in the checkpoint, such as
     model.embed_tokens.* or model.layers.0.*; repeat the flag for several. With tied embeddings lm_head and
     the embedding are one weight. The ledger chains the names and hashes of the frozen weights.
     """
+
+    @rule
+    def _adapters_freeze_all(self, run: PlannedRun) -> str | None:
+        if self.lora.rank and self.frozen:
+            return (
+                f"frozen with lora.rank ({self.lora.rank}): with LoRA only the adapters are trained, and all "
+                "weights are frozen; leave frozen out, or choose lora.targets"
+            )
+
     virtual_shards: int = Field(8, ge=1, le=1 << 16)
     """Parts into which a step's sequences are cut; a power of two. Sets the order of the gradient's sum."""
-    updates_per_rollout: int = Field(1, ge=1)
+
+    @rule
+    def _a_shard_for_each_rank(self, run: PlannedRun) -> str | None:
+        if run.ranks & (run.ranks - 1) or run.ranks > self.virtual_shards:
+            return (
+                f"ranks ({run.ranks}) must be a power of two and at most virtual_shards "
+                f"({self.virtual_shards})"
+            )
+
+    updates_per_rollout: int = setting(
+        1, ge=1, common=True, also_called="num_iterations ppo_epochs num_inner_updates"
+    )
     """Optimizer updates on each step's rollouts. The metrics loss and entropy are those of the first update,
     grad_norm and lr those of the last.
     """
-    exact: bool = True
+    exact: bool = setting(True, head=free("decides whether a run stops, not what it computes"), common=True)
     """Stop at the first token whose trainer logprob is not bit for bit its sampler logprob."""
-    threads: int = Field(0, ge=0, le=1 << 16)
+
+    @rule
+    def _exact_without_differences(self, run: PlannedRun) -> str | None:
+        if self.exact and differing(self):
+            return "precision.sampler_* and perturb.* make sampler and trainer differ; set exact = false"
+
+    threads: int = setting(0, ge=0, le=1 << 16, head=_SPREAD)
     """CPU threads; 0 leaves the choice to torch. It changes no bit."""
-    workers: int = Field(0, ge=0, le=1 << 16)
+    workers: int = setting(
+        0, ge=0, le=1 << 16, head=_SPREAD, common=True, needs_whole=lambda workers: workers > 1
+    )
     """Processes that sample and train side by side, each on its share of the threads. The number is rounded
     down to a power of two; 0 chooses by model size. It changes no bit.
     """
-    sampler: SamplerName = Field("native", description=_SAMPLER_HELP)
-    max_staleness: int = Field(0, ge=0)
+
+    @rule
+    def _one_worker_on_a_gpu(self, run: PlannedRun) -> str | None:
+        if run.device == "cuda" and self.workers > 1:
+            return f"workers ({self.workers}) must be 0 or 1 on a GPU, which one process keeps busy"
+
+    sampler: SamplerName = setting(
+        "native",
+        description=_SAMPLER_HELP,
+        head=free(
+            "native and vllm-zerokl draw the same tokens (others do not)",
+            lambda config: config.sampler in ("native", "vllm-zerokl"),
+        ),
+        common=True,
+        also_called="use_vllm vllm_mode rollout_engine inference_backend",
+        needs_whole=lambda sampler: sampler != "native",
+    )
+
+    @rule
+    def _engines(self, run: PlannedRun) -> str | None:
+        if self.exact and self.sampler == "vllm":
+            return (
+                'sampler ("vllm") with exact = true: vllm is vLLM as it comes now, and no trainer has its '
+                'bits; set exact = false, or sampler = "vllm-zerokl", which is zerokl\'s decoder inside '
+                'vLLM, or, on a GPU, "vllm-exact"'
+            )
+        if self.exact and self.sampler == "hf":
+            return (
+                'sampler ("hf") with exact = true: hf is transformers as it comes, and no trainer has its '
+                'bits; set exact = false, or sampler = "native"'
+            )
+        min_p = self.sampling.min_p or self.perturb.min_p
+        if self.sampler == "hf" and (min_p or self.sampling.sampling_params.changes_logits):
+            return (
+                'sampler ("hf") with sampling.min_p, logit_bias or allowed_token_ids, or with perturb.min_p: '
+                "transformers applies min_p after top_p, and has the other two in another form; leave them "
+                "out, or set another sampler"
+            )
+        if self.sampler == "vllm-exact" and run.device == "cpu":
+            return (
+                'sampler ("vllm-exact") needs a GPU: vLLM\'s kernels for CPUs are not batch-invariant; '
+                'set sampler = "vllm-zerokl"'
+            )
+        is_for_cpus = (run.vllm or "").endswith("+cpu")
+        if self.sampler.startswith("vllm") and run.device == "cuda" and is_for_cpus:
+            return (
+                f'sampler ("{self.sampler}"): the vLLM installed here computes on CPUs only; '
+                'set device = "cpu"'
+            )
+        if run.ranks > 1 and self.sampler == "hf":
+            return (
+                f'ranks ({run.ranks}) with sampler "hf": transformers draws a whole batch with one '
+                "generator, so tokens would depend on the number of ranks; start one process, or set another "
+                "sampler"
+            )
+
+    max_staleness: int = setting(
+        0, ge=0, also_called="max_off_policy_steps async_level max_async_level", needs_whole=bool
+    )
     """Updates by which the sampler's weights may be older than the trainer's."""
-    staleness_schedule: Literal["periodic", "lagged"] = "periodic"
+    staleness_schedule: Literal["periodic", "lagged"] = setting("periodic", head=WHERE_SET)
     """Which older weights draw, with max_staleness above 0. periodic: the sampler keeps its weights, and
     renews them before they become older than allowed. lagged: each step draws with the weights that the step
     max_staleness / updates_per_rollout steps before it began with, and the first steps with the first
     weights. So later steps can be drawn while the trainer trains (pool.engine).
     """
 
-    tracking: tuple[Literal["tensorboard", "wandb", "trackio", "mlflow"], ...] = ("tensorboard",)
+    @rule
+    def _late_by_whole_steps(self, run: PlannedRun) -> str | None:
+        whole = self.max_staleness and self.max_staleness % self.updates_per_rollout == 0
+        if self.staleness_schedule == "lagged" and not whole:
+            return (
+                f'staleness_schedule ("lagged") counts whole steps: max_staleness ({self.max_staleness}) '
+                f"must be above 0, and a multiple of updates_per_rollout ({self.updates_per_rollout})"
+            )
+
+    tracking: tuple[Literal["tensorboard", "wandb", "trackio", "mlflow"], ...] = setting(
+        ("tensorboard",),
+        head=free("decides only where the metrics are written as well"),
+        common=True,
+        also_called="report_to logger log_with use_wandb",
+    )
     """Where the metrics go besides RUN/metrics.jsonl; repeat the flag for several. All but tensorboard are
     extras of the package. Each library takes its own environment variables. It changes no bit.
     """
@@ -411,3 +339,7 @@ class Config(Section):
         if value & (value - 1):
             raise ValueError("must be a power of two")
         return value
+
+
+# Settings that are tables of keys which zerokl does not define.
+FREE_SECTIONS = tuple(key for key, s in settings_of(Config).items() if get_origin(s.field.annotation) is dict)

@@ -4,14 +4,23 @@ from typing import Any
 
 from pydantic import Field
 
-from .section import Section
+from .section import PlannedRun, Section, free, rule
 
 
-class VllmConfig(Section):
+class VllmConfig(Section, head=free("limits of the sampler; by the law they decide no bit")):
     """vLLM as the sampler. These settings change no bit of the result."""
 
     multiprocess: bool = False
     """Run vLLM's engine in a process of its own."""
+
+    @rule
+    def _one_process_on_a_gpu(self, run: PlannedRun) -> str | None:
+        if run.keyed_vllm and run.device == "cuda" and self.multiprocess:
+            return (
+                "vllm.multiprocess (true): on a GPU vLLM reads the trainer's own tensors, "
+                "which are in this process; set it to false"
+            )
+
     context: int = Field(0, ge=0)
     """Tokens of the longest sequence; 0 is the model's context, but at most 4096."""
     max_concurrency: int = Field(64, ge=1)
@@ -29,5 +38,11 @@ class VllmConfig(Section):
     cuda_graphs: bool = False
     """Replay each decoding forward as a CUDA graph. vLLM then keeps a copy of the weights. On a GPU only; an
     H200 has run it in bf16, exactly, and drew three times as fast."""
+
+    @rule
+    def _graphs_are_of_a_gpu(self, run: PlannedRun) -> str | None:
+        if self.cuda_graphs and run.config.sampler.startswith("vllm") and run.device == "cpu":
+            return "vllm.cuda_graphs (true): a CPU has no CUDA graphs; set it to false"
+
     engine: dict[str, Any] = Field(default_factory=dict)
     """Other arguments of vllm.LLM, by vLLM's names. Arguments that could break exactness are refused."""

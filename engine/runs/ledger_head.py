@@ -2,6 +2,8 @@
 
 from collections.abc import Iterable, Mapping
 from dataclasses import fields
+from functools import reduce
+from operator import getitem
 from typing import Any
 
 import torch
@@ -17,8 +19,8 @@ from ...model.weights import FlatLayout, Layout
 from ...verify.environment import PACKAGE_ROOT, environment
 from ...verify.ledger import Head, LedgerFile, digest, digest_ids
 from ..config.lora_section import LoraConfig
-from ..config.loss_presets import DEFAULTS
-from ..config.run_config import FREE_SECTIONS, Config
+from ..config.run_config import Config
+from ..config.section import settings_of
 from ..tasks.pairs import Pair
 from ..tasks.problem import Problem
 from ..train.state import TrainState
@@ -27,127 +29,24 @@ from ..train.state import TrainState
 REFERENCE = "loss.ref_model"
 # The head holds the hash of each frozen weight under this prefix and the weight's name.
 _FROZEN = "frozen."
-# Keys of the configuration that decide no bit of the training, and why. They are not chained, and a resumed
-# run may change them.
-FREE = {
-    "micro_batch": "how many sequences one pass takes; by the law this decides no bit",
-    "shards_in_flight": "how many shards one pass takes; by the law this decides no bit",
-    "parallel": "how the work is spread; by the law this decides no bit",
-    "recompute": "what is kept for the backward; the same operations compute it again",
-    "threads": "how the work is spread; by the law this decides no bit",
-    "workers": "how the work is spread; by the law this decides no bit",
-    "native": "limits of the sampler; by the law they decide no bit",
-    "pool": "who draws the rollouts, and where; by the law this decides no bit",
-    "vllm": "limits of the sampler; by the law they decide no bit",
-    "sampler": "native and vllm-zerokl draw the same tokens (is_free: others do not)",
-    "exact": "decides whether a run stops, not what it computes",
-    "evaluation": "only reads the weights, with random numbers of its own",
-    "monitor": "only measures, with random numbers of its own",
-    "tracking": "decides only where the metrics are written as well",
-    "checkpoint": "decides only what is kept",
-    "ledger.detail": "decides only what is written down; the roots are the same",
-    "loss.preset": "a name for the choices of the loss; each choice is chained instead",
-    "task.reward_processes": "how the rewards are computed; a reward is a function of its arguments",
-    "task.reward_timeout_s": "decides whether a run stops, not what it computes",
-    "task.reward_memory_bytes": "decides whether a run stops, not what it computes",
-    "environment.processes": "how environments are played; one is a function of its problem, key and turns",
-    "environment.timeout_s": "decides which trajectories end in time; the ledger chains how each ended",
-    "environment.memory_bytes": "as environment.timeout_s",
-    "task.directory": "a place; the problems found there are chained instead",
-    "init": "how a base model is made; the weights and the problems found there are chained instead",
-    "model": "a place; the architecture and the weights found there are chained instead",
-    "frozen": "patterns; the names and the bits of the weights that they freeze are chained instead",
-    "lora.adapter": "a place; the first adapters found there are chained instead",
-    REFERENCE: "a place; the weights found there are chained instead",
-}
-# Settings that most runs do not have: keys, and sections with their dot. They are chained where they are not
-# the default.
-CHAINED_WHERE_SET = (
-    "environment.",
-    "lora.",
-    "loss.k",
-    "loss.beta",
-    "loss.semantic_entropy",
-    "loss.router_aux_coef",
-    "loss.gamma",
-    "loss.gae_lambda",
-    "loss.whiten",
-    "loss.value_coef",
-    "loss.value_clip",
-    "loss.budgets",
-    "loss.budget_weights",
-    "loss.answers",
-    "optimizer.critic_lr_ratio",
-    "perturb.kv",
-    "perturb.min_p",
-    "perturb.routing",
-    "perturb.top_k",
-    "perturb.top_p",
-    "perturb.weights",
-    "perturb.weights_of",
-    "precision.kv",
-    "precision.weights",
-    "precision.router_dtype",
-    "precision.sampler_router_dtype",
-    "staleness_schedule",
-    "task.equivalence",
-    "task.answer_prefix",
-    "sampling.answer_max_tokens",
-    "sampling.min_p",
-    "sampling.logit_bias",
-    "sampling.allowed_token_ids",
-)
-# The scale of the loss changes no bit unless a gradient overflows or underflows, and then the hash of the
-# gradient shows it. So these settings are not chained either. But a resumed run keeps them and its scale.
-_SCALE = (
-    "precision.scaling",
-    "precision.scale",
-    "precision.growth_interval",
-    "precision.backoff",
-    "precision.minimum",
-    "precision.maximum",
-)
 
 
 def flat_settings(config: Config) -> dict[str, Any]:
     """Every key of the configuration with its value."""
-    flat: dict[str, Any] = {}
-
-    def walk(values: Mapping[str, Any], prefix: str) -> None:
-        for name, value in values.items():
-            if isinstance(value, Mapping) and f"{prefix}{name}" not in FREE_SECTIONS:
-                walk(value, f"{prefix}{name}.")
-            else:
-                flat[prefix + name] = value
-
-    walk(config.model_dump(mode="json"), "")
-    return flat
+    values = config.model_dump(mode="json")
+    return {key: reduce(getitem, key.split("."), values) for key in settings_of(type(config))}
 
 
 def is_free(key: str, config: Config) -> bool:
     """Whether a key of this configuration decides no bit."""
-    section = key[: key.find(".") + 1]
-    if (key in CHAINED_WHERE_SET or section in CHAINED_WHERE_SET) and _is_default(key, config):
-        return True
-    if key == "steps":  # it decides bits only through the schedule of the learning rate
-        return config.optimizer.schedule == "constant"
-    if key == "sampler":
-        return config.sampler in ("native", "vllm-zerokl")
-    return any(key == free or key.startswith(f"{free}.") for free in FREE)
-
-
-def _is_default(key: str, config: Config) -> bool:
-    section, _, name = key.partition(".")
-    if section == "loss":
-        return getattr(config.loss, name) == DEFAULTS[name]
-    values, name = (getattr(config, section), name) if name else (config, section)
-    return getattr(values, name) == type(values).model_fields[name].get_default(call_default_factory=True)
+    setting = settings_of(type(config))[key]
+    return setting.head.is_free(config) or (setting.head.where_set and not setting.is_set(config))
 
 
 def binding(config: Config) -> dict[str, Any]:
     """The settings that decide bits, which the ledger chains."""
-    settings = flat_settings(config)
-    return {key: value for key, value in settings.items() if not is_free(key, config) and key not in _SCALE}
+    values, settings = flat_settings(config), settings_of(type(config))
+    return {key: values[key] for key in values if not is_free(key, config) and not settings[key].head.kept}
 
 
 def run_head(state: TrainState, process: Mapping[str, Any]) -> Head:
@@ -254,5 +153,5 @@ def _ref_weights(state: TrainState) -> str:
     """
     if state.ref_policy is None:
         return ""
-    of_model = architecture(state.ref_policy.decoder.config)
-    return f"sha256:{hash_json([of_model, state.ref_policy.fingerprint()])}"
+    reference = architecture(state.ref_policy.decoder.config)
+    return f"sha256:{hash_json([reference, state.ref_policy.fingerprint()])}"

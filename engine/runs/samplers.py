@@ -29,6 +29,7 @@ from ...model.decoder import Decoder
 from ...model.numerics import Numerics, named_numerics
 from ..config.run_config import Config
 from ..config.sampler_names import EXTERNAL
+from ..config.section import settings_of
 from ..display.terminal import console
 from ..rollout.older_weights import OlderWeights
 from ..rollout.perturb import Delayed, sampled_weights, trained_weights
@@ -196,16 +197,10 @@ def _pooled(
 
 def _refuse_without_experts(config: Config, architecture: str) -> None:
     """Raise ValueError for a setting that a model without experts cannot have."""
-    precision = config.precision
-    defaults = {
-        "perturb.routing": (config.perturb.routing, "free"),
-        "loss.router_aux_coef": (config.loss.router_aux_coef, 0.0),
-        "precision.router_dtype": (precision.router_dtype, "compute"),
-        "precision.sampler_router_dtype": (precision.sampler_router_dtype, ""),
-    }
-    for name, (value, default) in defaults.items():
-        if value != default:
-            raise ValueError(f"{name} ({value!r}): {architecture} has no experts; set it to {default!r}")
+    for key, setting in settings_of(Config).items():
+        if setting.facts.needs_experts and setting.is_set(config):
+            value, usual = setting.value(config), setting.usual
+            raise ValueError(f"{key} ({value!r}): {architecture} has no experts; set it to {usual!r}")
 
 
 def is_separate(config: Config) -> bool:

@@ -272,7 +272,8 @@ def apply(diff: Path, root: Path) -> None:
 def source(tmp_path) -> Path:
     """A copy of the package and its tests."""
     copy = tmp_path / "zerokl"
-    for folder in ("files", "kernels", "verify", "model", "engine", "audit", "integrations", "cli", "tests"):
+    floors = ("files", "kernels", "verify", "model", "engine", "audit", "integrations", "cli")
+    for folder in (*floors, "docs", "tests"):
         shutil.copytree(ROOT / folder, copy / folder, ignore=shutil.ignore_patterns("__pycache__"))
     for file in (*ROOT.glob("*.py"), ROOT / "pyproject.toml"):
         shutil.copyfile(file, copy / file.name)
@@ -339,6 +340,42 @@ def test_control_a_diff_fits_once_only(source):
     apply(EXAMPLES / "dual_clip.diff", source)
     with pytest.raises(AssertionError, match="does not fit"):
         apply(EXAMPLES / "dual_clip.diff", source)
+
+
+_OF_A_SETTING = """
+from zerokl.cli import main
+from zerokl.docs import _generate
+from zerokl.engine.config.config_file import load_config
+from zerokl.engine.runs.ledger_head import binding
+
+key = "optimizer.skip_above"
+assert key not in binding(load_config()) and binding(load_config(None, None, {key: 2.0}))[key] == 2.0
+for name, value in (("grad_skip_threshold", 1), (key, 0.5)):
+    try:
+        load_config(None, None, {name: value})
+    except ValueError as error:
+        print(error)
+print(_generate.configuration().partition(f"### `{key}`")[2][:160], _generate.rules())
+main(["train", "--help"])
+"""
+
+
+def test_a_setting_is_one_field_of_one_file(source):
+    """Its field alone brings it into help, hints, refusals, the ledger's head and the page."""
+
+    def shown() -> str:
+        environment = os.environ | {"PYTHONPATH": str(source.parent), "COLUMNS": "160"}
+        words = [sys.executable, "-c", _OF_A_SETTING]
+        return subprocess.run(words, env=environment, capture_output=True, text=True).stdout
+
+    assert shown() == ""  # control
+    apply(EXAMPLES / "setting.diff", source)
+    text = shown()
+    assert "unknown key grad_skip_threshold; did you mean optimizer.skip_above?" in text
+    assert "skip_above (0.5) must be at least optimizer.max_grad_norm (1.0): no gradient would" in text
+    assert "Number, at least 0; default: `0.0`" in text
+    assert "`0 < optimizer.skip_above < optimizer.max_grad_norm`" in text
+    assert "--optimizer.skip_above" in text
 
 
 @pytest.mark.full

@@ -9,11 +9,10 @@
 Everything else is as in the run's loss: advantages, bounds of the staleness ratio, weights, other terms.
 """
 
-from ...config.loss_presets import DEFAULTS, PRESETS
-from ...config.loss_section import LossConfig
+from ...config.loss_section import PRESETS, USUAL, LossConfig
 
 _FIELDS = ("correction", "correction_level", "correction_low", "correction_high")
-_NONE = {name: DEFAULTS[name] for name in _FIELDS}
+_NONE = {name: USUAL[name] for name in _FIELDS}
 # Name -> the choices of the correction.
 CORRECTED: dict[str, dict[str, object]] = {
     "none": _NONE,

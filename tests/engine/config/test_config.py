@@ -1,18 +1,17 @@
 """The configuration: every key is checked, and a configuration that is written is read back equal."""
 
-from collections.abc import Iterator
 from typing import get_args
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from pydantic import BaseModel
 from zerokl.cli import main
 from zerokl.engine.config.config_file import known_keys, load_config, preset_names, to_toml
 from zerokl.engine.config.key_hints import OTHER_NAMES
 from zerokl.engine.config.loss_section import Bound, Correction
 from zerokl.engine.config.precision_section import SHORT_DTYPES
 from zerokl.engine.config.run_config import Config
+from zerokl.engine.config.section import settings_of
 from zerokl.engine.tasks.loading import load_task
 from zerokl.engine.train.losses.corrections import CORRECTIONS
 from zerokl.engine.train.losses.surrogates import BOUNDS
@@ -65,16 +64,8 @@ def test_presets_are_valid(preset):
 def test_every_field_has_its_line_of_meaning():
     """`zerokl train --help` and docs/configuration.md show the line under a field."""
 
-    def sections(model: type[BaseModel]) -> Iterator[type[BaseModel]]:
-        yield model
-        for info in model.model_fields.values():
-            if isinstance(info.annotation, type) and issubclass(info.annotation, BaseModel):
-                yield from sections(info.annotation)
-
-    for model in sections(Config):
-        for name, info in model.model_fields.items():
-            is_section = isinstance(info.annotation, type) and issubclass(info.annotation, BaseModel)
-            assert is_section or (info.description or "").endswith("."), f"{model.__name__}.{name}"
+    for key, setting in settings_of(Config).items():
+        assert (setting.field.description or "").endswith("."), key
 
 
 def test_another_name_of_a_setting_is_refused_with_ours():

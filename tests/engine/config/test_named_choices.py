@@ -1,9 +1,8 @@
 """A loss, task or model that is named after a file takes the place of what the file chose for another."""
 
 import pytest
-from zerokl.engine.config.config_file import left_behind, load_config, to_toml
-from zerokl.engine.config.loss_presets import PRESETS
-from zerokl.engine.config.loss_section import LossConfig
+from zerokl.engine.config.config_file import load_config, load_with_left, to_toml
+from zerokl.engine.config.loss_section import PRESETS, LossConfig
 from zerokl.engine.runs.ablations.grid import read_grid
 
 LOSSES = [
@@ -19,7 +18,7 @@ def test_a_loss_that_is_named_later_is_that_loss(tmp_path, source, name):
     assert load_config(*place, {"loss.preset": name}).loss == LossConfig(preset=name)
     with_choice = load_config(*place, {"loss.clip_low": 0.5, "loss.preset": name})
     assert with_choice.loss == LossConfig(preset=name, clip_low=0.5)
-    left = left_behind(*place, {"loss.preset": name})
+    left = load_with_left(*place, {"loss.preset": name})[1]
     assert left["loss.advantage"] == "std"
     assert ("loss.kl_coef" in left) == (source == "file")
 
@@ -33,15 +32,15 @@ def test_what_was_chosen_for_a_model_and_a_task_goes_with_them(tmp_path):
     model = {"model": "init:small"}
     assert load_config(file, None, model).init.sizes == {}
     assert load_config(file, None, {"model": "init:tiny"}).init.sizes == {"hidden_size": 64}
-    assert left_behind(file, None, model) == {"init.sizes": {"hidden_size": 64}}
+    assert load_with_left(file, None, model)[1] == {"init.sizes": {"hidden_size": 64}}
     given = load_config(file, None, model | {"task.name": "sort", "init.sizes.head_dim": 8})
     assert (given.task.reward, given.task.options, given.init.sizes) == ("", {}, {"head_dim": 8})
     assert (given.init.target, given.optimizer.lr) == (0.7, 0.5)  # no name stands for these
-    assert left_behind(file, None, {"task.name": "sort"}) == {
+    assert load_with_left(file, None, {"task.name": "sort"})[1] == {
         "task.reward": "numeric",
         "task.options": {"train": 20},
     }
-    assert left_behind(file, None, {"optimizer.lr": 0.1}) == {}
+    assert load_with_left(file, None, {"optimizer.lr": 0.1})[1] == {}
 
 
 def test_a_grids_losses_are_those_of_their_names(tmp_path):
@@ -60,9 +59,9 @@ def test_the_line_of_a_loss_names_what_differs_from_its_row():
     line = LossConfig(preset="grpo", bound="none", kl_coef=0.01).line
     assert "bound none (grpo has clip)" in line
     assert "kl_coef 0.01 (grpo has 0.0)" in line
-    own = LossConfig(preset="brpo", budgets=(2, 5), surrogate="mine:bound").line
-    assert "surrogate mine:bound," in own
-    assert own.endswith("budgets (2, 5)")
+    cut = LossConfig(preset="brpo", budgets=(2, 5), surrogate="mine:bound").line
+    assert "surrogate mine:bound," in cut
+    assert cut.endswith("budgets (2, 5)")
     assert "\n" not in line
 
 

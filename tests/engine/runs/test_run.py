@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from zerokl.engine.config.config_file import load_config
-from zerokl.engine.config.loss_presets import PRESETS
+from zerokl.engine.config.loss_section import PRESETS
 from zerokl.engine.rollout.policy import load_policy
 from zerokl.engine.runs.ending import figures
 from zerokl.engine.runs.loaded import load_run

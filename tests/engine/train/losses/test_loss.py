@@ -11,8 +11,7 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 from zerokl.engine.config.compatibility import check_settings
-from zerokl.engine.config.loss_presets import PRESETS
-from zerokl.engine.config.loss_section import LossConfig
+from zerokl.engine.config.loss_section import PRESETS, LossConfig
 from zerokl.engine.config.run_config import Config
 from zerokl.engine.train.losses.advantage import advantages
 from zerokl.engine.train.losses.policy_loss import kl_terms, policy_loss, sequence_weights

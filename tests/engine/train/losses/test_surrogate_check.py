@@ -2,8 +2,7 @@
 
 import pytest
 import torch
-from zerokl.engine.config.loss_presets import PRESETS
-from zerokl.engine.config.loss_section import LossConfig
+from zerokl.engine.config.loss_section import PRESETS, LossConfig
 from zerokl.engine.runs.run import train
 from zerokl.engine.train.losses.surrogate_check import check_slope
 from zerokl.engine.train.losses.surrogates import BOUNDS, clip, with_detached

@@ -1,0 +1,107 @@
+"""The sections `optimizer`, `evaluation`, `monitor`, `checkpoint` and `ledger` of the configuration."""
+
+from typing import Literal
+
+from pydantic import Field
+
+from .section import WHERE_SET, PlannedRun, Section, Temperature, free, rule, setting
+
+
+class OptimizerConfig(Section):
+    """AdamW (Loshchilov & Hutter, arXiv:1711.05101) on fp32 master weights."""
+
+    lr: float = setting(1e-4, ge=0, common=True, also_called="learning_rate actor_learning_rate max_lr")
+    """Peak learning rate."""
+    schedule: Literal["constant", "linear", "cosine"] = setting(
+        "constant", common=True, also_called="lr_scheduler_type lr_scheduler lr_decay_style"
+    )
+    """The learning rate after the warm-up: constant, or falling to min_lr_ratio until the end of the run."""
+    warmup_steps: int = setting(
+        0, ge=0, common=True, also_called="warmup_ratio lr_warmup_steps num_warmup_steps"
+    )
+    """Updates over which the learning rate rises linearly to lr."""
+    min_lr_ratio: float = Field(0.0, ge=0, le=1)
+    """Final learning rate as a share of lr."""
+    critic_lr_ratio: float = setting(10.0, gt=0, le=1e6, head=WHERE_SET)
+    """Learning rate of a critic's head, in units of the rate of the other weights (advantage gae)."""
+    beta1: float = setting(0.9, ge=0, lt=1, also_called="adam_beta1")
+    """Decay of the first moment."""
+    beta2: float = setting(0.95, ge=0, lt=1, also_called="adam_beta2")
+    """Decay of the second moment."""
+    eps: float = setting(1e-8, gt=0, also_called="adam_epsilon adam_eps")
+    """Added to the square root of the second moment."""
+    weight_decay: float = Field(0.0, ge=0)
+    """Decoupled weight decay of matrices (not of norms and biases), per unit of learning rate."""
+    max_grad_norm: float = setting(
+        1.0, ge=0, common=True, also_called="max_norm grad_clip clip_grad gradient_clipping"
+    )
+    """A gradient with a larger global norm is scaled down to this norm; 0 is off."""
+
+
+class EvaluationConfig(Section, head=free("only reads the weights, with random numbers of its own")):
+    """Held-out evaluation."""
+
+    every: int = setting(10, ge=0, common=True, also_called="eval_steps test_freq eval_interval val_period")
+    """Steps between evaluations; one more is done before the first step, and one at the end. 0 is off."""
+    problems: int = setting(128, ge=1, common=True)
+    """Number of held-out problems at most."""
+    num_generations: int = Field(1, ge=1)
+    """Completions of each problem."""
+    temperature: Temperature = Field(0.0, ge=0)
+    """Temperature; 0 is greedy. The filters are those of the section sampling."""
+    training: bool = False
+    """Evaluate the policy on as many training problems too, drawn at the training temperature."""
+    both_policies: bool = True
+    """Where the sampler differs from the trainer, evaluate both policies, on held-out and on training
+    problems. Elsewhere there is one policy, and this does nothing.
+    """
+
+
+class MonitorConfig(Section, head=free("only measures, with random numbers of its own")):
+    """Measurements beside the training. They change no bit of it."""
+
+    gradient: int = setting(0, ge=0, needs_whole=bool)
+    """Steps between measurements of the gradient's bias: the gradient from the sampler's rollouts, under each
+    correction, against two from exact rollouts of the same prompts (docs/gradient.md). 0 is off.
+    """
+
+    @rule
+    def _bias(self, run: PlannedRun) -> str | None:
+        if self.gradient and run.config.exact and not run.config.max_staleness:
+            return (
+                f"monitor.gradient ({self.gradient}) with exact = true: every rollout is exact, so its "
+                "gradient has no bias to measure; set exact = false for a sampler that differs, or "
+                "monitor.gradient = 0"
+            )
+        if self.gradient and run.config.loss.trains_given:
+            return (
+                f"monitor.gradient ({self.gradient}) with a loss of given tokens (dpo, verifree): no sampler "
+                "decides them; set it to 0, or choose another loss"
+            )
+
+
+class CheckpointConfig(Section, head=free("decides only what is kept")):
+    """Checkpoints after some steps and always after the last one.
+
+    They are in Hugging Face format, with the fp32 master weights and what a resumed run needs.
+    """
+
+    every: int = setting(0, ge=0, common=True, also_called="save_steps save_freq save_interval")
+    """Steps between checkpoints; with 0 only the last step has one."""
+    keep: int = setting(0, ge=0, common=True, also_called="save_total_limit max_ckpt_num")
+    """The number of newest checkpoints to keep; 0 keeps all."""
+
+
+class LedgerConfig(Section):
+    """The run's ledger: hashes of all that a step computes."""
+
+    detail: Literal["roots", "gradients", "full"] = setting(
+        "full", head=free("decides only what is written down; the roots are the same")
+    )
+    """Quantities whose hash is written down for each weight: none (roots), the gradients, or optimizer state
+    and weights as well (full). More detail costs only space.
+    """
+    state_every: int = Field(1, ge=1)
+    """Steps between hashes of optimizer state and weights. A larger number saves time with a large model. It
+    is part of the run's fingerprint.
+    """
