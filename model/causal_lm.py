@@ -29,24 +29,14 @@ from ..kernels.low_rank import LowRankBuffers
 from ..kernels.passes import Pass
 from ..kernels.sampling_params import SamplingParams
 from ..kernels.upload import upload_tables
+from .blocks.block import Rotation
+from .blocks.rope import rotation_table
 from .checkpoint import read_weights, resolve_model, write_tensors
 from .config import ModelConfig
-from .decoder import (
-    COMPUTE,
-    Buffers,
-    Context,
-    Decoder,
-    Forward,
-    Hook,
-    Numerics,
-    PackedContext,
-    Rotation,
-    Stream,
-    _rope_table,
-    no_hook,
-    with_padding,
-)
+from .context import Buffers, Context, Hook, PackedContext, no_hook
+from .decoder import Decoder, Forward, Stream, with_padding
 from .labels import LabelledBatch, pack_labels
+from .numerics import COMPUTE, Numerics
 from .parameters import LayerCall, ParameterWeights, keep_sums
 from .routing import FREE, Routing
 from .scoring import PackedBatch, Scores, ScoringInputs
@@ -113,7 +103,7 @@ class ModuleForward(Forward):
         norm = self.weights.norm
         key = norm.dtype, norm.device
         if key not in self._tables:
-            self._tables = {key: _rope_table(self.config, norm)}
+            self._tables = {key: rotation_table(self.config, norm)}
         return self._tables[key]
 
     @property

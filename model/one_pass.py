@@ -22,7 +22,8 @@ from ..kernels.order import token_blocks
 from ..kernels.passes import ONE_SEQUENCE, Pass
 from ..kernels.upload import Tables
 from .config import ModelConfig
-from .decoder import NO_BUFFERS, Buffers, Forward, NarrowingContext, with_padding
+from .context import NO_BUFFERS, Buffers, NarrowingContext
+from .decoder import Forward, with_padding
 from .prompts import PromptLayout, SampleTables, attend_after, prompt_passes, ranges, reordered
 from .routing import FREE, Routing
 

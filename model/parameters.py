@@ -23,7 +23,8 @@ from torch import nn
 
 from ..kernels.grad import GradBuffer
 from ..kernels.low_rank import LowRankBuffers
-from .weights import VALUE_HEAD, LayerWeights, Layout, WeightSource
+from .blocks.block import LayerWeights
+from .weights import VALUE_HEAD, Layout, WeightSource
 
 LayerBuffers = MutableMapping[torch.Tensor, GradBuffer | LowRankBuffers]
 

@@ -10,7 +10,7 @@ from typing import Protocol
 import torch
 
 from ..kernels.upload import Tables
-from .config import Experts
+from .sizes import Experts
 
 
 class Routing(Protocol):

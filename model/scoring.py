@@ -23,7 +23,8 @@ from ..kernels.sampling_params import SamplingParams
 from ..kernels.upload import Tables, upload_tables
 from ..kernels.value_head import value_head
 from .cache import BlockCache, CachedContext
-from .decoder import NO_BUFFERS, Buffers, Decoder, Forward, Hook, PackedContext, no_hook, with_padding
+from .context import NO_BUFFERS, Buffers, Hook, PackedContext, no_hook
+from .decoder import Decoder, Forward, with_padding
 from .observer import Rows
 from .one_pass import OnePassContext, one_pass
 from .prompts import PromptLayout, Prompts, SampleContext, SampleTables

@@ -17,7 +17,8 @@ import numpy as np
 import torch
 
 from ...model.checkpoint import DTYPES
-from ...model.decoder import Decoder, Hook, PackedContext
+from ...model.context import Hook, PackedContext
+from ...model.decoder import Decoder
 from .evidence import Evidence
 from .lines import Scores
 from .noise import measured

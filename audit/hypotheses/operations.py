@@ -9,7 +9,8 @@ import torch
 
 from ...kernels.rope import rope_table
 from ...model.config import ModelConfig
-from ...model.decoder import Decoder, Hook, PackedContext
+from ...model.context import Hook, PackedContext
+from ...model.decoder import Decoder
 from .evidence import Evidence
 from .prediction import Prediction
 from .scorer import decoder_scores

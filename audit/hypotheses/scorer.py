@@ -16,7 +16,8 @@ from ...kernels.logprob import linear_logprob
 from ...kernels.sampling_params import SamplingParams
 from ...kernels.tile_tables import TileTable
 from ...model.checkpoint import DTYPES, load_decoder, read_weights
-from ...model.decoder import Decoder, Hook, Numerics, PackedContext, no_hook
+from ...model.context import Hook, PackedContext, no_hook
+from ...model.decoder import Decoder, Numerics
 from ...model.scoring import pack
 from ..engines.engine import TOGETHER, Engine, Pair, ZeroklEngine
 from .lines import Lines, Scores

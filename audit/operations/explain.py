@@ -13,7 +13,14 @@ import torch.nn.functional as F
 from ...kernels.rope import rope_frequencies
 from ...kernels.sampling_params import SamplingParams
 from ...model.operation import Equation
-from ...model.operations import input_names, operation, rows_of, split_name
+from ...model.operations import (
+    fused_with,
+    input_names,
+    known_operation,
+    operation,
+    operation_names,
+    split_name,
+)
 from .operation_errors import FIT, excess, in_dtype, recorded, rms
 from .operations import Lookup, Operations, Tensor, linear, weight_names
 
@@ -55,7 +62,7 @@ def _changes(
 ) -> Iterator[Change]:
     """Changed operations, the likeliest first."""
     inputs = [lookup(name).double() for name in input_names(op, exact.checkpoint.config)]
-    match operation(op).equation:
+    match operation(op, exact.checkpoint.config).equation:
         case Equation.NORM:
             yield from _norm_changes(op, actual, exact, *inputs)
         case Equation.ROPE:
@@ -128,18 +135,19 @@ def _rope_changes(op: str, exact: Operations, lookup: Lookup, trace: dict[str, T
         "neighbouring elements are rotated in pairs, where the checkpoint rotates the halves of a head",
         exact.rope(x, config.frequencies, interleaved=True),
     )
-    (norm,) = operation(op).reads
-    if not config.qk_norm and prefix + norm in trace:
+    (norm,) = known_operation(op).reads
+    has_norm = norm in operation(op, config).reads
+    if not has_norm and prefix + norm in trace:
         normed = lookup(prefix + norm).double()
         yield f"{norm} comes before it, which the checkpoint lacks", exact.rope(normed, config.frequencies)
-    if config.qk_norm:
+    if has_norm:
         (raw,) = input_names(prefix + norm, config)
         yield f"{norm} is missing before it", exact.rope(lookup(raw).double(), config.frequencies)
 
 
 def _weight_changes(op: str, actual: Tensor, exact: Operations, lookup: Lookup) -> Iterator[Change]:
     """Changes of a matrix: rounded, taken from elsewhere, its bias left out, its heads in other places."""
-    c, row = exact.checkpoint, operation(op)
+    c, row = exact.checkpoint, operation(op, exact.checkpoint.config)
     name, bias = weight_names(op, c)
     w, b = c.weights[name], exact.weight(bias) if bias else None
     if row.equation is Equation.EMBEDDING:
@@ -185,15 +193,16 @@ def _roundings(w: Tensor) -> Iterator[Change]:
 
 def _siblings(op: str, name: str, exact: Operations) -> list[str]:
     """Weights that could be taken for this one: of the same layer, and of layers nearby."""
-    (prefix, kind), fused = split_name(op), operation(op).fused
-    group = [row.name for row in rows_of(fused) if row.name != kind] if fused else []
+    prefix, kind = split_name(op)
+    group = [row.name for row in fused_with(op, exact.checkpoint.config) if row.name != kind]
     same = [weight_names(prefix + other, exact.checkpoint)[0] for other in group]
     if not prefix:
         return same
     layer = int(prefix.split(".")[1])
     low, high = max(0, layer - _NEIGHBOURS), min(exact.checkpoint.config.layers, layer + _NEIGHBOURS + 1)
-    others = (i for i in range(low, high) if i != layer)
-    return same + [weight_names(f"layers.{i}.{kind}", exact.checkpoint)[0] for i in others]
+    others = [f"layers.{i}.{kind}" for i in range(low, high) if i != layer]
+    names = {*operation_names(exact.checkpoint.config)}
+    return same + [weight_names(other, exact.checkpoint)[0] for other in others if other in names]
 
 
 def _moved_heads(actual: Tensor, expected: Tensor, head_dim: int) -> Iterator[Change]:
@@ -287,6 +296,6 @@ def _of_lower_precision(op: str, actual: Tensor, exact: Operations, lookup: Look
         typical = rms(in_dtype(exact, dtype).compute(op, lookup).double() - expected)
         if typical / 3 <= error <= 3 * typical:
             of_fp32 = dtype is torch.float16 and lookup(op).dtype is torch.float32
-            tf32 = _TF32 if of_fp32 and operation(op).equation in _PRODUCTS else ""
+            tf32 = _TF32 if of_fp32 and operation(op, exact.checkpoint.config).equation in _PRODUCTS else ""
             return f"its error is as large as if it were computed in {name}{tf32}"
     return ""

@@ -19,7 +19,8 @@ from zerokl.kernels.sampling_params import SamplingParams
 from zerokl.kernels.truncation import scaled_logits
 from zerokl.model import decoder as decoder_module
 from zerokl.model.config import ModelConfig
-from zerokl.model.decoder import Decoder, PackedContext
+from zerokl.model.context import PackedContext
+from zerokl.model.decoder import Decoder
 from zerokl.model.weights import Layout
 
 from tests.helpers import DTYPES, randint, randn, total_unequal

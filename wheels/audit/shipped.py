@@ -23,6 +23,8 @@ ENTRIES = (
     # vLLM loads it by its entry point where it is a sampler.
     "engine.rollout.vllm.plugin",
 )
+# Packages whose modules are read from their folder.
+FOLDERS = ("model.families",)
 # Data beside the modules: package -> patterns.
 DATA = {"audit.formats": ["log.schema.json", "scripts/*.py"], "kernels.cpp": ["*.cpp", "*.h"]}
 
@@ -45,6 +47,8 @@ def shipped(root: Path = ROOT, entries: tuple[str, ...] = ENTRIES) -> dict[str, 
         found[name] = file
         waiting.append(name.rpartition(".")[0])
         waiting += imported(file, root)
+        if name in FOLDERS:
+            waiting += [f"{name}.{other.stem}" for other in file.parent.glob("*.py") if other != file]
     return dict(sorted(found.items()))
 
 

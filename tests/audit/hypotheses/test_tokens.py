@@ -13,7 +13,7 @@ from zerokl.audit.hypotheses.tokens import _padded_lengths
 from zerokl.cli import main
 from zerokl.kernels.logprob import linear_logprob
 from zerokl.kernels.sampling_params import SamplingParams
-from zerokl.model.decoder import PackedContext
+from zerokl.model.context import PackedContext
 from zerokl.model.scoring import pack
 
 from tests.audit.hypotheses.planted import (
