@@ -144,12 +144,10 @@ class CachedContext:
 
     @property
     def tables(self) -> list[Tables]:
-        """See decoder.Context."""
         return [self._plan, *self.routing.tables, self]
 
     @property
     def host_tensors(self) -> list[torch.Tensor]:
-        """See upload.Tables."""
         return [self.positions, self._block_and_offset]
 
     def arrived(self, device: torch.device, tensors: Sequence[torch.Tensor]) -> None:

@@ -108,11 +108,10 @@ class ModuleForward(Forward):
 
     @property
     def value_head(self) -> torch.Tensor | None:
-        """See Forward."""
         return self.weights.value_head
 
     def logits_weight(self) -> torch.Tensor:
-        """See Forward. The gradient of a converted weight is not rounded."""
+        """As in Forward, but the gradient of a converted weight is not rounded."""
         lm_head, dtype = self.lm_head, self.numerics.lm_head
         return lm_head if dtype in (None, lm_head.dtype) else _Widened.apply(lm_head, dtype)
 
@@ -124,7 +123,7 @@ class ModuleForward(Forward):
         if not torch.is_grad_enabled():
             return self._layer(i, stream, rotation, context, hook)
         parts = self.weights.parts(i)
-        keep_sums([p for of_weight in parts.values() for p in of_weight])
+        keep_sums([p for tensors in parts.values() for p in tensors])
         adapters = {
             name: self._adapters[key] for name in parts if (key := f"layers.{i}.{name}") in self._adapters
         }
@@ -283,7 +282,6 @@ class CausalLM(nn.Module):
         )
 
     def score_inputs(self, inputs: ScoringInputs, hook: Hook = no_hook) -> Scores:
-        """See score."""
         forward = self._prepared()
         with torch.autocast(forward.device.type, enabled=False):
             upload_tables(forward.device, inputs.tables)

@@ -3,6 +3,7 @@
 A field of config.json that asks for something unsupported is refused by name.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from functools import cached_property
 from pathlib import Path
@@ -12,7 +13,7 @@ from ..files.reading import shown
 from .blocks.block import Block
 from .blocks.embedding import Embedding, Head
 from .blocks.experts import MixtureOfExperts
-from .blocks.residual import Layer, layer_operations
+from .blocks.residual import Layer, Residual, layer_operations
 from .blocks.rope import frequencies, read_rope
 from .config_file import ConfigFile, UnsupportedError
 from .families import FAMILIES
@@ -90,6 +91,13 @@ class ModelConfig(Sizes):
     def stream(self, i: int) -> str:
         """The name in a trace of the residual stream before layer i; before layer 0 it is the embedding."""
         return f"layers.{i - 1}.{self.blocks[i - 1][-1].sum}" if i else Embedding.name
+
+    def branches(self, i: int) -> Iterator[tuple[Residual, str]]:
+        """The branches of layer i, each with the name in a trace of the sum that its norm reads."""
+        summed = self.stream(i)
+        for branch in self.blocks[i]:
+            yield branch, summed
+            summed = f"layers.{i}.{branch.sum}"
 
     @cached_property
     def outside_operations(self) -> tuple[tuple[Operation, ...], tuple[Operation, ...]]:

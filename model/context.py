@@ -88,12 +88,10 @@ class PackedContext:
 
     @property
     def tables(self) -> list[Tables]:
-        """See Context."""
         return [self.in_pass.blocks, self._plan, self]
 
     @property
     def host_tensors(self) -> list[torch.Tensor]:
-        """See upload.Tables."""
         return [self.positions]
 
     def arrived(self, device: torch.device, tensors: Sequence[torch.Tensor]) -> None:

@@ -127,13 +127,13 @@ class Forward:
         for i in range(last):
             stream = self._run_layer(i, stream, rotation, context, hook)
         layer = LayerRun(last, self.config, self.numerics, rotation, hook)
-        rows, name = Rows(*stream, context), self.config.stream(last)
+        rows = Rows(*stream, context)
         with self.weights.layer(last) as w:
-            for branch in self.config.blocks[last]:
-                rows = branch.normed(w, rows, layer, name)
+            for branch, summed in self.config.branches(last):
+                rows = branch.normed(w, rows, layer, summed)
                 if isinstance(branch.block, Mixer):
                     return branch.block.keep(w, rows.x, layer, context)
-                rows, name = branch.block.forward(w, rows, layer), f"layers.{last}.{branch.sum}"
+                rows = branch.block.forward(w, rows, layer)
 
     def check_ids(self, ids: torch.Tensor) -> None:
         """Raise ValueError for ids of the host that are outside the vocabulary, before they go to a GPU.
@@ -173,10 +173,9 @@ class Forward:
     ) -> Stream:
         """The stream after layer i with the weights w."""
         layer = LayerRun(i, self.config, self.numerics, rotation, hook)
-        rows, name = Rows(*stream, context), self.config.stream(i)
-        for branch in self.config.blocks[i]:
-            rows = branch.block.forward(w, branch.normed(w, rows, layer, name), layer)
-            name = f"layers.{i}.{branch.sum}"
+        rows = Rows(*stream, context)
+        for branch, summed in self.config.branches(i):
+            rows = branch.block.forward(w, branch.normed(w, rows, layer, summed), layer)
         return rows.x, rows.residual
 
 
@@ -219,7 +218,6 @@ class Decoder(Forward):
 
     @property
     def value_head(self) -> torch.Tensor | None:
-        """See Forward."""
         return self.w.get(VALUE_HEAD)
 
     def matrices(self) -> list[torch.Tensor]:

@@ -240,12 +240,10 @@ class SampleTables:
 
     @property
     def tables(self) -> list[Tables]:
-        """See decoder.Context."""
         return [self.blocks, self.plan, self]
 
     @property
     def host_tensors(self) -> list[torch.Tensor]:
-        """See upload.Tables."""
         return [self.positions, self.prompt_rows.ids, *self.order]
 
     def arrived(self, device: torch.device, tensors: Sequence[torch.Tensor]) -> None:

@@ -176,13 +176,12 @@ class Layout(FlatLayout):
         super().__init__(shapes, frozen)
 
     def checkpoint_views(self, flat: torch.Tensor) -> dict[str, torch.Tensor]:
-        """See FlatLayout. The model's tensors, without a critic's head."""
+        """The model's tensors, without a critic's head."""
         views = super().checkpoint_views(flat)
         views.pop(VALUE_HEAD_TENSOR, None)
         return views
 
     def beside_checkpoint(self, flat: torch.Tensor) -> dict[str, torch.Tensor]:
-        """See FlatLayout."""
         return {VALUE_HEAD_TENSOR: self.views(flat)[VALUE_HEAD]} if self.value_head else {}
 
 

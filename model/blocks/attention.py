@@ -26,7 +26,7 @@ from .block import LayerRun, LayerWeights, Mixer, Rows, Weight
 
 @dataclass(frozen=True)
 class Attention(Mixer):
-    """See the top of this file."""
+    """Causal attention of heads, with its projections."""
 
     qkv_bias: bool = False
     o_bias: bool = False
@@ -47,7 +47,6 @@ class Attention(Mixer):
             yield Weight("o_bias", (), (("self_attn.o_proj.bias", c.hidden_size),))
 
     def operations(self, c: Sizes, x: str) -> tuple[Operation, ...]:
-        """See Block."""
         D, q, kv = c.hidden_size, c.heads * c.head_dim, c.kv_heads * c.head_dim
         projected = [
             projection_row(
@@ -91,7 +90,6 @@ class Attention(Mixer):
         return (*projected, *norms, *rotated, attended, output)
 
     def forward(self, w: LayerWeights, rows: Rows, layer: LayerRun) -> Rows:
-        """See Block."""
         o = self._attended(w, rows.x, layer, rows.context)
         layer.show("attention", o)
         if layer.is_last:
@@ -101,7 +99,6 @@ class Attention(Mixer):
         return Rows(x, rows.residual, rows.context)
 
     def keep(self, w: LayerWeights, x: torch.Tensor, layer: LayerRun, context: KeepingContext) -> None:
-        """See Mixer."""
         context.keep(*self._qkv(w, x, layer, context)[1:])
 
     def _attended(self, w: LayerWeights, x: torch.Tensor, layer: LayerRun, context: Context) -> torch.Tensor:

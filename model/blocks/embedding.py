@@ -25,7 +25,6 @@ class Embedding:
         yield Weight(self.name, (c.hidden_size,), (("model.embed_tokens.weight", c.vocab_size),))
 
     def operations(self, c: Sizes) -> tuple[Operation, ...]:
-        """See Block."""
         row = Operation(
             name=self.name,
             equation=Equation.EMBEDDING,
@@ -52,7 +51,6 @@ class Head:
             yield Weight("lm_head", (c.hidden_size,), (("lm_head.weight", c.vocab_size),))
 
     def operations(self, c: Sizes) -> tuple[Operation, ...]:
-        """See Block."""
         logits = projection_row(
             "logits",
             "norm",

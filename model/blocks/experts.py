@@ -86,13 +86,12 @@ def read_experts(config: ConfigFile) -> Experts:
 
 @dataclass(frozen=True)
 class MixtureOfExperts(Block):
-    """See the top of this file."""
+    """A router, and the experts that it chooses for each token."""
 
     experts: Experts
 
     @property
     def values(self) -> dict[str, Any]:
-        """See Block."""
         return {"experts": self.experts.as_json()}
 
     def weights(self, c: Sizes) -> Iterator[Weight]:
@@ -109,7 +108,6 @@ class MixtureOfExperts(Block):
         )
 
     def operations(self, c: Sizes, x: str) -> tuple[Operation, ...]:
-        """See Block."""
         D, (number, size, per_token) = (
             c.hidden_size,
             (self.experts.number, self.experts.size, self.experts.per_token),
@@ -142,7 +140,7 @@ class MixtureOfExperts(Block):
         return router, experts
 
     def forward(self, w: LayerWeights, rows: Rows, layer: LayerRun) -> Rows:
-        """See Block. The router's logits are in numerics.router, and the routing weights in fp32."""
+        """The router's logits are in numerics.router, and the routing weights in fp32."""
         c, x, (in_pass, routing) = self.experts, rows.x, (rows.context.in_pass, rows.context.routing)
         dtype = layer.numerics.router or x.dtype
         logits = _router_logits(x, w["router"], in_pass, layer.numerics.tiles, dtype)

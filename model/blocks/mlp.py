@@ -15,7 +15,7 @@ from .block import Block, LayerRun, LayerWeights, Rows, Weight
 
 @dataclass(frozen=True)
 class GatedMlp(Block):
-    """See the top of this file."""
+    """An MLP whose inner rows are gated."""
 
     def weights(self, c: Sizes) -> Iterator[Weight]:
         """gate_up [2 I, D], down [D, I]."""
@@ -24,7 +24,6 @@ class GatedMlp(Block):
         yield Weight("down", (I,), (("mlp.down_proj.weight", D),))
 
     def operations(self, c: Sizes, x: str) -> tuple[Operation, ...]:
-        """See Block."""
         D, I = c.hidden_size, c.intermediate_size
         gate_up = {"vllm": "mlp.gate_up_proj", "fused": "gate_up", "kept": I}
         silu_mul_row = Operation(
@@ -45,7 +44,6 @@ class GatedMlp(Block):
         )
 
     def forward(self, w: LayerWeights, rows: Rows, layer: LayerRun) -> Rows:
-        """See Block."""
         in_pass, tiles = rows.context.in_pass, layer.numerics.tiles
         x = linear(rows.x, w["gate_up"], None, in_pass, tiles)
         layer.show("gate_up", x)

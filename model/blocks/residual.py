@@ -27,14 +27,14 @@ class Residual:
         yield Weight(self.norm, (), ((f"{self.module}.weight", c.hidden_size),))
         yield from self.block.weights(c)
 
-    def normed(self, w: LayerWeights, rows: Rows, layer: LayerRun, stream: str) -> Rows:
-        """The input of the block. stream: the name in a trace of the sum that the norm reads."""
+    def normed(self, w: LayerWeights, rows: Rows, layer: LayerRun, summed: str) -> Rows:
+        """The input of the block. summed: the name in a trace of the sum that the norm reads."""
         x, residual, context = rows
         if x is None:
             x = rms_norm(residual, w[self.norm], layer.config.eps, context.in_pass)
         else:
             x, residual = add_rms_norm(x, residual, w[self.norm], layer.config.eps, context.in_pass)
-            layer.hook(stream, residual)
+            layer.hook(summed, residual)
         layer.show(self.norm, x)
         return Rows(x, residual, context)
 

@@ -81,6 +81,16 @@ def test_unsupported_config_is_refused(change, message):
         ModelConfig.from_dict(raw)
 
 
+MISTRAL = QWEN2 | {"architectures": ["MistralForCausalLM"]}
+
+
+@pytest.mark.parametrize("window", [{"sliding_window": 4096}, {}], ids=["set", "transformers' default"])
+def test_a_mistral_with_a_sliding_window_is_refused(window):
+    assert ModelConfig.from_dict(MISTRAL | {"sliding_window": None}).head_dim == 16
+    with pytest.raises(ValueError, match="sliding_window = 4096 is not supported"):
+        ModelConfig.from_dict(MISTRAL | window)
+
+
 QWEN3_MOE = QWEN2 | {
     "architectures": ["Qwen3MoeForCausalLM"],
     "head_dim": 16,

@@ -23,7 +23,7 @@ from zerokl.kernels.combine_experts import combine_experts
 from zerokl.kernels.expert_rows import ExpertRows
 from zerokl.kernels.passes import Pass
 from zerokl.kernels.topk_softmax import topk_softmax
-from zerokl.model import experts
+from zerokl.model.blocks import experts
 from zerokl.model.checkpoint import load_decoder
 from zerokl.model.config import ModelConfig
 from zerokl.model.context import PackedContext
