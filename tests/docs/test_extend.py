@@ -286,7 +286,12 @@ def layers(config: ConfigFile) -> list[Layer]:
 FAMILY = Family("SeedOssForCausalLM", layers)
 '''
 SEED_OSS_CHECKPOINT = """    "seed_oss": __import__("transformers").SeedOssConfig(
-        **_SIZE, head_dim=32, attention_dropout=0.0, residual_dropout=0.0, tie_word_embeddings=False
+        **_SIZE,
+        head_dim=32,
+        attention_dropout=0.0,
+        residual_dropout=0.0,
+        tie_word_embeddings=False,
+        pad_token_id=None,
     ),
 """
 
