@@ -76,7 +76,7 @@ class ModelConfig(Sizes):
         """The blocks of all layers, each once, in order."""
         return list(dict.fromkeys(branch.block for layer in self.blocks for branch in layer))
 
-    @property
+    @cached_property
     def experts(self) -> Experts | None:
         """The mixture of experts; None where every layer has one MLP."""
         mixtures = (block.experts for block in self.distinct_blocks if isinstance(block, MixtureOfExperts))
