@@ -47,6 +47,8 @@ setup(
         "zerokl.kernels.cpp",
         "zerokl.verify",
         "zerokl.model",
+        "zerokl.model.blocks",
+        "zerokl.model.families",
         "zerokl.engine",
         "zerokl.engine.config",
         "zerokl.engine.config.presets",

@@ -90,6 +90,7 @@ class TraceSection:
     one_sided: dict[str, list[str]]  # operations that the sampler alone has, and the trainer alone
     other_shapes: list[str]
     jump: Jump | None
+    remedy: str  # of the operation of the jump, or else of the first that differs; empty where none does
     # by engine; None where no checkpoint judged them
     own_errors: "dict[str, list[OwnError]] | None" = field(default=None, metadata=OPTIONAL)
     # where the two engines have two

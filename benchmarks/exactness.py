@@ -9,7 +9,8 @@ from zerokl.files.bitwise import count_unequal
 from zerokl.kernels.attention_plan import KEY_TILE
 from zerokl.kernels.sampling_params import SamplingParams
 from zerokl.model.cache import BlockCache, CachedContext
-from zerokl.model.decoder import Buffers, Decoder, PackedContext
+from zerokl.model.context import Buffers, PackedContext
+from zerokl.model.decoder import Decoder
 from zerokl.model.prompts import Prompts, prompt_passes
 from zerokl.model.scoring import logprobs, pack
 from zerokl.model.weights import fingerprint

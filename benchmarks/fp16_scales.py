@@ -40,7 +40,8 @@ from zerokl.engine.train.losses.policy_loss import policy_loss, sequence_weights
 from zerokl.engine.train.parallel.gradient import ShardSum
 from zerokl.engine.train.shard import Shard
 from zerokl.files.bitwise import count_unequal
-from zerokl.model.decoder import Buffers, Decoder
+from zerokl.model.context import Buffers
+from zerokl.model.decoder import Decoder
 from zerokl.model.prompts import Prompts, prompt_passes
 from zerokl.model.scoring import logprobs, pack
 

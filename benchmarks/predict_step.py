@@ -19,7 +19,7 @@ from typing import NamedTuple
 from zerokl.benchmarks.machine import SHAPES, shape_config
 from zerokl.model.config import ModelConfig
 from zerokl.model.operation import Equation, Work
-from zerokl.model.operations import OPERATIONS, layer_bytes_per_token
+from zerokl.model.operations import layer_bytes_per_token, operations
 from zerokl.model.weights import Layout
 
 BUDGET = Path(__file__).parents[1] / "tests" / "triton" / "budget.json"
@@ -49,8 +49,8 @@ class Part(NamedTuple):
 
 
 def _flops(c: ModelConfig, work: Work, *equations: Equation) -> float:
-    rows = [row for row in OPERATIONS if row.is_in(c) and row.equation in equations]
-    return sum(row.flops(c, work) * (c.layers if row.in_layer else 1) for row in rows)
+    rows = [row for _, _, row in operations(c) if row.equation in equations]
+    return sum(n * each for row in rows for n, each in zip(work, row.flops, strict=True))
 
 
 def turn(c: ModelConfig, rows: int, context: int, launches: int) -> float:

@@ -30,7 +30,8 @@ from ..kernels.block_digest import BLOCK, block_digests
 from ..kernels.grad import GradBuffer
 from ..kernels.sampling_params import SamplingParams
 from ..model.config import ModelConfig
-from ..model.decoder import NO_BUFFERS, Buffers, Decoder
+from ..model.context import NO_BUFFERS, Buffers
+from ..model.decoder import Decoder
 from ..model.labels import LabelledBatch, pack_labels
 from ..model.scoring import PackedBatch, logprobs
 from ..model.weights import Layout

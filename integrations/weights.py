@@ -10,14 +10,14 @@ Then `zerokl weights engine.json CHECKPOINT` names the tensors that differ.
 
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 
 from ..engine.runs.checks.weights import tensor_hashes, write_hashes
-from ..model.operations import OPERATIONS
+from ..model.operations import ANY_SIZES, known_rows
 
 # All experts of a layer in one tensor: vLLM's RoutedExperts, and transformers 5.
 _EXPERTS = re.compile(r"experts\.(routed_experts\.)?(?P<kind>w13_weight|w2_weight|gate_up_proj|down_proj)$")
@@ -74,12 +74,14 @@ def _experts(prefix: str, gated: bool, tensor: torch.Tensor) -> Iterator[tuple[s
 
 def _parts(fused: str, config: Any) -> dict[str, int]:
     """The rows of each part of a fused weight. config: of transformers, of any family."""
-    sizes = SimpleNamespace(
+    sizes = replace(
+        ANY_SIZES,
+        hidden_size=config.hidden_size,
         heads=config.num_attention_heads,
         kv_heads=config.num_key_value_heads,
         head_dim=getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
-        intermediate_size=getattr(config, "intermediate_size", None),  # some models of experts have none
+        intermediate_size=getattr(config, "intermediate_size", 0),  # some models of experts have none
     )
     return {
-        row.name: row.width(sizes) for row in OPERATIONS if row.vllm and row.vllm.module.endswith(f".{fused}")
+        row.name: row.width for row in known_rows(sizes) if row.vllm and row.vllm.module.endswith(f".{fused}")
     }

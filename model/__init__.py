@@ -1,1 +1,1 @@
-"""One decoder family (Qwen3, Qwen2, Llama) on our kernels, its cache, and Hugging Face checkpoints."""
+"""One decoder on our kernels, its families and their blocks, its cache, and Hugging Face checkpoints."""

@@ -60,14 +60,14 @@ class AdapterLayout(FlatLayout):
     def __init__(self, model: Layout, lora: Lora):
         """model: see adapted_layout."""
         self.model, self.lora = model, lora
-        found = [
+        adapted = [
             (name.removesuffix(".weight"), entry, slice(start, start + rows))
             for entry in model.trained
             for name, start, rows in _parts(entry)
             if _is_target(name, lora)
         ]
         shapes: dict[str, Shape] = {}
-        for module, entry, rows in found:
+        for module, entry, rows in adapted:
             for letter, shape in (
                 ("A", (lora.rank, entry.shape[1])),
                 ("B", (rows.stop - rows.start, lora.rank)),
@@ -76,7 +76,7 @@ class AdapterLayout(FlatLayout):
                 shapes[name] = shape, ((name, shape[0]),)
         super().__init__(shapes)
         entries = iter(self.entries.values())
-        self.adapters = [Adapter(*place, next(entries), next(entries)) for place in found]
+        self.adapters = [Adapter(*place, next(entries), next(entries)) for place in adapted]
 
 
 def _parts(entry: Entry) -> Iterator[tuple[str, int, int]]:
@@ -135,12 +135,12 @@ def adapter_buffers_by_name(
 
     adapters: [layout.numel] fp32, as the weights were merged with. sums: of each A and B, by name.
     """
-    of_weight: dict[str, list[AdapterBuffers]] = {}
+    by_weight: dict[str, list[AdapterBuffers]] = {}
     for _, weight, rows, a, b in layout.adapters:
         views, buffers = (_view(adapters, b), _view(adapters, a)), (sums[b.name], sums[a.name])
         adapter = AdapterBuffers(rows, *views, layout.lora.scale, *buffers)
-        of_weight.setdefault(weight.name, []).append(adapter)
-    return {name: LowRankBuffers(tuple(adapters)) for name, adapters in of_weight.items()}
+        by_weight.setdefault(weight.name, []).append(adapter)
+    return {name: LowRankBuffers(tuple(adapters)) for name, adapters in by_weight.items()}
 
 
 class Adapters:

@@ -16,8 +16,8 @@ from ..kernels.decode_heads import CacheSlots
 from ..kernels.matmul import UNPACKED, PackedWeights
 from ..kernels.passes import Pass
 from ..kernels.upload import Tables, upload
-from .config import ModelConfig
 from .routing import FREE, Routing
+from .sizes import Sizes
 
 
 class BlockCache:
@@ -26,9 +26,7 @@ class BlockCache:
     data: [layers, blocks * Hkv, 2, KEY_TILE, D] in `dtype` (Decoder.cache_dtype).
     """
 
-    def __init__(
-        self, config: ModelConfig, blocks: int, dtype: torch.dtype, device: torch.device | None = None
-    ):
+    def __init__(self, config: Sizes, blocks: int, dtype: torch.dtype, device: torch.device | None = None):
         self.config, self.blocks = config, blocks
         self.data = torch.zeros(
             config.layers, blocks * config.kv_heads, 2, KEY_TILE, config.head_dim, dtype=dtype, device=device
@@ -43,7 +41,7 @@ class BlockCache:
         return -(-tokens // KEY_TILE)
 
     @staticmethod
-    def bytes_per_block(config: ModelConfig, dtype: torch.dtype) -> int:
+    def bytes_per_block(config: Sizes, dtype: torch.dtype) -> int:
         """Memory of one block over all layers."""
         return config.layers * config.kv_heads * 2 * KEY_TILE * config.head_dim * dtype.itemsize
 
@@ -146,12 +144,10 @@ class CachedContext:
 
     @property
     def tables(self) -> list[Tables]:
-        """See decoder.Context."""
         return [self._plan, *self.routing.tables, self]
 
     @property
     def host_tensors(self) -> list[torch.Tensor]:
-        """See upload.Tables."""
         return [self.positions, self._block_and_offset]
 
     def arrived(self, device: torch.device, tensors: Sequence[torch.Tensor]) -> None:

@@ -29,24 +29,14 @@ from ..kernels.low_rank import LowRankBuffers
 from ..kernels.passes import Pass
 from ..kernels.sampling_params import SamplingParams
 from ..kernels.upload import upload_tables
+from .blocks.block import Rotation
+from .blocks.rope import rotation_table
 from .checkpoint import read_weights, resolve_model, write_tensors
 from .config import ModelConfig
-from .decoder import (
-    COMPUTE,
-    Buffers,
-    Context,
-    Decoder,
-    Forward,
-    Hook,
-    Numerics,
-    PackedContext,
-    Rotation,
-    Stream,
-    _rope_table,
-    no_hook,
-    with_padding,
-)
+from .context import Buffers, Context, Hook, PackedContext, no_hook
+from .decoder import Decoder, Forward, Stream, with_padding
 from .labels import LabelledBatch, pack_labels
+from .numerics import COMPUTE, Numerics
 from .parameters import LayerCall, ParameterWeights, keep_sums
 from .routing import FREE, Routing
 from .scoring import PackedBatch, Scores, ScoringInputs
@@ -113,16 +103,15 @@ class ModuleForward(Forward):
         norm = self.weights.norm
         key = norm.dtype, norm.device
         if key not in self._tables:
-            self._tables = {key: _rope_table(self.config, norm)}
+            self._tables = {key: rotation_table(self.config, norm)}
         return self._tables[key]
 
     @property
     def value_head(self) -> torch.Tensor | None:
-        """See Forward."""
         return self.weights.value_head
 
     def logits_weight(self) -> torch.Tensor:
-        """See Forward. The gradient of a converted weight is not rounded."""
+        """As in Forward, but the gradient of a converted weight is not rounded."""
         lm_head, dtype = self.lm_head, self.numerics.lm_head
         return lm_head if dtype in (None, lm_head.dtype) else _Widened.apply(lm_head, dtype)
 
@@ -134,7 +123,7 @@ class ModuleForward(Forward):
         if not torch.is_grad_enabled():
             return self._layer(i, stream, rotation, context, hook)
         parts = self.weights.parts(i)
-        keep_sums([p for of_weight in parts.values() for p in of_weight])
+        keep_sums([p for tensors in parts.values() for p in tensors])
         adapters = {
             name: self._adapters[key] for name in parts if (key := f"layers.{i}.{name}") in self._adapters
         }
@@ -293,7 +282,6 @@ class CausalLM(nn.Module):
         )
 
     def score_inputs(self, inputs: ScoringInputs, hook: Hook = no_hook) -> Scores:
-        """See score."""
         forward = self._prepared()
         with torch.autocast(forward.device.type, enabled=False):
             upload_tables(forward.device, inputs.tables)

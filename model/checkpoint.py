@@ -22,7 +22,7 @@ from ..files.writing import os_error_line, sync, write_manifest
 from .config import ModelConfig
 from .decoder import COMPUTE, Decoder, Numerics
 from .tensor_checks import but_for_the_prefix, check_finite
-from .weight_files import INDEX, opened, tensor_files, weight_files
+from .weight_files import INDEX, StoredTensor, stored_tensors, tensor_files
 from .weights import Layout
 
 # Files that a checkpoint takes over from the model it came from, beside the weights.
@@ -121,14 +121,12 @@ def read_weights(folder: Path, layout: Layout) -> torch.Tensor:
             "more than this machine has memory for"
         ) from None
     wanted = layout.checkpoint_views(flat)
-    for file, listed in weight_files(folder).items():
-        with opened(folder / file, listed) as (stored, names):
-            for name in names:
-                tensor = stored.get_tensor(name)
-                target = _take(name, tuple(tensor.shape), tensor.dtype, wanted, layout, folder / file)
-                if target is not None:
-                    check_finite(f"model: {folder / file}", name, tensor)
-                    target.copy_(tensor)
+    for stored in stored_tensors(folder):
+        tensor = stored.read()
+        target = _take(stored, tuple(tensor.shape), tensor.dtype, wanted, layout)
+        if target is not None:
+            check_finite(f"model: {stored.path}", stored.name, tensor)
+            target.copy_(tensor)
     _refuse_lacking(wanted, folder)
     _refuse_other_head(folder, layout)
     return flat
@@ -141,13 +139,11 @@ def read_rows(folder: Path, layout: Layout, rows: Mapping[str, slice]) -> dict[s
     """
     check_weights(folder, layout)
     parts = {}
-    for file, listed in weight_files(folder).items():
-        with opened(folder / file, listed) as (stored, names):
-            for name in names:
-                if name in rows:
-                    parts[name] = stored.get_slice(name)[rows[name]].float()
-                elif name in layout.fused:
-                    parts |= _rows_of_experts(stored.get_slice(name), layout, name, rows)
+    for stored in stored_tensors(folder):
+        if stored.name in rows:
+            parts[stored.name] = stored.part()[rows[stored.name]].float()
+        elif stored.name in layout.fused:
+            parts |= _rows_of_experts(stored.part(), layout, stored.name, rows)
     for name, part in parts.items():
         if part.numel():
             check_finite(f"model: {folder}", name, part)
@@ -160,13 +156,13 @@ def _rows_of_experts(
     """See read_rows, for a tensor that holds those of all experts of a layer, [E, n R, ...], n of each."""
     weight, (experts, width, _) = layout.fused[name]
     parts = layout.entries[weight].parts
-    of_expert = len(parts) // experts
-    found = {}
+    per_expert = len(parts) // experts
+    read = {}
     for i, (part, n_rows) in enumerate(parts):
-        start = i % of_expert * (width // of_expert)
+        start = i % per_expert * (width // per_expert)
         a, b, _ = rows[part].indices(n_rows)
-        found[part] = stored[i // of_expert, start + a : start + b].float()
-    return found
+        read[part] = stored[i // per_expert, start + a : start + b].float()
+    return read
 
 
 def check_weights(folder: Path, layout: Layout) -> None:
@@ -177,12 +173,10 @@ def check_weights(folder: Path, layout: Layout) -> None:
     Another library may fill in a missing weight at random. Raises ValueError (see read_weights).
     """
     wanted = layout.checkpoint_views(torch.empty(layout.numel, device="meta"))
-    for file, listed in weight_files(folder).items():
-        with opened(folder / file, listed) as (stored, names):
-            for name in names:
-                part = stored.get_slice(name)
-                dtype = _STORED_DTYPES.get(part.get_dtype(), part.get_dtype())
-                _take(name, tuple(part.get_shape()), dtype, wanted, layout, folder / file)
+    for stored in stored_tensors(folder):
+        part = stored.part()
+        dtype = _STORED_DTYPES.get(part.get_dtype(), part.get_dtype())
+        _take(stored, tuple(part.get_shape()), dtype, wanted, layout)
     _refuse_lacking(wanted, folder)
     _refuse_other_head(folder, layout)
 
@@ -192,10 +186,8 @@ def check_values(folder: Path) -> None:
 
     Raises ValueError (see read_weights).
     """
-    for file, listed in weight_files(folder).items():
-        with opened(folder / file, listed) as (stored, names):
-            for name in names:
-                check_finite(f"model: {folder / file}", name, stored.get_tensor(name))
+    for stored in stored_tensors(folder):
+        check_finite(f"model: {stored.path}", stored.name, stored.read())
 
 
 def stored_dtype(folder: Path) -> torch.dtype:
@@ -203,13 +195,10 @@ def stored_dtype(folder: Path) -> torch.dtype:
 
     Raises ValueError for a file that cannot be read, and for another dtype than those of DTYPES.
     """
-    found = set()
-    for file, listed in weight_files(folder).items():
-        with opened(folder / file, listed) as (stored, names):
-            found |= {stored.get_slice(name).get_dtype() for name in names}
-    if unknown := found - _STORED_DTYPES.keys():
+    dtypes = {stored.part().get_dtype() for stored in stored_tensors(folder)}
+    if unknown := dtypes - _STORED_DTYPES.keys():
         raise ValueError(f"model: {folder}: dtype {min(unknown)} is not supported; use unquantised weights")
-    return _STORED_DTYPES[found.pop()] if len(found) == 1 else torch.float32
+    return _STORED_DTYPES[dtypes.pop()] if len(dtypes) == 1 else torch.float32
 
 
 def _refuse_lacking(wanted: Mapping[str, torch.Tensor], folder: Path) -> None:
@@ -224,14 +213,9 @@ def _refuse_other_head(folder: Path, layout: Layout) -> None:
     """
     if not layout.config.tied:
         return
-    files = tensor_files(folder)
-    file_of = {name: file for file, names in files.items() for name in names}
-    if _HEAD not in file_of:
+    if not any(_HEAD in names for names in tensor_files(folder).values()):
         return  # the embedding, often the largest of all tensors, is not read for nothing
-    pair = {}
-    for name in (_EMBEDDING, _HEAD):
-        with opened(folder / file_of[name], files[file_of[name]]) as (stored, _):
-            pair[name] = stored.get_tensor(name)
+    pair = {x.name: x.read() for x in stored_tensors(folder) if x.name in (_EMBEDDING, _HEAD)}
     head, embedding = pair[_HEAD], pair[_EMBEDDING]
     wider = torch.promote_types(head.dtype, embedding.dtype)
     if head.shape != embedding.shape or not equal(head.to(wider), embedding.to(wider)):
@@ -242,17 +226,17 @@ def _refuse_other_head(folder: Path, layout: Layout) -> None:
 
 
 def _take(
-    name: str,
+    stored: StoredTensor,
     shape: tuple[int, ...],
     dtype: torch.dtype | str,
     wanted: dict[str, torch.Tensor],
     layout: Layout,
-    path: Path,
 ) -> torch.Tensor | None:
-    """Take the view of a tensor of the file `path` out of `wanted`; None for a tensor that is not needed.
+    """Take the view of a tensor out of `wanted`; None for a tensor that is not needed.
 
     Raises ValueError for a tensor that has no place there, or has another shape or an unsupported dtype.
     """
+    path, name, _ = stored
     if (name == _HEAD and layout.config.tied) or name.endswith(_BUFFERS):
         return None  # see _refuse_other_head
     target = _target(name, wanted, layout)

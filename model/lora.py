@@ -2,13 +2,8 @@
 
 from typing import NamedTuple
 
-from .operation import Equation
-from .operations import OPERATIONS
-
-# The matrices that can have adapters, by their names in a checkpoint's layers.
-TARGETS = tuple(
-    row.name for row in OPERATIONS if row.equation is Equation.LINEAR and row.name.endswith("_proj")
-)
+# The matrices that can have adapters, by their names in a checkpoint's layers: the linear operations "_proj".
+TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
 class Lora(NamedTuple):

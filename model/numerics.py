@@ -20,6 +20,18 @@ class Numerics(NamedTuple):
     # How keys and values are quantised, instead of rounded to the dtype `cache`.
     kv: KvQuantisation | None = None
 
+    def cache_dtype(self, compute: torch.dtype) -> torch.dtype:
+        """The dtype in which a cache stores keys and values. compute: the compute dtype.
+
+        It is `cache` where that is narrower than the compute dtype, else the compute dtype. Keys and values
+        were rounded to `cache` before, so storing them loses nothing.
+        """
+        return self.cache if self.cache is not None and self.cache.itemsize < compute.itemsize else compute
+
+    def cache_rounds_once(self, compute: torch.dtype) -> bool:
+        """Whether keys and values need no other rounding than to the dtype that the cache stores."""
+        return self.kv is None and self.cache in (None, self.cache_dtype(compute))
+
 
 COMPUTE = Numerics()
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from .decoder import Hook
+from .context import Hook
 
 
 class Rows(NamedTuple):

@@ -22,7 +22,8 @@ from ..kernels.order import token_blocks
 from ..kernels.passes import ONE_SEQUENCE, Pass
 from ..kernels.upload import Tables
 from .config import ModelConfig
-from .decoder import NO_BUFFERS, Buffers, Forward, NarrowingContext, with_padding
+from .context import NO_BUFFERS, Buffers, NarrowingContext
+from .decoder import Forward, with_padding
 from .prompts import PromptLayout, SampleTables, attend_after, prompt_passes, ranges, reordered
 from .routing import FREE, Routing
 
@@ -43,7 +44,6 @@ class _RoutingByKind(Routing):
         self._routing, self._context = routing, context
 
     def experts(self, layer: int, logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-        """See Routing."""
         if not self._context.moves:
             return self._routing.experts(layer, logits, ids)
         order, inverse = self._context.order
@@ -80,21 +80,19 @@ class OnePassContext(NarrowingContext):
         self._ordered, in_order = _order(lengths, layout, prompt_passes(prompts), padding)
         self.order = self._ordered, self._ordered.argsort()
         self.moves = not bool((self._ordered == torch.arange(len(self._ordered))).all())
-        of_prompts = torch.from_numpy(ranges(np.zeros_like(layout.lengths), layout.lengths))
+        prompt_positions = torch.from_numpy(ranges(np.zeros_like(layout.lengths), layout.lengths))
         zeros = torch.zeros(padding, dtype=torch.int64)
-        self.positions = torch.cat([self._samples.positions, of_prompts, zeros])[self._ordered]
+        self.positions = torch.cat([self._samples.positions, prompt_positions, zeros])[self._ordered]
         self.in_pass = Pass(token_blocks(in_order), buffers)
         self.narrowed = _Samples(Pass(self._samples.blocks, buffers), routing)
 
     @property
     def tables(self) -> list[Tables]:
-        """See decoder.Context."""
         plans = [] if self._prompts is None else [self._prompts]
         return [self.in_pass.blocks, *self._samples.tables, *plans, self]
 
     @property
     def host_tensors(self) -> list[torch.Tensor]:
-        """See upload.Tables."""
         return [self.positions, *self.order]
 
     def arrived(self, device: torch.device, tensors: Sequence[torch.Tensor]) -> None:
@@ -107,7 +105,6 @@ class OnePassContext(NarrowingContext):
         return (reordered(x, inverse, order) if self.moves else x).split(self.rows)
 
     def narrow(self, x: torch.Tensor) -> torch.Tensor:
-        """See NarrowingContext."""
         return self.by_kind(x)[0]
 
     def attend(
@@ -120,10 +117,10 @@ class OnePassContext(NarrowingContext):
         o = attend_after(kv, ONE_SEQUENCE, self._samples, q, k, v, scale)
         if layer == self._last:
             return o
-        of_prompts = q_prompts
+        prompt_rows = q_prompts
         if self._prompts is not None:
-            of_prompts = attention(q_prompts, k_prompts, v_prompts, self._prompts, scale)
-        o = torch.cat([o, of_prompts, torch.zeros_like(q_padding)])
+            prompt_rows = attention(q_prompts, k_prompts, v_prompts, self._prompts, scale)
+        o = torch.cat([o, prompt_rows, torch.zeros_like(q_padding)])
         return reordered(o, *self.order) if self.moves else o
 
 
@@ -156,7 +153,7 @@ def one_pass(
 ) -> tuple[torch.Tensor, OnePassContext]:
     """The ids [T] of one forward, and its context. ids [n]: of the samples. Others: see OnePassContext."""
     firsts = PromptLayout(prompts).firsts
-    of_prompts = [token for prompt in compress(prompts, firsts) for token in prompt[:-1]]
-    by_kind, padding = with_padding(torch.cat([ids, torch.tensor(of_prompts, dtype=torch.int64)]), forward)
+    prompt_ids = [token for prompt in compress(prompts, firsts) for token in prompt[:-1]]
+    by_kind, padding = with_padding(torch.cat([ids, torch.tensor(prompt_ids, dtype=torch.int64)]), forward)
     context = OnePassContext(forward.config, lengths, prompts, padding, buffers, routing)
     return by_kind[context.order[0]], context

@@ -1,22 +1,22 @@
-"""A row of the table of operations (operations.py). Importing this module loads no torch."""
+"""A row of the table of operations (operations.py). The blocks have them (blocks/)."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
-if TYPE_CHECKING:
-    from .config import ModelConfig
-
-Size = Callable[["ModelConfig"], int]
+# Read by an operation: the residual stream before its layer, or after the last one.
+STREAM = "stream"
 
 
 class Work(NamedTuple):
-    """What goes through a model."""
+    """What goes through a model; or the floating-point operations for each."""
 
-    tokens: int  # through its layers
-    pairs: int  # of a token and a token that it attends to
-    drawn: int  # tokens whose log-probability is computed
+    tokens: int = 0  # through its layers
+    pairs: int = 0  # of a token and a token that it attends to
+    drawn: int = 0  # tokens whose log-probability is computed
+
+
+NO_WORK = Work()
 
 
 class Equation(Enum):
@@ -57,29 +57,54 @@ class Site(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Operation:
-    """One operation of a decoder."""
+    """One operation of a decoder. Its output is [T, width], that of `logprob` [C, 1] for C drawn tokens."""
 
     name: str
     equation: Equation
-    reads: tuple[str, ...]  # names in the same layer, or operations.STREAM
-    width: Size
+    reads: tuple[str, ...]  # names in the same layer, or STREAM
+    width: int
     # In transformers a weight has the name of its module.
     transformers: Site | None
     vllm: Site | None
     remedy: str  # what an audit advises where the operation is at fault
     # Floating-point operations. Products are counted, as PaLM does (arXiv:2204.02311), and nothing else.
-    flops: Callable[["ModelConfig", Work], int] = lambda c, work: 0
+    flops: Work = NO_WORK
     # What a layer keeps of each row for its backward: numbers in the compute dtype, and fp32 numbers.
-    kept: Size = lambda c: 0
-    kept_fp32: Size = lambda c: 0
-    in_layer: bool = True
-    only_with: str = ""  # the field of ModelConfig that says whether a model has it
-    sparse: bool | None = None  # whether only layers with experts have it, or only those without; None: all
-    instead: str = ""  # what takes its place in a layer that lacks it
+    kept: int = 0
+    kept_fp32: int = 0
     fused: str = ""  # the name that our decoder gives to several operations that it computes as one
 
-    def is_in(self, config: "ModelConfig", layer: int | None = None) -> bool:
-        """Whether such a model has the operation, in this layer, or in any where no layer is given."""
-        layers = range(config.layers) if layer is None else [layer]
-        in_layers = self.sparse is None or any(config.is_sparse(i) == self.sparse for i in layers)
-        return in_layers and (not self.only_with or getattr(config, self.only_with))
+
+def norm_row(name: str, reads: str, width: int, module: str, **others: object) -> Operation:
+    """A norm, which engines show in one module."""
+    return Operation(
+        name=name,
+        equation=Equation.NORM,
+        reads=(reads,),
+        width=width,
+        transformers=Site(module),
+        vllm=Site(module),
+        remedy="Compare the norm's weight and its epsilon with the checkpoint's.",
+        **others,
+    )
+
+
+def projection_row(
+    name: str, reads: str, inputs: int, width: int, module: str, vllm: str = "", **others: object
+) -> Operation:
+    """A matrix product. module: of transformers; vllm: of vLLM, where it is another one."""
+    return Operation(
+        name=name,
+        equation=Equation.LINEAR,
+        reads=(reads,),
+        width=width,
+        transformers=Site(module),
+        vllm=Site(vllm or module),
+        **{"flops": Work(tokens=2 * inputs * width), "remedy": _WEIGHT_REMEDY} | others,
+    )
+
+
+_WEIGHT_REMEDY = (
+    "Compare this weight in the engine's memory with the checkpoint's: a sync, a merge of an adapter, a "
+    "quantisation or a sharding changed it."
+)

@@ -23,7 +23,8 @@ from torch import nn
 
 from ..kernels.grad import GradBuffer
 from ..kernels.low_rank import LowRankBuffers
-from .weights import VALUE_HEAD, LayerWeights, Layout, WeightSource
+from .blocks.block import LayerWeights
+from .weights import VALUE_HEAD, Layout, WeightSource
 
 LayerBuffers = MutableMapping[torch.Tensor, GradBuffer | LowRankBuffers]
 
@@ -58,7 +59,7 @@ class ParameterWeights(WeightSource):
 
     @property
     def lm_head(self) -> torch.Tensor:
-        """See WeightSource. Tied, it is the embedding: autograd adds the gradients of the two uses."""
+        """Tied, it is the embedding: autograd adds the gradients of the two uses."""
         return self._parameter("lm_head" if "lm_head" in self._outside else "embed")
 
     @property
@@ -76,7 +77,7 @@ class ParameterWeights(WeightSource):
 
     @contextmanager
     def layer(self, i: int) -> Iterator[LayerWeights]:
-        """See WeightSource. Without gradients."""
+        """The weights of layer i, without gradients."""
         yield {name: _fused(parts)[0] for name, parts in self.parts(i).items()}
 
 
@@ -99,20 +100,20 @@ class LayerCall:
         self._parts, self._buffers, self._adapters = parts, buffers, adapters
         self._copies: list[tuple[torch.Tensor, list[torch.Tensor]]] = []
         self.tensors: dict[str, torch.Tensor] = {}
-        for name, of_weight in parts.items():
-            weight, is_copy = _fused(of_weight)
+        for name, tensors in parts.items():
+            weight, is_copy = _fused(tensors)
             dtype = dtypes.get(name)
             if dtype not in (None, weight.dtype):
                 weight, is_copy = weight.to(dtype), True
             if is_copy:
-                self._copies.append((weight, of_weight))
-            has_gradient = name in adapters or any(p.requires_grad for p in of_weight)
+                self._copies.append((weight, tensors))
+            has_gradient = name in adapters or any(p.requires_grad for p in tensors)
             self.tensors[name] = weight.requires_grad_(has_gradient)
 
     @property
     def parameters(self) -> list[torch.Tensor]:
         """All of the layer, in the order of their gradients."""
-        return [p for of_weight in self._parts.values() for p in of_weight]
+        return [p for tensors in self._parts.values() for p in tensors]
 
     def begin(
         self, x: torch.Tensor | None, residual: torch.Tensor
@@ -168,8 +169,8 @@ class _Begin(torch.autograd.Function):
         wanted = ctx.needs_input_grad[3:]
         gradients = ctx.call.gradients()
         has_x = ctx.needs_input_grad[1]
-        own = (g if w else None for g, w in zip(gradients, wanted, strict=True))
-        return None, dx if has_x else None, dresidual, *own
+        gradients_wanted = (g if w else None for g, w in zip(gradients, wanted, strict=True))
+        return None, dx if has_x else None, dresidual, *gradients_wanted
 
 
 class _End(torch.autograd.Function):

@@ -84,9 +84,9 @@ def read_adapter(folder: Path, layout: AdapterLayout) -> torch.Tensor:
     Raises ValueError for an adapter of another rank, alpha, targets or model, and names what differs.
     """
     config = read_adapter_config(folder)
-    for name, wanted, found in zip(Lora._fields, layout.lora, config, strict=False):
-        if name != "targets" and wanted != found:
-            raise ValueError(f"lora: {name} ({wanted:g}) must be {found:g}, as in {folder / CONFIG}")
+    for name, wanted, stored_value in zip(Lora._fields, layout.lora, config, strict=False):
+        if name != "targets" and wanted != stored_value:
+            raise ValueError(f"lora: {name} ({wanted:g}) must be {stored_value:g}, as in {folder / CONFIG}")
     flat = torch.zeros(layout.numel)
     wanted, path = layout.checkpoint_views(flat), folder / WEIGHTS
     try:
@@ -169,8 +169,8 @@ def write_adapter(
         save_file(views, folder / WEIGHTS, metadata={"format": "pt"})
         (folder / CONFIG).write_text(json.dumps(adapter_fields(layout.lora, base), indent=2) + "\n")
 
-    of_base = {"trainer/config.json": json.dumps(layout.model.config.raw, indent=2) + "\n"}
-    write_folder(target, fill, companions, of_base | dict(extra or {}), state)
+    base_config = {"trainer/config.json": json.dumps(layout.model.config.raw, indent=2) + "\n"}
+    write_folder(target, fill, companions, base_config | dict(extra or {}), state)
 
 
 def adapter_fields(lora: Lora, base: str) -> dict[str, Any]:

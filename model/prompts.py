@@ -28,7 +28,8 @@ from ..kernels.order import token_blocks
 from ..kernels.passes import Pass
 from ..kernels.upload import Tables, upload_tables
 from .config import ModelConfig
-from .decoder import NO_BUFFERS, Buffers, Decoder, Hook, PackedContext, no_hook, with_padding
+from .context import NO_BUFFERS, Buffers, Hook, PackedContext, no_hook
+from .decoder import Decoder, with_padding
 from .observer import Observer, Rows, observed
 from .routing import FREE, Routing
 
@@ -239,12 +240,10 @@ class SampleTables:
 
     @property
     def tables(self) -> list[Tables]:
-        """See decoder.Context."""
         return [self.blocks, self.plan, self]
 
     @property
     def host_tensors(self) -> list[torch.Tensor]:
-        """See upload.Tables."""
         return [self.positions, self.prompt_rows.ids, *self.order]
 
     def arrived(self, device: torch.device, tensors: Sequence[torch.Tensor]) -> None:

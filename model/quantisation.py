@@ -25,7 +25,7 @@ _POWER_OF_TWO = "pow2"
 
 
 class Quantisation(NamedTuple):
-    """See kernels/quantise.py."""
+    """How a weight is quantised (kernels/quantise.py)."""
 
     format: str
     size: int

@@ -10,7 +10,7 @@ from typing import Protocol
 import torch
 
 from ..kernels.upload import Tables
-from .config import Experts
+from .sizes import Experts
 
 
 class Routing(Protocol):
@@ -55,12 +55,10 @@ class RecordedRouting:
 
     @property
     def tables(self) -> list[Tables]:
-        """See Routing."""
         return [self]
 
     @property
     def host_tensors(self) -> list[torch.Tensor]:
-        """See upload.Tables."""
         return [] if self._rows is None else [self._rows]
 
     def arrived(self, device: torch.device, tensors: Sequence[torch.Tensor]) -> None:
@@ -68,7 +66,6 @@ class RecordedRouting:
             (self._rows,) = tensors
 
     def experts(self, layer: int, logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-        """See Routing."""
         self._kept[layer] = self._of_rows(ids).to(self._dtype)
         if self._logits is not None:
             self._logits[layer] = self._of_rows(logits)
@@ -107,7 +104,6 @@ class ReplayedRouting(RecordedRouting):
 
     @property
     def host_tensors(self) -> list[torch.Tensor]:
-        """See upload.Tables."""
         return [self._given, *super().host_tensors]
 
     def arrived(self, device: torch.device, tensors: Sequence[torch.Tensor]) -> None:
@@ -115,7 +111,6 @@ class ReplayedRouting(RecordedRouting):
         super().arrived(device, rows)
 
     def experts(self, layer: int, logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-        """See Routing."""
         given = self._given[:, self._layers.index(layer)].to(ids.dtype)
         return super().experts(layer, logits, torch.cat([given, ids[len(given) :]]))
 

@@ -23,7 +23,8 @@ from ..kernels.sampling_params import SamplingParams
 from ..kernels.upload import Tables, upload_tables
 from ..kernels.value_head import value_head
 from .cache import BlockCache, CachedContext
-from .decoder import NO_BUFFERS, Buffers, Decoder, Forward, Hook, PackedContext, no_hook, with_padding
+from .context import NO_BUFFERS, Buffers, Hook, PackedContext, no_hook
+from .decoder import Decoder, Forward, with_padding
 from .observer import Rows
 from .one_pass import OnePassContext, one_pass
 from .prompts import PromptLayout, Prompts, SampleContext, SampleTables
@@ -151,7 +152,6 @@ class ScoringInputs:
 
     @property
     def host_tensors(self) -> list[torch.Tensor]:
-        """See upload.Tables."""
         return [self._ids, self._rows, self._targets]
 
     def arrived(self, device: torch.device, tensors: Sequence[torch.Tensor]) -> None:
@@ -171,7 +171,7 @@ class ScoringInputs:
         return Rows(batch.ids, sequences, positions, batch.rows)
 
     def forward(self, decoder: Forward, hook: Hook = no_hook, prompts: Prompts | None = None) -> Scores:
-        """See scores. prompts: those of the layout, which were read."""
+        """The scores of the drawn tokens. prompts: those of the layout, which were read."""
         context = self._context if prompts is None else SampleContext(self._context, prompts, self._routing)
         # No row occurs twice, so the gradient of each is written once and nothing is added up.
         h = decoder.hidden(self._ids, context, hook)[self._rows]

@@ -6,8 +6,9 @@ Pickled weights are not read, because loading them can run code.
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
 from safetensors import SafetensorError, safe_open
 
 from ..files.inputs import check_input
@@ -21,10 +22,9 @@ _WEIGHTS = ("*.safetensors", "pytorch_model*.bin", "consolidated*.pth", "*.gguf"
 
 def tensor_files(folder: Path) -> dict[str, list[str]]:
     """The names of the tensors in each safetensors file of a folder, by file name. Raises ValueError."""
-    names_of = {}
-    for file, listed in weight_files(folder).items():
-        with opened(folder / file, listed) as (_, names):
-            names_of[file] = list(names)
+    names_of: dict[str, list[str]] = {file: [] for file in weight_files(folder)}
+    for tensor in stored_tensors(folder):
+        names_of[tensor.path.name].append(tensor.name)
     return names_of
 
 
@@ -75,23 +75,51 @@ def open_tensors(path: str | Path) -> Iterator[Any]:
 
 
 @contextmanager
-def opened(path: Path, names: list[str] | None) -> Iterator[tuple[Any, Iterable[str]]]:
-    """A safetensors file, opened, and the names of the tensors to read from it (names: see weight_files).
-
-    Raises ValueError, also for what goes wrong inside this context because the file is corrupt.
-    """
+def _corrupt_is_refused(path: Path) -> Iterator[None]:
+    """Raise ValueError for what goes wrong because a safetensors file is missing or corrupt."""
     try:
-        with open_tensors(path) as stored:
-            if names is not None and (left := set(stored.keys()) - set(names)):
-                raise ValueError(
-                    f"model: {path} holds {min(left)[:200]}, which the folder's index does not name there; "
-                    "other libraries read all of a shard"
-                )
-            yield stored, stored.keys() if names is None else names
+        yield
     except FileNotFoundError:
         raise ValueError(f"model: {path} is missing, though the folder's index names it") from None
     except (SafetensorError, OSError) as error:
         raise ValueError(f"model: {path} is corrupt or incomplete ({error})") from None
+
+
+class StoredTensor(NamedTuple):
+    """A tensor of a safetensors file that is open."""
+
+    path: Path  # of the file
+    name: str
+    file: Any  # as safe_open gives it
+
+    def read(self) -> torch.Tensor:
+        """The tensor. Raises ValueError for a corrupt file."""
+        with _corrupt_is_refused(self.path):
+            return self.file.get_tensor(self.name)
+
+    def part(self) -> Any:
+        """As safetensors' get_slice: dtype and shape, and rows on demand. Raises ValueError."""
+        with _corrupt_is_refused(self.path):
+            return self.file.get_slice(self.name)
+
+
+def stored_tensors(folder: Path) -> Iterator[StoredTensor]:
+    """Every tensor of a folder, file by file. It can be read until the next one. Raises ValueError."""
+    for file, listed in weight_files(folder).items():
+        with _opened(folder / file, listed) as (stored, names):
+            yield from (StoredTensor(folder / file, name, stored) for name in names)
+
+
+@contextmanager
+def _opened(path: Path, names: list[str] | None) -> Iterator[tuple[Any, Iterable[str]]]:
+    """A safetensors file, opened, and the names of the tensors to read from it (names: see weight_files)."""
+    with _corrupt_is_refused(path), open_tensors(path) as stored:
+        if names is not None and (left := set(stored.keys()) - set(names)):
+            raise ValueError(
+                f"model: {path} holds {min(left)[:200]}, which the folder's index does not name there; "
+                "other libraries read all of a shard"
+            )
+        yield stored, stored.keys() if names is None else names
 
 
 def unread_files(folder: Path) -> list[str]:

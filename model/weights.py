@@ -6,7 +6,7 @@ order.
 """
 
 import hashlib
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
@@ -16,7 +16,9 @@ from typing import NamedTuple, Protocol
 import torch
 
 from ..kernels.block_digest import BLOCK
-from .config import Experts, ModelConfig
+from .blocks.block import LayerWeights, Weight
+from .blocks.embedding import Embedding, Head
+from .config import ModelConfig
 
 # Views start at multiples of this many elements: at least 64 bytes in any dtype. So the matrix library always
 # sees the same alignment.
@@ -148,10 +150,7 @@ class FlatLayout:
 
 
 class Layout(FlatLayout):
-    """The weights of a model. As in vLLM, q, k and v are one matrix, and gate and up are one matrix.
-
-    The experts of a layer are two weights, whose rows are those of the experts' matrices one after another.
-    """
+    """The weights of a model, which are those of its blocks."""
 
     def __init__(self, config: ModelConfig, frozen: Collection[str] = (), value_head: bool = False):
         """frozen: names of weights that are not trained. With tied embeddings, embed is lm_head too.
@@ -164,67 +163,34 @@ class Layout(FlatLayout):
         self.config, self.value_head = config, value_head
         # A tensor that a checkpoint may hold in place of a weight's parts -> the weight, and its shape there.
         self.fused: dict[str, tuple[str, tuple[int, ...]]] = {}
-        self._shapes: dict[str, Shape] = {}
-        self._add_all(config)
+        shapes: dict[str, Shape] = {}
+        for prefix, weight in _weights(config):
+            hf = f"model.{prefix}" if prefix else ""
+            parts = tuple((hf + part, rows) for part, rows in weight.parts)
+            shapes[prefix + weight.name] = (sum(rows for _, rows in parts), *weight.width), parts
+            if weight.together:
+                name, shape = weight.together
+                self.fused[hf + name] = prefix + weight.name, shape
         if value_head:
-            self._add(VALUE_HEAD, (), (VALUE_HEAD_TENSOR, config.hidden_size))
-        super().__init__(self._shapes, frozen)
+            shapes[VALUE_HEAD] = (config.hidden_size,), ((VALUE_HEAD_TENSOR, config.hidden_size),)
+        super().__init__(shapes, frozen)
 
     def checkpoint_views(self, flat: torch.Tensor) -> dict[str, torch.Tensor]:
-        """See FlatLayout. The model's tensors, without a critic's head."""
+        """The model's tensors, without a critic's head."""
         views = super().checkpoint_views(flat)
         views.pop(VALUE_HEAD_TENSOR, None)
         return views
 
     def beside_checkpoint(self, flat: torch.Tensor) -> dict[str, torch.Tensor]:
-        """See FlatLayout."""
         return {VALUE_HEAD_TENSOR: self.views(flat)[VALUE_HEAD]} if self.value_head else {}
 
-    def _add(self, name: str, width: tuple[int, ...], *parts: tuple[str, int]) -> None:
-        self._shapes[name] = (sum(rows for _, rows in parts), *width), parts
 
-    def _add_all(self, c: ModelConfig) -> None:
-        self._add("embed", (c.hidden_size,), ("model.embed_tokens.weight", c.vocab_size))
-        for i in range(c.layers):
-            self._add_layer(i, c)
-        self._add("norm", (), ("model.norm.weight", c.hidden_size))
-        if not c.tied:
-            self._add("lm_head", (c.hidden_size,), ("lm_head.weight", c.vocab_size))
-
-    def _add_layer(self, i: int, c: ModelConfig) -> None:
-        D, I, q, kv = c.hidden_size, c.intermediate_size, c.heads * c.head_dim, c.kv_heads * c.head_dim
-        # hf: the prefixes of the checkpoint's names.
-        prefix, hf, hf_attention = f"layers.{i}.", f"model.layers.{i}.", f"model.layers.{i}.self_attn."
-        qkv = (("q", q), ("k", kv), ("v", kv))
-        self._add(prefix + "input_norm", (), (hf + "input_layernorm.weight", D))
-        self._add(prefix + "qkv", (D,), *((f"{hf_attention}{p}_proj.weight", rows) for p, rows in qkv))
-        if c.qkv_bias:
-            self._add(prefix + "qkv_bias", (), *((f"{hf_attention}{p}_proj.bias", rows) for p, rows in qkv))
-        if c.qk_norm:
-            self._add(prefix + "q_norm", (), (hf_attention + "q_norm.weight", c.head_dim))
-            self._add(prefix + "k_norm", (), (hf_attention + "k_norm.weight", c.head_dim))
-        self._add(prefix + "o", (q,), (hf_attention + "o_proj.weight", D))
-        if c.o_bias:
-            self._add(prefix + "o_bias", (), (hf_attention + "o_proj.bias", D))
-        self._add(prefix + "post_norm", (), (hf + "post_attention_layernorm.weight", D))
-        if c.is_sparse(i):
-            self._add_experts(prefix, hf + "mlp.", D, c.experts)
-            return
-        gate, up = (hf + "mlp.gate_proj.weight", I), (hf + "mlp.up_proj.weight", I)
-        self._add(prefix + "gate_up", (D,), gate, up)
-        self._add(prefix + "down", (I,), (hf + "mlp.down_proj.weight", D))
-
-    def _add_experts(self, prefix: str, hf: str, D: int, c: Experts) -> None:
-        """The router, and the matrices of all experts one after another; those of gate and up in turn."""
-        self._add(prefix + "router", (D,), (hf + "gate.weight", c.number))
-        names = [f"{hf}experts.{e}." for e in range(c.number)]
-        gate_up = ((f"{name}{p}_proj.weight", c.size) for name in names for p in ("gate", "up"))
-        self._add(prefix + "experts.gate_up", (D,), *gate_up)
-        self._add(prefix + "experts.down", (c.size,), *((f"{name}down_proj.weight", D) for name in names))
-        fused = {"gate_up_proj": (c.number, 2 * c.size, D), "down_proj": (c.number, D, c.size)}
-        weights = (prefix + "experts.gate_up", prefix + "experts.down")
-        for weight, (name, shape) in zip(weights, fused.items(), strict=True):
-            self.fused[f"{hf}experts.{name}"] = weight, shape
+def _weights(config: ModelConfig) -> Iterator[tuple[str, Weight]]:
+    """All weights in their order in the flat tensor, each with the prefix of its layer ("" in no layer)."""
+    yield from (("", weight) for weight in Embedding().weights(config))
+    for i, layer in enumerate(config.blocks):
+        yield from ((f"layers.{i}.", weight) for branch in layer for weight in branch.weights(config))
+    yield from (("", weight) for weight in Head().weights(config))
 
 
 def _part_views(entries: Iterable[Entry], flat: torch.Tensor, start: int) -> dict[str, torch.Tensor]:
@@ -234,9 +200,6 @@ def _part_views(entries: Iterable[Entry], flat: torch.Tensor, start: int) -> dic
         view = flat[e.offset - start : e.offset - start + e.numel].view(e.shape)
         views |= zip((part for part, _ in e.parts), view.split([rows for _, rows in e.parts]), strict=True)
     return views
-
-
-LayerWeights = Mapping[str, torch.Tensor]
 
 
 class WeightSource(Protocol):

@@ -4,6 +4,7 @@ import json
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,10 @@ import torch
 from hypothesis import settings
 from zerokl.files.bitwise import count_unequal
 from zerokl.kernels.grad import GradBuffer
+from zerokl.model.blocks.experts import MixtureOfExperts
+from zerokl.model.blocks.residual import pre_norm
+from zerokl.model.config import ModelConfig
+from zerokl.model.sizes import Experts
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -26,6 +31,15 @@ def torchrun(ranks: int, *words: str) -> list[str]:
         str(ranks),
         *words,
     ]
+
+
+def with_experts(config: ModelConfig, experts: Experts) -> ModelConfig:
+    """The config with a mixture of experts in place of the MLP of the layers `experts.layers`."""
+    sparse = [pre_norm(attention.block, MixtureOfExperts(experts)) for attention, _ in config.blocks]
+    layers = range(config.layers)
+    return replace(
+        config, blocks=tuple(sparse[i] if i in experts.layers else config.blocks[i] for i in layers)
+    )
 
 
 def needs_gpus(n: int) -> pytest.MarkDecorator:

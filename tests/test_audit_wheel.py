@@ -50,6 +50,8 @@ ROOMS = {
     "kernels",
     "kernels.cpp",
     "model",
+    "model.blocks",
+    "model.families",
     "verify",
 }
 # What a log is audited with: the dependencies of the wheel, and the standard library.

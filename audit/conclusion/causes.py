@@ -2,7 +2,6 @@
 
 import math
 
-from ...model.operations import operation
 from ..finding import Finding
 from ..hypotheses.judgement import EDGE
 from ..report import Measurements
@@ -120,7 +119,7 @@ def _at_fault(measured: Measurements) -> Finding | None:
     if jump.others:
         kinds = ", ".join(jump.other_kinds)
         text += f" {jump.others} further operation{'s' * (jump.others > 1)} of it do so too ({kinds})."
-    return Finding("operation", text, operation(jump.op).remedy)
+    return Finding("operation", text, measured.trace.remedy)
 
 
 def _checkpoints(measured: Measurements) -> Finding | None:
@@ -225,9 +224,7 @@ def _rounding(measured: Measurements) -> Finding | None:
     if not first:
         return None
     if measured.trace.own_errors is None:
-        return Finding(
-            "operation", f"{first.op} is the first operation that differs.", operation(first.op).remedy
-        )
+        return Finding("operation", f"{first.op} is the first operation that differs.", measured.trace.remedy)
     return Finding(
         "rounding",
         f"rounding alone. The two engines sum and round in another order, from {first.op} on.",

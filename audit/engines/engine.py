@@ -21,7 +21,8 @@ from ...kernels.sampling_params import SamplingParams
 from ...kernels.tile_tables import DEFAULT_TABLE, TileTable
 from ...kernels.truncation import scaled_logits
 from ...model.checkpoint import load_decoder
-from ...model.decoder import Decoder, Hook, Numerics, PackedContext
+from ...model.context import Hook, PackedContext
+from ...model.decoder import Decoder, Numerics
 from ...model.operations import in_order, split_fused
 from ...model.scoring import cached_scores, logprobs, pack
 from ...verify.trace import Trace

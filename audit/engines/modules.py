@@ -5,6 +5,7 @@ from typing import Any
 import torch
 
 from ...model.operation import Operation, Site
+from ...model.operations import is_optional
 
 
 def module_at(model: torch.nn.Module, row: Operation, site: Site) -> torch.nn.Module | None:
@@ -17,7 +18,7 @@ def module_at(model: torch.nn.Module, row: Operation, site: Site) -> torch.nn.Mo
     try:
         return model.get_submodule(site.module)
     except AttributeError:
-        if row.only_with or row.sparse is not None:
+        if is_optional(row):
             return None
         raise
 

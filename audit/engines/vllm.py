@@ -22,7 +22,7 @@ from ...engine.rollout.vllm.sampler import VllmZeroklSampler
 from ...kernels.sampling_params import SamplingParams
 from ...kernels.tile_tables import DEFAULT_TABLE, TileTable
 from ...model.config import ModelConfig
-from ...model.decoder import Hook, no_hook
+from ...model.context import Hook, no_hook
 from ...model.operation import Site
 from ...model.operations import in_order, sites
 from ...verify.trace import Trace
@@ -245,11 +245,11 @@ def _hooks(
     ]
     outputs: dict[Site, list[tuple[str, int]]] = {}
     modules = {}
-    for name, row, site in sites("vllm", config.layers):
+    for name, row, site in sites("vllm", config.layers, config):
         module = module_at(causal, row, site)
         if module is not None and (not only or name in only):
             modules[site] = module
-            outputs.setdefault(site, []).append((name, row.width(config)))
+            outputs.setdefault(site, []).append((name, row.width))
     for site, parts in outputs.items():
         handles.append(_after(modules[site], _take(record, site, parts, running)))
     return handles

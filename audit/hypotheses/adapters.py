@@ -17,7 +17,7 @@ import torch
 
 from ...kernels.merge import merge
 from ...model.adapters import AdapterLayout, adapted_layout
-from ...model.decoder import Hook
+from ...model.context import Hook
 from ...model.lora import Lora
 from ...model.peft import read_adapter, stored_lora
 from .evidence import Evidence

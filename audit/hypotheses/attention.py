@@ -13,7 +13,8 @@ from typing import NamedTuple
 
 import torch
 
-from ...model.decoder import Decoder, Hook, PackedContext
+from ...model.context import Hook, PackedContext
+from ...model.decoder import Decoder
 from .evidence import Evidence
 from .lines import Scores
 from .scores import decoder_scores

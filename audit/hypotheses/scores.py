@@ -10,7 +10,8 @@ import torch
 
 from ...kernels.logprob import linear_logprob
 from ...kernels.sampling_params import SamplingParams
-from ...model.decoder import Decoder, Hook, PackedContext, no_hook
+from ...model.context import Hook, PackedContext, no_hook
+from ...model.decoder import Decoder
 from ...model.scoring import pack
 from ..engines.engine import TOGETHER, Pair
 from .lines import Lines, Scores

@@ -1,6 +1,5 @@
 """Two checkpoints beside each other: the fields of their configs, and their weights."""
 
-from dataclasses import fields
 from typing import Any
 
 from ...files.bitwise import count_unequal
@@ -39,9 +38,9 @@ def have_one_shape(a: ModelConfig, b: ModelConfig) -> bool:
 
 
 def _values(config: ModelConfig) -> dict[str, Any]:
-    """The fields of a config, those of its experts one by one."""
-    values = {f.name: getattr(config, f.name) for f in fields(config) if f.name not in ("raw", "experts")}
-    experts = config.experts.as_json() if config.experts else {}
+    """The values of a config, those of its experts one by one."""
+    values = config.values
+    experts = values.pop("experts", {})
     return values | {f"experts.{name}": value for name, value in experts.items()}
 
 

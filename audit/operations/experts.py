@@ -14,7 +14,8 @@ import numpy as np
 import torch
 
 from ...model.config import ModelConfig
-from ...model.decoder import Decoder, PackedContext
+from ...model.context import PackedContext
+from ...model.decoder import Decoder
 from ...model.routing import RecordedRouting
 from ...verify.trace import Trace
 from ..engines.engine import Pair

@@ -45,7 +45,7 @@ def explain(op: str, trace: dict[str, Tensor], exact: Operations) -> str:
 
 def _changes(traced: Traced) -> Iterator[Change]:
     """Changed operations, the likeliest first."""
-    if changed := changed_operations().get(operation(traced.op).equation):
+    if changed := changed_operations().get(operation(traced.op, traced.exact.checkpoint.config).equation):
         yield from changed.changes(traced)
     expected = traced.exact.compute(traced.op, traced.lookup)
     scale = float((traced.actual * expected).sum() / expected.square().sum())
@@ -60,6 +60,6 @@ def _of_lower_precision(op: str, actual: Tensor, exact: Operations, lookup: Look
         typical = rms(in_dtype(exact, dtype).compute(op, lookup).double() - expected)
         if typical / 3 <= error <= 3 * typical:
             like_tf32 = dtype is torch.float16 and lookup(op).dtype is torch.float32
-            tf32 = _TF32 if like_tf32 and operation(op).equation in _PRODUCTS else ""
+            tf32 = _TF32 if like_tf32 and operation(op, exact.checkpoint.config).equation in _PRODUCTS else ""
             return f"its error is as large as if it were computed in {name}{tf32}"
     return ""

@@ -10,7 +10,8 @@ from dataclasses import asdict, dataclass, replace
 import torch
 
 from ...kernels.sampling_params import SamplingParams
-from ...model.operations import STREAM, operation, operation_names, split_name
+from ...model.operation import STREAM
+from ...model.operations import is_optional, known, known_operation, operation_names, split_name
 from ...verify.trace import Trace, compare_traces, first_divergence, one_sided
 from ..engines.engine import Engine, Pair
 from ..sections import Jump, TraceSection
@@ -62,6 +63,7 @@ def locate(
         one_sided={"sampler": only[0], "trainer": only[1]},
         other_shapes=[n for n in traces[0] if n in traces[1] and n not in same_shape],
         jump=None,
+        remedy=known_operation(first.op).remedy if first else "",
         traced_outside=sampler.traced_outside,
     )
     if not checkpoints:
@@ -75,6 +77,7 @@ def locate(
     return replace(
         section,
         jump=jump,
+        remedy=known_operation(jump.op).remedy if jump else section.remedy,
         experts=experts_difference(*traces, checkpoints[0].config),
         own_errors=dict(zip(names, errors, strict=True)),
         checkpoints=None if other is None else compare_checkpoints(checkpoints[0], other),
@@ -105,7 +108,7 @@ def _jump(
 ) -> Jump | None:
     """The first operation at fault, of either side, and what explains it; None where all are sound."""
     layers = max(checkpoint.config.layers for checkpoint in yardsticks)
-    order = {op: i for i, op in enumerate(operation_names(layers, experts=True))}
+    order = {op: i for i, op in enumerate(name for name, _, _ in known(layers))}
     faults = [(order[e.op], i, e) for i, errors in enumerate(own_errors) for e in errors if e.at_fault]
     if not faults:
         return None
@@ -129,13 +132,14 @@ def _jump(
 def _absent(op: str, trace: Trace, checkpoint: Checkpoint) -> str:
     """The operation before this one that only the checkpoint or only the engine has; else empty."""
     prefix, _ = split_name(op)
-    optional = [prefix + source for source in operation(op).reads if _is_optional(source)]
-    return next((x for x in optional if (x in trace) != operation(x).is_in(checkpoint.config)), "")
+    optional = [prefix + source for source in known_operation(op).reads if _is_optional(source)]
+    names = operation_names(checkpoint.config)
+    return next((x for x in optional if (x in trace) != (x in names)), "")
 
 
 def _is_optional(source: str) -> bool:
     """Whether what an operation reads is one that only some models have."""
-    return source != STREAM and bool(operation(source).only_with)
+    return source != STREAM and is_optional(known_operation(source))
 
 
 def _dtype(x: torch.Tensor) -> str:

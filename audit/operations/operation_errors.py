@@ -65,8 +65,8 @@ def own_errors(trace: Trace, exact: Operations, names: Iterable[str] = ()) -> li
     chosen = set(names) or set(trace)
     return [
         own_error(op, trace[op].to(exact.checkpoint.device), exact, lookup)
-        for op in operation_names(exact.checkpoint.config.layers, experts=True)
-        if op in trace and op in chosen and operation(op).is_in(exact.checkpoint.config)
+        for op in operation_names(exact.checkpoint.config)
+        if op in trace and op in chosen
     ]
 
 
@@ -98,7 +98,7 @@ def own_error(op: str, output: Tensor, exact: Operations, lookup: Lookup) -> Own
     # Outside the dtype's range plain torch is infinite as well. A drawn token outside the kept set is counted
     # elsewhere.
     usable = plain.isfinite() & expected.isfinite()
-    if operation(op).equation is Equation.LOGPROB:
+    if operation(op, exact.checkpoint.config).equation is Equation.LOGPROB:
         usable &= output.isfinite()
     expected, plain = (torch.where(usable, x, 0.0) for x in (expected, plain))
     actual = torch.where(usable, output.double(), 0.0)

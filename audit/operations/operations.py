@@ -64,13 +64,13 @@ class Checkpoint:
 
 def weight_names(op: str, checkpoint: Checkpoint) -> tuple[str, str | None]:
     """The checkpoint's names of an operation's weight and bias ("" and None where it has none)."""
-    (prefix, _), row = split_name(op), operation(op)
+    prefix, row = split_name(op)[0], operation(op, checkpoint.config)
     if row.equation not in _WEIGHTED:
         return "", None
     module = row.transformers.module
     if module == "lm_head":
         return checkpoint.lm_head, None
-    module = f"model.{prefix}{module}" if row.in_layer else module
+    module = f"model.{prefix}{module}" if prefix else module
     bias = f"{module}.bias"
     return f"{module}.weight", bias if bias in checkpoint.weights else None
 
@@ -100,7 +100,8 @@ class Operations:
 
     def compute(self, op: str, lookup: Lookup) -> Tensor:
         """The output of an operation, [T, width], from its inputs."""
-        equation, config = operation(op).equation, self.checkpoint.config
+        config = self.checkpoint.config
+        equation = operation(op, config).equation
         x = [lookup(name).to(self.dtype) for name in input_names(op, config)]
         name, bias = weight_names(op, self.checkpoint)
         match equation:

@@ -8,7 +8,8 @@ from zerokl.benchmarks.machine import Machine, Row
 from zerokl.engine.train.parallel.gradient import ShardSum
 from zerokl.kernels.sampling_params import SamplingParams
 from zerokl.model.config import ModelConfig
-from zerokl.model.decoder import Buffers, Decoder
+from zerokl.model.context import Buffers
+from zerokl.model.decoder import Decoder
 from zerokl.model.scoring import PackedBatch, logprobs, pack
 
 # Forward and backward of 4,096 tokens of the 0.6B on an H100. A CUDA graph of prototypes took 38 to 39 ms.

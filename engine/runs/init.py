@@ -24,7 +24,8 @@ from ...kernels.philox import Stream, uniform_range
 from ...kernels.sampling_params import SamplingParams
 from ...model.checkpoint import write_checkpoint
 from ...model.config import ModelConfig
-from ...model.decoder import Buffers, Decoder
+from ...model.context import Buffers
+from ...model.decoder import Decoder
 from ...model.scoring import logprobs, pack
 from ...model.weights import Layout
 from ..config.init_section import InitSettings

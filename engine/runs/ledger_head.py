@@ -1,7 +1,6 @@
 """The head of a run's ledger: the settings that decide bits, the data, and the first weights."""
 
 from collections.abc import Iterable, Mapping
-from dataclasses import fields
 from functools import reduce
 from operator import getitem
 from typing import Any
@@ -139,11 +138,7 @@ def _altered(config: Config, environment: Mapping[str, Any]) -> str | None:
 
 def architecture(config: ModelConfig) -> dict[str, Any]:
     """The values of a model's config.json that decide bits. The context length is only a limit."""
-    names = [f.name for f in fields(config) if f.compare and f.name not in ("max_positions", "experts")]
-    values = {name: getattr(config, name) for name in names}
-    if config.experts is not None:
-        values["experts"] = config.experts.as_json()
-    return values
+    return {name: value for name, value in config.values.items() if name != "max_positions"}
 
 
 def _ref_weights(state: TrainState) -> str:

@@ -4,7 +4,7 @@ from typing import Protocol
 
 import torch
 
-from ...model.decoder import Hook
+from ...model.context import Hook
 
 
 class StepObserver(Protocol):

@@ -15,12 +15,13 @@ import torch
 from ...kernels.sampling_params import SamplingParams
 from ...kernels.to_host import to_host
 from ...model.causal_lm import CausalLM
-from ...model.config import Experts
-from ...model.decoder import Buffers, Decoder, Hook, no_hook
+from ...model.context import Buffers, Hook, no_hook
+from ...model.decoder import Decoder
 from ...model.observer import Observer, Rows, observed
 from ...model.prompts import PromptLayout, Prompts, prompt_passes
 from ...model.routing import FREE, RecordedRouting, ReplayedRouting, Routing
 from ...model.scoring import PackedBatch, Scores, ScoringInputs, pack
+from ...model.sizes import Experts
 from ..rollout.types import Rollout
 from .losses.critic import value_loss
 from .losses.load_balance import load_balance

@@ -24,6 +24,7 @@ from zerokl.engine.rollout.native import NativeSampler
 from zerokl.engine.rollout.types import GenerationParams, RngKey, complete
 from zerokl.kernels.sampling_params import SamplingParams
 from zerokl.model.checkpoint import load_decoder
+from zerokl.model.config import ModelConfig
 from zerokl.model.operations import operation_names
 from zerokl.verify.trace import compare_traces, first_divergence
 
@@ -85,7 +86,7 @@ def test_figures_are_their_formulas():
 
 
 def test_every_operation_is_recorded_by_both(model):
-    names = operation_names(LAYERS)
+    names = operation_names(ModelConfig.from_file(model))
     for engine in (
         ZeroklEngine(model, torch.float32),
         HfEngine(model, torch.float32, "eager"),
@@ -168,7 +169,7 @@ def test_transformers_against_zerokl_differs_and_names_the_operation(model, tmp_
     assert main(words) == 0, "within the tolerance"
     report = json.loads((tmp_path / "out" / "audit.json").read_text())
     assert report["frac_equal"] < 1.0
-    assert report["first_divergence"]["op"] in operation_names(LAYERS)
+    assert report["first_divergence"]["op"] in operation_names(ModelConfig.from_file(model))
     assert f"Bits first part at {report['first_divergence']['op']}" in " ".join(
         capsys.readouterr().out.split()
     )

@@ -1,4 +1,4 @@
-"""docs/extend.md: its examples do what the page says; its diffs fit the source and pass the tests there."""
+"""docs/extend.md: its examples do what the page says; its diffs and a new family pass the source's tests."""
 
 import itertools
 import json
@@ -268,6 +268,46 @@ def apply(diff: Path, root: Path) -> None:
             file.write_text(text.replace(old, new))
 
 
+# A family that zerokl has not, by the page's recipe: one file, and a row of the tests' checkpoints.
+SEED_OSS = '''"""Seed-OSS: Llama's layer, with a bias of queries, keys and values."""
+
+from ..blocks.attention import Attention
+from ..blocks.mlp import GatedMlp
+from ..blocks.residual import Layer, pre_norm
+from ..config_file import ConfigFile
+from ..family import Family
+
+
+def layers(config: ConfigFile) -> list[Layer]:
+    """The blocks of each layer."""
+    if config.raw.get("residual_dropout"):
+        config.refuse("residual_dropout", config.raw["residual_dropout"], "set it to 0")
+    bias, o_bias = config.fields.attention_bias, config.raw["attention_out_bias"]
+    return [pre_norm(Attention(bias, o_bias), GatedMlp())] * config.fields.num_hidden_layers
+
+
+FAMILY = Family("SeedOssForCausalLM", layers)
+'''
+SEED_OSS_CHECKPOINT = """    "seed_oss": __import__("transformers").SeedOssConfig(
+        **_SIZE,
+        head_dim=32,
+        attention_dropout=0.0,
+        residual_dropout=0.0,
+        tie_word_embeddings=False,
+        pad_token_id=None,
+    ),
+"""
+
+
+def add_family(source: Path) -> None:
+    (source / "model" / "families" / "seed_oss.py").write_text(SEED_OSS)
+    checkpoints = source / "tests" / "model" / "checkpoints.py"
+    first = "FAMILIES: dict[str, PretrainedConfig] = {\n"
+    text = checkpoints.read_text()
+    assert text.count(first) == 1
+    checkpoints.write_text(text.replace(first, first + SEED_OSS_CHECKPOINT))
+
+
 @pytest.fixture
 def source(tmp_path) -> Path:
     """A copy of the package and its tests."""
@@ -329,8 +369,8 @@ def test_a_framework_without_a_page_has_a_section_of_the_index(monkeypatch):
 
 
 def test_control_the_source_has_none_of_it_yet():
-    with pytest.raises(ValueError, match="'MistralForCausalLM' is not supported"):
-        ModelConfig.from_dict({"architectures": ["MistralForCausalLM"]})
+    with pytest.raises(ValueError, match="'SeedOssForCausalLM' is not supported"):
+        ModelConfig.from_dict({"architectures": ["SeedOssForCausalLM"]})
     with pytest.raises(ValueError, match="dual_clip"):
         LossConfig(preset="dual_clip")
     assert "relu2_mul" not in rows.OPS
@@ -381,16 +421,17 @@ def test_a_setting_is_one_field_of_one_file(source):
 @pytest.mark.full
 def test_the_diffs_fit_the_source_and_its_own_tests_pass(source):
     """The loss, the model family and the kernel of the page, tested as the page says."""
-    for name in ("dual_clip", "mistral", "relu2_mul"):
+    for name in ("dual_clip", "relu2_mul"):
         apply(EXAMPLES / f"{name}.diff", source)
+    add_family(source)
     for name in ("relu2_mul", "relu2_mul_triton"):
         text = (EXAMPLES / f"{name}.py").read_text()
         text = text.replace("from zerokl.kernels.", "from .").replace("from relu2_mul", "from .relu2_mul")
         (source / "kernels" / f"{name}.py").write_text(text)
     files = {
         "engine/train/losses/test_loss.py": "dual_clip",
-        "model/test_transformers.py": "mistral",
-        "model/test_refusals.py": "unsupported_config",
+        "model/test_transformers.py": "seed_oss",
+        "model/test_checkpoint.py": "seed_oss",
         "kernels/test_row_independence.py": "relu2_mul",
         "kernels/test_accuracy.py": "relu2_mul",
         "kernels/test_refusals.py": "relu2_mul",

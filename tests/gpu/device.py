@@ -5,7 +5,7 @@ import inspect
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -15,13 +15,14 @@ import torch
 from zerokl.benchmarks.machine import model_config
 from zerokl.kernels.launch import Launch, launch, recorded_launches
 from zerokl.kernels.tiles import tiles_of_target
-from zerokl.model.config import Experts
 from zerokl.model.decoder import COMPUTE, Decoder, Numerics
+from zerokl.model.sizes import Experts
 from zerokl.model.weights import Layout
 
 from tests.gpu.cuda_graph import Graph, torch_cuda
 from tests.gpu.fake_cuda import CUDA, META, FakeCuda, zeros
 from tests.gpu.without_triton import kernels_without_triton
+from tests.helpers import with_experts
 
 VOCABULARY = 96
 
@@ -98,7 +99,7 @@ def model(
 ) -> Decoder:
     """A decoder on the device."""
     config = model_config("Qwen3", 64, 96, 4, 2, 64, layers=layers, vocab=VOCABULARY, context=256)
-    config = replace(config, experts=experts)
+    config = config if experts is None else with_experts(config, experts)
     layout = Layout(config)
     flat = torch.zeros(layout.numel, dtype=dtype, device=CUDA)
     return Decoder(config, flat, layout, numerics, **options)

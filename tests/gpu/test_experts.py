@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 import torch
 from zerokl.engine.train.parallel.gradient import ShardSum, TrainedAdapters
-from zerokl.model import decoder, experts
 from zerokl.model.adapters import AdapterLayout, adapted_layout
-from zerokl.model.config import Experts
+from zerokl.model.blocks import experts
 from zerokl.model.decoder import Decoder
 from zerokl.model.lora import Lora
+from zerokl.model.sizes import Experts
 
 from tests.gpu.device import Device, gpu, model, plant
 from tests.gpu.test_passes import LOGPROBS, SETTINGS, UPLOAD, make_shard
@@ -75,11 +75,10 @@ def test_a_pass_waits_for_log_probabilities_only(dtype, shards, setting):
 @pytest.mark.parametrize("run", [turns, lambda dtype: train(dtype, 1)], ids=["turns", "pass"])
 def test_control_a_look_at_the_experts_is_found(run, monkeypatch):
     """As if the tables were as long as the experts need."""
-    line = "rows = expert_rows(ids, c.number, x)"
+    line = "rows_of_experts = expert_rows(ids, c.number, x)"
     place = plant(monkeypatch, experts, line, f"most = int(ids.max()); {line}")
-    monkeypatch.setattr(decoder, "run_experts", experts.run_experts)
     events = run(torch.bfloat16).cuda.events
-    assert any(str(event).startswith(f"{place} (run_experts): wait by ") for event in events)
+    assert any(str(event).startswith(f"{place} (forward): wait by ") for event in events)
 
 
 def test_the_tables_are_as_long_as_any_routing_needs():

@@ -20,8 +20,8 @@ from zerokl.engine.train.parallel.gradient import ShardSum
 from zerokl.engine.train.shard import Shard, ShardWork
 from zerokl.kernels import attention_plan, linear, logprob, order, to_host, upload
 from zerokl.kernels.sampling_params import SamplingParams
-from zerokl.model import decoder as decoders
 from zerokl.model import prompts, scoring
+from zerokl.model.blocks import mlp
 
 from tests.gpu.device import Device, gpu, model, plant
 from tests.helpers import DTYPES
@@ -170,10 +170,10 @@ class Fault(NamedTuple):
 
 FAULTS = {
     "a number read in the forward": Fault(
-        decoders, "x = silu_mul(x)\n", "x = silu_mul(x) * (1.0 if x.abs().max() < 1 else 2.0)\n", "wait"
+        mlp, "x = silu_mul(x)\n", "x = silu_mul(x) * (1.0 if x.abs().max() < 1 else 2.0)\n", "wait"
     ),
     "a number of the host in the forward": Fault(
-        decoders, "x = silu_mul(x)\n", "x = silu_mul(x * x.new_tensor(1.0))\n", "copy"
+        mlp, "x = silu_mul(x)\n", "x = silu_mul(x * x.new_tensor(1.0))\n", "copy"
     ),
     "a number read in the backward": Fault(
         linear,

@@ -7,6 +7,7 @@ import torch
 from transformers import (
     AutoModelForCausalLM,
     LlamaConfig,
+    MistralConfig,
     PretrainedConfig,
     PreTrainedModel,
     Qwen2Config,
@@ -46,6 +47,8 @@ FAMILIES: dict[str, PretrainedConfig] = {
         mlp_only_layers=[0],
     ),
     "llama": LlamaConfig(**_SIZE, tie_word_embeddings=False, rope_parameters=_LLAMA3),
+    # As in Nemo, the heads together are not as wide as the hidden states.
+    "mistral": MistralConfig(**_SIZE, head_dim=32, sliding_window=None, tie_word_embeddings=False),
 }
 Pairs = list[tuple[list[int], list[int]]]
 

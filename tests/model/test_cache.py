@@ -8,7 +8,8 @@ import torch
 from zerokl.kernels.attention_plan import KEY_TILE
 from zerokl.model.cache import BlockCache, CachedContext
 from zerokl.model.checkpoint import load_decoder
-from zerokl.model.decoder import Decoder, Numerics, PackedContext
+from zerokl.model.context import PackedContext
+from zerokl.model.decoder import Decoder, Numerics
 
 from tests.helpers import DTYPES, randint, total_unequal
 from tests.model.checkpoints import FAMILIES, save_random

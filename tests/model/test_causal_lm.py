@@ -46,10 +46,10 @@ def of_trainer(decoder: Decoder, pairs: Pairs) -> tuple[torch.Tensor, dict[str, 
         places = list(range(part.start, part.stop))
         prompts = Prompts(decoder, [pairs[i][0] for i in places], buffers=buffers)
         for a in range(0, len(places), 2):
-            own = places[a : a + 2]
-            batch = pack([pairs[i] for i in own], prompts.prompt_of_sample[a : a + 2])
+            chosen = places[a : a + 2]
+            batch = pack([pairs[i] for i in chosen], prompts.prompt_of_sample[a : a + 2])
             logp, _ = logprobs(decoder, batch, SAMPLING, prompts=prompts)
-            (logp * torch.cat([dy[i] for i in own])).sum().backward()
+            (logp * torch.cat([dy[i] for i in chosen])).sum().backward()
             logps.append(logp.detach())
         prompts.backward()
     sums = {name: buffers[w].zeroed([0])[0] for name, w in decoder.w.items()}
@@ -118,8 +118,8 @@ def test_padded_packed_and_alone_are_equal(qwen):
     sequences = [randint(i, 128, n).tolist() for i, n in enumerate((30, 7, 45))]
 
     def results(output: CausalLMOutput, mask: torch.Tensor) -> list[torch.Tensor]:
-        of_tokens = (output.log_probs, output.entropy, output.logits)
-        return [x.detach()[mask.bool()] for x in of_tokens]
+        outputs = (output.log_probs, output.entropy, output.logits)
+        return [x.detach()[mask.bool()] for x in outputs]
 
     alone = []
     for sequence in sequences:
@@ -145,8 +145,8 @@ def test_padded_packed_and_alone_are_equal(qwen):
 
 
 def test_names_and_values_are_those_of_transformers(folder, tmp_path):
-    theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    state = {n: x for name, p in theirs.state_dict().items() for n, x in checkpoint_parts(name, p)}
+    reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    state = {n: x for name, p in reference.state_dict().items() for n, x in checkpoint_parts(name, p)}
     ours = CausalLM.from_pretrained(folder)
     assert ours.state_dict().keys() == state.keys()
     assert total_unequal(list(ours.state_dict().values()), [state[n] for n in ours.state_dict()]) == 0
@@ -156,9 +156,9 @@ def test_names_and_values_are_those_of_transformers(folder, tmp_path):
     for again in (CausalLM.from_pretrained(tmp_path / "saved"), empty):
         assert total_unequal(list(again.parameters()), list(ours.parameters())) == 0
     back = AutoModelForCausalLM.from_pretrained(tmp_path / "saved", dtype=torch.float32)
-    assert total_unequal(list(back.state_dict().values()), list(theirs.state_dict().values())) == 0
+    assert total_unequal(list(back.state_dict().values()), list(reference.state_dict().values())) == 0
     ids = torch.tensor([randint(0, 128, 20).tolist()])
-    torch.testing.assert_close(ours(ids, logits=True).logits, theirs(ids).logits, rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(ours(ids, logits=True).logits, reference(ids).logits, rtol=1e-3, atol=1e-3)
 
 
 def test_hooks_of_the_model_and_of_every_layer_fire(qwen):

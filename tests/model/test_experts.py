@@ -1,5 +1,7 @@
 """A router whose logits have another dtype than the rest of its layer."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from zerokl.engine.rollout.native import NativeSampler
@@ -9,11 +11,15 @@ from zerokl.kernels.grad import GradBuffer
 from zerokl.kernels.order import token_blocks
 from zerokl.kernels.passes import Pass
 from zerokl.kernels.sampling_params import SamplingParams
-from zerokl.kernels.tile_tables import DEFAULT_TABLE
+from zerokl.model.blocks.block import LayerRun, Rows
+from zerokl.model.blocks.experts import MixtureOfExperts
 from zerokl.model.checkpoint import load_decoder
-from zerokl.model.config import Experts
-from zerokl.model.experts import run_experts
+from zerokl.model.context import no_hook
+from zerokl.model.numerics import Numerics
+from zerokl.model.operations import ANY_SIZES
+from zerokl.model.routing import FREE
 from zerokl.model.scoring import logprobs, pack
+from zerokl.model.sizes import Experts
 
 from tests.helpers import randn
 from tests.model.checkpoints import save_random
@@ -31,7 +37,9 @@ def gradient_of_router(router_dtype: torch.dtype | None, buffered: bool) -> torc
     }
     buffers = {x: GradBuffer.like(x) for x in w.values()} if buffered else {}
     in_pass, x = Pass(token_blocks([T]), buffers), randn(9, T, D, dtype=torch.bfloat16)
-    y = run_experts(EXPERTS, w, x, in_pass, DEFAULT_TABLE, router_dtype, lambda *_: None, lambda _, ids: ids)
+    context = SimpleNamespace(in_pass=in_pass, routing=FREE)
+    layer = LayerRun(0, ANY_SIZES, Numerics(router=router_dtype), (x, x), no_hook)
+    y = MixtureOfExperts(EXPERTS).forward(w, Rows(x, x, context), layer).x
     y.backward(randn(8, T, D, dtype=torch.bfloat16))
     assert buffered == (w["router"].grad is None)
     return buffers[w["router"]].zeroed([0])[0] if buffered else w["router"].grad

@@ -6,9 +6,10 @@ from contextlib import contextmanager
 import pytest
 import torch
 from zerokl.kernels.sampling_params import SamplingParams
+from zerokl.model.blocks.block import LayerWeights
 from zerokl.model.checkpoint import load_decoder
 from zerokl.model.scoring import logprobs, pack
-from zerokl.model.weights import FlatWeights, LayerWeights
+from zerokl.model.weights import FlatWeights
 
 from tests.helpers import total_unequal
 from tests.model.checkpoints import save_random

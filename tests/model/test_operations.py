@@ -1,4 +1,4 @@
-"""The table of operations: its rows hold for what the decoder computes, and no other list is kept."""
+"""The operations of the blocks: their rows hold for what the decoder computes, and no other list is kept."""
 
 import ast
 from collections.abc import Iterator
@@ -13,13 +13,17 @@ from zerokl.audit.operations.operation_errors import own_errors
 from zerokl.audit.operations.operations import Checkpoint, Operations
 from zerokl.engine.train.performance import training_flops
 from zerokl.kernels.sampling_params import SamplingParams
-from zerokl.model import operations
+from zerokl.model.blocks.attention import Attention
+from zerokl.model.blocks.block import Block, Mixer
 from zerokl.model.config import ModelConfig
+from zerokl.model.lora import TARGETS
 from zerokl.model.operation import Equation, Operation, Site, Work
 from zerokl.model.operations import (
-    OPERATIONS,
+    KINDS_OF_LAYERS,
     forward_flops,
     input_names,
+    known,
+    known_operation,
     layer_bytes_per_token,
     operation,
     operation_names,
@@ -55,12 +59,12 @@ def folder(request, tmp_path_factory) -> Path:
 
 def test_every_operation_has_the_width_and_reads_what_the_table_says(folder):
     config = ModelConfig.from_file(folder)
-    names = [name for name in operation_names(LAYERS) if operation(name).is_in(config)]
+    names = operation_names(config)
     for engine in (ZeroklEngine(folder, torch.float32), HfEngine(folder, torch.float32)):
         trace = engine.trace(PAIR, SamplingParams())
         assert list(trace) == names
         for i, (name, x) in enumerate(trace.items()):
-            assert x.shape == (3 if name == "logprob" else 6, operation(name).width(config)), name
+            assert x.shape == (3 if name == "logprob" else 6, operation(name, config).width), name
             assert set(input_names(name, config)) <= set(names[:i]), name
 
 
@@ -70,10 +74,9 @@ def test_the_experts_of_a_sparse_layer_are_in_the_table(tmp_path):
     trace = ZeroklEngine(folder, torch.float32).trace(PAIR, SamplingParams())
     mlps = [name for name in trace if "gate_proj" in name or "router" in name or "experts" in name]
     assert mlps == ["layers.0.gate_proj", "layers.1.router", "layers.1.experts"]
-    names = operation_names(config.layers, experts=True)
-    assert [name for name in names if name in trace] == list(trace)
+    assert operation_names(config) == list(trace)
     for i, (name, x) in enumerate(trace.items()):
-        assert x.shape[1] == operation(name).width(config), name
+        assert x.shape[1] == operation(name, config).width, name
         assert set(input_names(name, config)) <= set([*trace][:i]), name
     assert input_names("layers.1.mlp_residual", config) == ("layers.1.attention_residual", "layers.1.experts")
     assert input_names("layers.0.mlp_residual", config)[1] == "layers.0.down_proj"
@@ -102,9 +105,9 @@ AGAIN = Operation(
     name="v_again",
     equation=Equation.LINEAR,
     reads=("input_norm",),
-    width=operation("v_proj").width,
-    flops=lambda c, work: 1000 * work.tokens,
-    kept=lambda c: 7,
+    width=2 * 16,
+    flops=Work(tokens=1000),
+    kept=7,
     transformers=Site("self_attn.v_proj"),
     vllm=None,
     remedy="Look twice.",
@@ -112,9 +115,12 @@ AGAIN = Operation(
 
 
 def test_a_new_operation_is_one_row(folder, monkeypatch):
-    config, place = ModelConfig.from_file(folder), OPERATIONS.index(operation("v_proj")) + 1
+    config, rows = ModelConfig.from_file(folder), Attention.operations
     before = training_flops(config, [(4, 3, 3, True, False)]), layer_bytes_per_token(config, 2)
-    monkeypatch.setattr(operations, "OPERATIONS", (*OPERATIONS[:place], AGAIN, *OPERATIONS[place:]))
+    monkeypatch.setattr(
+        Attention, "operations", lambda self, c, x: (*rows(self, c, x)[:3], AGAIN, *rows(self, c, x)[3:])
+    )
+    config = ModelConfig.from_file(folder)
     assert training_flops(config, [(4, 3, 3, True, False)]) == before[0] + LAYERS * 1000 * 6
     assert layer_bytes_per_token(config, 2) == before[1] + 7 * 2
     trace = HfEngine(folder, torch.float32).trace(PAIR, SamplingParams())
@@ -122,17 +128,27 @@ def test_a_new_operation_is_one_row(folder, monkeypatch):
     exact = Operations(Checkpoint.load(folder, torch.float32), *PAIR, SamplingParams())
     (error,) = own_errors(trace, exact, ["layers.1.v_again"])
     assert not error.at_fault
-    assert operation(error.op).remedy == "Look twice."
+    assert known_operation(error.op).remedy == "Look twice."
 
 
-# The table is the only list
+def test_the_known_layers_have_every_block():
+    in_layers = {type(branch.block) for layer in KINDS_OF_LAYERS for branch in layer}
+    assert in_layers == {*Block.__subclasses__(), *Mixer.__subclasses__()} - {Mixer}
+
+
+def test_adapters_are_of_the_linear_operations():
+    linear = [row.name for _, _, row in known(1) if row.equation is Equation.LINEAR]
+    assert tuple(name for name in linear if name.endswith("_proj")) == TARGETS
+
+
+# The blocks have the only list
 
 
 def lists_of_operations(root: Path, folders: tuple[str, ...]) -> Iterator[str]:
-    """The places of literals, outside the table, that hold three names of operations or more."""
-    names = {row.name for row in OPERATIONS}
+    """The places of literals, outside the blocks, that hold three names of operations or more."""
+    names = {row.name for _, _, row in known(1)}
     for file in sorted(f for folder in folders for f in (root / folder).rglob("*.py")):
-        if file == root / "model" / "operations.py":
+        if root / "model" / "blocks" in file.parents or file == root / "model" / "lora.py":
             continue
         for node in ast.walk(ast.parse(file.read_text())):
             members = getattr(node, "keys", None) or getattr(node, "elts", None) or ()

@@ -30,7 +30,7 @@ QWEN2 = {
 
 
 def test_control_the_config_without_changes_is_accepted():
-    assert ModelConfig.from_dict(QWEN2).qkv_bias
+    assert ModelConfig.from_dict(QWEN2).values["qkv_bias"]
 
 
 @pytest.mark.parametrize(
@@ -81,6 +81,16 @@ def test_unsupported_config_is_refused(change, message):
         ModelConfig.from_dict(raw)
 
 
+MISTRAL = QWEN2 | {"architectures": ["MistralForCausalLM"]}
+
+
+@pytest.mark.parametrize("window", [{"sliding_window": 4096}, {}], ids=["set", "transformers' default"])
+def test_a_mistral_with_a_sliding_window_is_refused(window):
+    assert ModelConfig.from_dict(MISTRAL | {"sliding_window": None}).head_dim == 16
+    with pytest.raises(ValueError, match="sliding_window = 4096 is not supported"):
+        ModelConfig.from_dict(MISTRAL | window)
+
+
 QWEN3_MOE = QWEN2 | {
     "architectures": ["Qwen3MoeForCausalLM"],
     "head_dim": 16,
@@ -102,7 +112,7 @@ QWEN3_MOE = QWEN2 | {
 )
 def test_the_layers_of_the_experts_are_those_of_the_config(change, layers):
     config = ModelConfig.from_dict(QWEN3_MOE | change)
-    assert [i for i in range(config.layers) if config.is_sparse(i)] == layers
+    assert [i for i, layer in enumerate(config.blocks) if "experts" in layer[1].block.values] == layers
     assert config.experts.number == 8
 
 

@@ -9,7 +9,7 @@ from zerokl.kernels.matmul import matmul
 from zerokl.kernels.sampling_params import SamplingParams
 from zerokl.model.checkpoint import load_decoder
 from zerokl.model.config import ModelConfig
-from zerokl.model.decoder import PackedContext
+from zerokl.model.context import PackedContext
 from zerokl.model.prompts import Prompts
 from zerokl.model.scoring import logprobs, pack
 

@@ -12,7 +12,6 @@ whatever the memory held. A launch is identified by Triton's key of its binary.
 import json
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
 from functools import partial
 from itertools import product
 from typing import Any
@@ -30,16 +29,17 @@ from zerokl.kernels.launch import Launch, recorded_launches
 from zerokl.kernels.sampling_params import SamplingParams
 from zerokl.kernels.tiles import tiles_of_target
 from zerokl.model.adapters import AdapterLayout, adapted_layout
-from zerokl.model.config import Experts
 from zerokl.model.decoder import COMPUTE, Decoder, Numerics
 from zerokl.model.lora import Lora
 from zerokl.model.prompts import Prompts
 from zerokl.model.routing import ReplayedRouting
 from zerokl.model.scoring import ScoringInputs, logprobs, pack
+from zerokl.model.sizes import Experts
 from zerokl.model.weights import Layout
 from zerokl.verify.binaries import specialised
 
 from tests.gpu.descriptors import broken_rules, descriptors
+from tests.helpers import with_experts
 
 # Family, hidden width, intermediate width, query heads, key-value heads, head width, tied embeddings
 MODELS = {
@@ -71,7 +71,7 @@ def decoder(name: str, dtype: torch.dtype, numerics: Numerics) -> Decoder:
     config = model_config(
         family, D, inner, heads, kv_heads, head_dim, layers=2, vocab=VOCABULARY, tied=tied, context=1024
     )
-    config = replace(config, experts=EXPERTS.get(name))
+    config = with_experts(config, EXPERTS[name]) if name in EXPERTS else config
     layout = Layout(config)
     model = Decoder(config, torch.empty(layout.numel, dtype=dtype), layout, numerics)
     return model

@@ -13,7 +13,8 @@ from zerokl.kernels.launch import recorded_launches
 from zerokl.kernels.sampling_params import SamplingParams
 from zerokl.kernels.tile_tables import DEFAULT_TABLE, TileTable
 from zerokl.model.config import ModelConfig
-from zerokl.model.decoder import Buffers, Decoder, Numerics
+from zerokl.model.context import Buffers
+from zerokl.model.decoder import Decoder, Numerics
 from zerokl.model.prompts import Prompts
 from zerokl.model.scoring import logprobs, pack
 from zerokl.model.weights import Layout

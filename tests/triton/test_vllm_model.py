@@ -17,9 +17,10 @@ from zerokl.kernels.matmul import matmul
 from zerokl.kernels.rope import rope_table
 from zerokl.kernels.sampling_params import SamplingParams
 from zerokl.kernels.truncation import scaled_logits
-from zerokl.model import decoder as decoder_module
+from zerokl.model.blocks import rope as rope_block
 from zerokl.model.config import ModelConfig
-from zerokl.model.decoder import Decoder, PackedContext
+from zerokl.model.context import PackedContext
+from zerokl.model.decoder import Decoder
 from zerokl.model.weights import Layout
 
 from tests.helpers import DTYPES, randint, randn, total_unequal
@@ -236,7 +237,7 @@ def first_difference(vllm_trace: dict[str, torch.Tensor]) -> str:
 
 def test_control_a_rope_table_of_another_precision_is_found(vllm_trace, monkeypatch):
     frequencies = ModelConfig.from_dict(RAW["qwen3"]).frequencies
-    monkeypatch.setattr(decoder_module, "rope_table_fp32", lambda *a: rope_table(frequencies, *a[3:5]))
+    monkeypatch.setattr(rope_block, "rope_table_fp32", lambda *a: rope_table(frequencies, *a[3:5]))
     assert first_difference(vllm_trace) == "layers.0.q_rope"
 
 

@@ -34,18 +34,18 @@ class ForgetsToReset(VllmZeroklSampler):
 
 def plant_silu() -> None:
     """Put torch's silu into the decoder. It rounds differently in the tail of a vector and in its body."""
-    import zerokl.model.decoder as decoder
+    import zerokl.model.blocks.mlp as mlp
 
     def silu_mul(gu: torch.Tensor) -> torch.Tensor:
         half = gu.shape[1] // 2
         return torch.nn.functional.silu(gu[:, :half]) * gu[:, half:]
 
-    decoder.silu_mul = silu_mul
+    mlp.silu_mul = silu_mul
 
 
 def plant_ties() -> None:
     """Let the expert with the higher index win a tie."""
-    import zerokl.model.experts as experts
+    import zerokl.model.blocks.experts as experts
 
     lower_wins = experts.topk_softmax
 

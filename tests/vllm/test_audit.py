@@ -15,6 +15,7 @@ from zerokl.engine.rollout.types import GenerationParams, RngKey, complete
 from zerokl.integrations.recorder import Recorder
 from zerokl.kernels.sampling_params import SamplingParams
 from zerokl.model.checkpoint import load_decoder
+from zerokl.model.config import ModelConfig
 from zerokl.model.operations import operation_names
 
 pytestmark = pytest.mark.vllm
@@ -62,8 +63,8 @@ def test_vllm_differs_and_the_first_operation_is_named(model, tmp_path, sides):
     code, report = _audit(model, tmp_path / "out", "--sampler", sides[0], "--trainer", sides[1])
     assert code == 1
     assert report["k3"]["value"] > 0
-    assert report["first_divergence"]["op"] in operation_names(4)
-    assert {d["op"] for d in report["operations"]} == set(operation_names(4))
+    assert report["first_divergence"]["op"] in operation_names(ModelConfig.from_file(model))
+    assert {d["op"] for d in report["operations"]} == set(operation_names(ModelConfig.from_file(model)))
 
 
 @pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.proof), "bfloat16"])
@@ -158,7 +159,7 @@ def _with_a_flipped_bit(model: Path, folder: Path, rng: random.Random) -> str:
 def test_a_difference_planted_in_vllm_is_found_where_it_is(model, tmp_path, seed):
     trace = str(tmp_path / "trace.safetensors")
     report = _report("audit_process.py", str(model), str(seed), trace)
-    assert report["operations"] == operation_names(4)
+    assert report["operations"] == operation_names(ModelConfig.from_file(model))
     assert report["again"] is None
     named = [(kind, op) for kind, _, op in report["planted"]]
     assert named == [(kind, expected) for kind, expected, _ in report["planted"]]

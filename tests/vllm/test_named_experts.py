@@ -20,7 +20,7 @@ if __name__ == "__main__":
     from zerokl.engine.rollout.vllm.generator import VllmGenerator
     from zerokl.kernels.sampling_params import SamplingParams
     from zerokl.model.checkpoint import load_decoder
-    from zerokl.model.decoder import PackedContext
+    from zerokl.model.context import PackedContext
     from zerokl.model.routing import RecordedRouting
 
     folder = Path(sys.argv[1])

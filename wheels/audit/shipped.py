@@ -25,6 +25,8 @@ ENTRIES = (
 )
 # Rooms whose files are found by their place (audit/faults/registry.py).
 BY_PLACE = ("draws", "ids", "model", "numbers", "operations")
+# Packages whose modules are read from their folder.
+FOLDERS = ("model.families",)
 # Data beside the modules: package -> patterns.
 DATA = {"audit.formats": ["log.schema.json"], "kernels.cpp": ["*.cpp", "*.h"]}
 
@@ -49,6 +51,8 @@ def shipped(root: Path = ROOT, entries: tuple[str, ...] = ENTRIES) -> dict[str, 
         found[name] = file
         waiting.append(name.rpartition(".")[0])
         waiting += imported(file, root)
+        if name in FOLDERS:
+            waiting += [f"{name}.{other.stem}" for other in file.parent.glob("*.py") if other != file]
     return dict(sorted(found.items()))
 
 

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from ....kernels.rope import rope_table
-from ....model.decoder import Decoder, Hook, PackedContext
+from ....model.context import Hook, PackedContext
+from ....model.decoder import Decoder
 from ...hypotheses.evidence import Evidence
 from ...hypotheses.prediction import Prediction
 from ...hypotheses.scores import decoder_scores

@@ -9,7 +9,7 @@ import torch
 
 from ....kernels.rope import rope_frequencies
 from ....model.operation import Equation
-from ....model.operations import input_names, operation, split_name
+from ....model.operations import input_names, known_operation, operation, split_name
 from ..changed_operation import Change, ChangedOperation, ModelPlant, Traced
 
 
@@ -33,11 +33,12 @@ def changes(traced: Traced) -> Iterator[Change]:
         "neighbouring elements are rotated in pairs, where the checkpoint rotates the halves of a head",
         exact.rope(x, config.frequencies, interleaved=True),
     )
-    (norm,) = operation(op).reads
-    if not config.qk_norm and prefix + norm in trace:
+    (norm,) = known_operation(op).reads
+    has_norm = norm in operation(op, config).reads
+    if not has_norm and prefix + norm in trace:
         normed = lookup(prefix + norm).double()
         yield f"{norm} comes before it, which the checkpoint lacks", exact.rope(normed, config.frequencies)
-    if config.qk_norm:
+    if has_norm:
         (raw,) = input_names(prefix + norm, config)
         yield f"{norm} is missing before it", exact.rope(lookup(raw).double(), config.frequencies)
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 
 from ....model.operation import Equation
-from ....model.operations import input_names, operation, rows_of, split_name
+from ....model.operations import fused_with, input_names, operation, operation_names, split_name
 from ...operations.operations import Operations, Tensor, linear, weight_names
 from ..changed_operation import E4M3, E5M2, SHORT, Change, ChangedOperation, ModelPlant, Traced
 
@@ -18,7 +18,7 @@ _NEIGHBOURS = 4
 def changes(traced: Traced) -> Iterator[Change]:
     """Changes of a matrix: rounded, taken from elsewhere, its bias left out, its heads in other places."""
     op, actual, exact, lookup = traced.op, traced.actual, traced.exact, traced.lookup
-    c, row = exact.checkpoint, operation(op)
+    c, row = exact.checkpoint, operation(op, exact.checkpoint.config)
     name, bias = weight_names(op, c)
     w, b = c.weights[name], exact.weight(bias) if bias else None
     if row.equation is Equation.EMBEDDING:
@@ -64,15 +64,16 @@ def _roundings(w: Tensor) -> Iterator[Change]:
 
 def _siblings(op: str, name: str, exact: Operations) -> list[str]:
     """Weights that could be taken for this one: of the same layer, and of layers nearby."""
-    (prefix, kind), fused = split_name(op), operation(op).fused
-    group = [row.name for row in rows_of(fused) if row.name != kind] if fused else []
+    prefix, kind = split_name(op)
+    group = [row.name for row in fused_with(op, exact.checkpoint.config) if row.name != kind]
     same = [weight_names(prefix + other, exact.checkpoint)[0] for other in group]
     if not prefix:
         return same
     layer = int(prefix.split(".")[1])
     low, high = max(0, layer - _NEIGHBOURS), min(exact.checkpoint.config.layers, layer + _NEIGHBOURS + 1)
-    others = (i for i in range(low, high) if i != layer)
-    return same + [weight_names(f"layers.{i}.{kind}", exact.checkpoint)[0] for i in others]
+    others = [f"layers.{i}.{kind}" for i in range(low, high) if i != layer]
+    names = {*operation_names(exact.checkpoint.config)}
+    return same + [weight_names(other, exact.checkpoint)[0] for other in others if other in names]
 
 
 def _moved_heads(actual: Tensor, expected: Tensor, head_dim: int) -> Iterator[Change]:

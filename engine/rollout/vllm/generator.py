@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from ....model.config import Experts
 from ....model.routing import id_dtype
+from ....model.sizes import Experts
 from ..types import GenerationParams, Rollout
 from .exact import refuse_after_exact
 from .experts import EXPERTS, EXTENSION, experts_of

@@ -11,9 +11,11 @@ from ....kernels.embedding import embedding
 from ....kernels.matmul import UNPACKED, PackedWeights, matmul
 from ....kernels.passes import Pass
 from ....kernels.tile_tables import DEFAULT_TABLE, tile_table
-from ....model.config import Experts, ModelConfig
-from ....model.decoder import Decoder, Numerics, no_hook
+from ....model.config import ModelConfig
+from ....model.context import no_hook
+from ....model.decoder import Decoder, Numerics
 from ....model.quantisation import KvQuantisation
+from ....model.sizes import Experts
 from ....model.weights import Layout
 from .attention import ZeroklAttentionBackend
 from .plugin import FROZEN, HAS_VALUE_HEAD, KV, TILES_OVERRIDE

@@ -32,7 +32,7 @@ from safetensors.torch import save_file
 from ....files.bitwise import unequal
 from ....files.reading import parse_json
 from ....model.config import ModelConfig
-from ....model.decoder import Hook, no_hook
+from ....model.context import Hook, no_hook
 from ....model.operations import in_order, split_fused
 from ....model.weight_files import open_tensors
 from ....verify.trace import OpDifference, Trace, compare_traces, first_divergence

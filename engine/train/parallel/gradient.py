@@ -11,7 +11,8 @@ import torch
 
 from ....kernels.grad import GradBuffer, PendingSums
 from ....model.adapters import AdapterLayout, adapter_buffers
-from ....model.decoder import Buffers, Decoder
+from ....model.context import Buffers
+from ....model.decoder import Decoder
 
 X = TypeVar("X")
 Y = TypeVar("Y")

@@ -12,8 +12,8 @@ from safetensors.torch import load_file
 from zerokl.cli import main
 from zerokl.engine.rollout.types import Rollout
 from zerokl.engine.runs.merge import merge_adapter
-from zerokl.model import decoder as decoder_module
 from zerokl.model.adapters import AdapterLayout, adapted_layout
+from zerokl.model.blocks import attention, mlp
 from zerokl.model.checkpoint import load_decoder, stored_dtype, write_checkpoint
 from zerokl.model.decoder import Decoder
 from zerokl.model.lora import Lora
@@ -172,7 +172,7 @@ def test_an_adapter_beside_the_weights_is_named(merged, base, adapters, tmp_path
         entry = next(e for e in decoder.layout.entries.values() if name in dict(e.parts))
         start = sum(rows for part, rows in entry.parts[: [p for p, _ in entry.parts].index(name)])
         products.setdefault(decoder.w[entry.name], []).append((slice(start, start + len(b)), b, a))
-    plain = decoder_module.linear
+    plain = mlp.linear
 
     def linear(x, w, *args):
         y = plain(x, w, *args)
@@ -181,7 +181,8 @@ def test_an_adapter_beside_the_weights_is_named(merged, base, adapters, tmp_path
         return y
 
     with monkeypatch.context() as patch:
-        patch.setattr(decoder_module, "linear", linear)
+        for block in (attention, mlp):
+            patch.setattr(block, "linear", linear)
         drawn = draw(decoder)
     named = found_in(merged, drawn, adapters, tmp_path, dtype="bfloat16")
     assert named["name"] == "adapter beside the weights"

@@ -18,7 +18,7 @@ from zerokl.cli import main
 from zerokl.kernels.sampling_params import SamplingParams
 from zerokl.model.checkpoint import load_decoder
 from zerokl.model.config import ModelConfig
-from zerokl.model.decoder import PackedContext
+from zerokl.model.context import PackedContext
 from zerokl.model.routing import RecordedRouting
 
 from tests.random_model import EXPERTS, random_model

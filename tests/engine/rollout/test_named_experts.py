@@ -10,7 +10,8 @@ from zerokl.engine.rollout.native import NativeSampler
 from zerokl.engine.rollout.types import GenerationParams, RngKey, Rollout, complete
 from zerokl.kernels.sampling_params import SamplingParams
 from zerokl.model.checkpoint import load_decoder
-from zerokl.model.decoder import Decoder, PackedContext
+from zerokl.model.context import PackedContext
+from zerokl.model.decoder import Decoder
 from zerokl.model.routing import RecordedRouting, ReplayedRouting
 
 from tests.random_model import EXPERTS, random_model

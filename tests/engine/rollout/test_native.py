@@ -14,7 +14,8 @@ from zerokl.kernels.matmul import matmul
 from zerokl.kernels.sampling_params import SamplingParams
 from zerokl.model.cache import BlockCache
 from zerokl.model.checkpoint import load_decoder
-from zerokl.model.decoder import Decoder, Numerics, PackedContext
+from zerokl.model.context import PackedContext
+from zerokl.model.decoder import Decoder, Numerics
 from zerokl.model.scoring import logprobs, pack
 
 from tests.helpers import property_settings

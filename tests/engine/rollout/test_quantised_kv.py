@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from zerokl.engine.rollout.native import NativeSampler
 from zerokl.engine.rollout.types import RngKey, complete
 from zerokl.kernels.attention_plan import KEY_TILE
-from zerokl.model import decoder as decoder_module
+from zerokl.model.blocks import attention
 from zerokl.model.decoder import Decoder, Numerics
 from zerokl.model.kv_rounding import quantised_kv
 from zerokl.model.quantisation import KvQuantisation
@@ -70,7 +70,7 @@ def test_control_a_scale_of_all_tokens_is_seen(decoder, monkeypatch):
     def of_the_tensor(x: torch.Tensor, numerics: Numerics) -> torch.Tensor:
         return quantised_kv(x.reshape(1, -1, x.shape[2]), how).view(x.shape).to(x.dtype)
 
-    monkeypatch.setattr(decoder_module, "rounded_kv", of_the_tensor)
+    monkeypatch.setattr(attention, "rounded_kv", of_the_tensor)
     rounding, prompts, params = quantised(decoder, "int8/token"), [list(range(6, 26))], generation_params()
     whole, chunked = (complete(NativeSampler(rounding, 4, n), prompts, params, RngKey(3, 5)) for n in (64, 7))
     assert bits(whole) != bits(chunked)

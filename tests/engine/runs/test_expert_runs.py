@@ -23,10 +23,10 @@ from zerokl.kernels.combine_experts import combine_experts
 from zerokl.kernels.expert_rows import ExpertRows
 from zerokl.kernels.passes import Pass
 from zerokl.kernels.topk_softmax import topk_softmax
-from zerokl.model import experts
+from zerokl.model.blocks import experts
 from zerokl.model.checkpoint import load_decoder
 from zerokl.model.config import ModelConfig
-from zerokl.model.decoder import PackedContext
+from zerokl.model.context import PackedContext
 from zerokl.model.operation import Work
 from zerokl.model.operations import forward_flops
 from zerokl.model.routing import RecordedRouting

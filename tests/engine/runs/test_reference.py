@@ -45,8 +45,9 @@ def test_the_ledger_holds_the_hash_of_the_weights(with_kl, reference, tmp_path):
     decoder = load_decoder(reference, torch.bfloat16)
     head = open_run(tmp_path / "run").head
     architecture = dataclasses.asdict(decoder.config)
-    for name in ("raw", "max_positions", "experts"):  # a dense model has no experts
+    for name in ("raw", "max_positions", "blocks"):
         del architecture[name]
+    architecture |= {"qkv_bias": False, "o_bias": False, "qk_norm": True}
     weights = fingerprint(decoder.layout, decoder.flat.detach())
     assert head.settings["loss.ref_model"] == f"sha256:{hash_json([architecture, weights])}"
     assert head.environment["process.loss.ref_model"] == str(reference)

@@ -14,7 +14,8 @@ from zerokl.engine.train.optimizer import Optimizer
 from zerokl.engine.train.parallel.gradient import GradientTree, ShardSum
 from zerokl.model.checkpoint import load_decoder
 from zerokl.model.config import ModelConfig
-from zerokl.model.decoder import Buffers, Decoder
+from zerokl.model.context import Buffers
+from zerokl.model.decoder import Decoder
 from zerokl.model.weights import FLAT_TILE, VALUE_HEAD, Layout
 
 from tests.helpers import add_to_grad

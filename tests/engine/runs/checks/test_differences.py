@@ -19,7 +19,7 @@ from zerokl.engine.train import collect
 from zerokl.engine.train.optimizer import Optimizer
 from zerokl.engine.train.parallel.workers import ParallelSampler, Workers
 from zerokl.engine.train.step import train_step
-from zerokl.model import decoder as decoder_module
+from zerokl.model.blocks import mlp
 from zerokl.verify.divergence import compare_runs, open_run
 from zerokl.verify.ledger import Ledger, Line
 
@@ -271,7 +271,7 @@ def test_a_fault_in_one_operation_is_named_by_the_traces(good, tmp_path, monkeyp
     assert main([*words, str(tmp_path / "b.safetensors")]) == 0
     assert main(["diff", str(tmp_path / "a.safetensors"), str(tmp_path / "b.safetensors")]) == 0
     assert "equal to the bit" in capsys.readouterr().out.splitlines()[-1]
-    plain, calls = decoder_module.silu_mul, []
+    plain, calls = mlp.silu_mul, []
 
     def planted(x):
         y = plain(x)
@@ -282,7 +282,7 @@ def test_a_fault_in_one_operation_is_named_by_the_traces(good, tmp_path, monkeyp
                 flat[int(draw.choice(y.detach()[:5].view(-1).nonzero()))] += 1
         return y
 
-    monkeypatch.setattr(decoder_module, "silu_mul", planted)
+    monkeypatch.setattr(mlp, "silu_mul", planted)
     assert main([*words, str(tmp_path / "c.safetensors")]) in (0, 1)
     capsys.readouterr()
     assert main(["diff", str(tmp_path / "a.safetensors"), str(tmp_path / "c.safetensors")]) == 1
@@ -362,7 +362,7 @@ def test_a_fault_is_named_at_its_place_with_shards_in_flight(
     trace = read_trace(a)
     index = int((trace.places[0][:, 1] == 2).nonzero()[-1])
     prompt, sample, position = trace.places[0][index].tolist()
-    row, plain = trace.operations["layers.0.silu_mul"][index], decoder_module.silu_mul
+    row, plain = trace.operations["layers.0.silu_mul"][index], mlp.silu_mul
 
     def planted(x):
         y = plain(x)
@@ -370,7 +370,7 @@ def test_a_fault_is_named_at_its_place_with_shards_in_flight(
             y.detach()[i, 3:4].view(torch.int32).add_(1)
         return y
 
-    monkeypatch.setattr(decoder_module, "silu_mul", planted)
+    monkeypatch.setattr(mlp, "silu_mul", planted)
     b = _trace(in_flight, tmp_path / "b.safetensors", *words)
     capsys.readouterr()
     assert main(["diff", str(a), str(b)]) == 1

@@ -15,7 +15,8 @@ from zerokl.engine.train.parallel.workers import Host, ParallelSampler, Workers,
 from zerokl.kernels.attention_plan import KEY_TILE
 from zerokl.kernels.sampling_params import SamplingParams
 from zerokl.model.checkpoint import load_decoder
-from zerokl.model.decoder import Buffers, Decoder
+from zerokl.model.context import Buffers
+from zerokl.model.decoder import Decoder
 
 from tests.helpers import add_to_grad
 

@@ -1,0 +1,1 @@
+"""What layers are made of. A block holds its weights, its operations and its forward in one file."""

@@ -1,0 +1,135 @@
+"""Causal attention, with rotary embedding.
+
+    q, k, v = x w^T (+ bias);   q, k = rope(norm of each head, where the model has it);
+    y = attention(q, k, v) o^T (+ bias)
+
+As in vLLM, q, k and v are one matrix. Shapes: T tokens of packed sequences, D hidden size (of a head, in
+[T, heads, D]), Hq query heads, Hkv key-value heads.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from ...kernels.decode_heads import QKNormWeights, heads_to_cache
+from ...kernels.linear import linear
+from ...kernels.qk_norm import qk_norm
+from ...kernels.rope import rope
+from ..cache import DecodeContext
+from ..context import Context, KeepingContext, no_hook
+from ..kv_rounding import rounded_kv
+from ..operation import Equation, Operation, Shown, Site, Work, norm_row, projection_row
+from ..sizes import Sizes
+from .block import LayerRun, LayerWeights, Mixer, Rows, Weight
+
+
+@dataclass(frozen=True)
+class Attention(Mixer):
+    """Causal attention of heads, with its projections."""
+
+    qkv_bias: bool = False
+    o_bias: bool = False
+    qk_norm: bool = False  # RMSNorm of each query head and key head
+
+    def weights(self, c: Sizes) -> Iterator[Weight]:
+        """qkv [(Hq + 2 Hkv) D, hidden], o [hidden, Hq D], their biases, and the heads' norms [D]."""
+        q, kv = c.heads * c.head_dim, c.kv_heads * c.head_dim
+        qkv = (("q", q), ("k", kv), ("v", kv))
+        yield Weight("qkv", (c.hidden_size,), tuple((f"self_attn.{p}_proj.weight", n) for p, n in qkv))
+        if self.qkv_bias:
+            yield Weight("qkv_bias", (), tuple((f"self_attn.{p}_proj.bias", n) for p, n in qkv))
+        if self.qk_norm:
+            yield Weight("q_norm", (), (("self_attn.q_norm.weight", c.head_dim),))
+            yield Weight("k_norm", (), (("self_attn.k_norm.weight", c.head_dim),))
+        yield Weight("o", (q,), (("self_attn.o_proj.weight", c.hidden_size),))
+        if self.o_bias:
+            yield Weight("o_bias", (), (("self_attn.o_proj.bias", c.hidden_size),))
+
+    def operations(self, c: Sizes, x: str) -> tuple[Operation, ...]:
+        D, q, kv = c.hidden_size, c.heads * c.head_dim, c.kv_heads * c.head_dim
+        projected = [
+            projection_row(
+                f"{p}_proj", x, D, width, f"self_attn.{p}_proj", "self_attn.qkv_proj", fused="qkv", kept=width
+            )
+            for p, width in (("q", q), ("k", kv), ("v", kv))
+        ]
+        norms = [
+            norm_row(f"{p}_norm", f"{p}_proj", width, f"self_attn.{p}_norm", kept_fp32=heads, fused="qk_norm")
+            for p, width, heads in (("q", q, c.heads), ("k", kv, c.kv_heads))
+            if self.qk_norm
+        ]
+        rotated = [
+            Operation(
+                name=f"{p}_rope",
+                equation=Equation.ROPE,
+                fused="rope",
+                reads=(f"{p}_norm" if self.qk_norm else f"{p}_proj",),
+                width=width,
+                kept=width,
+                transformers=Site("self_attn", kind),
+                vllm=Site("self_attn.rotary_emb", element=element),
+                remedy="Compare rope_theta, rope_scaling and the positions that both engines use.",
+            )
+            for p, width, kind, element in (("q", q, Shown.QUERY, 0), ("k", kv, Shown.KEY, 1))
+        ]
+        attended = Operation(
+            name="attention",
+            equation=Equation.ATTENTION,
+            reads=("q_rope", "k_rope", "v_proj"),
+            width=q,
+            flops=Work(pairs=4 * q),  # the scores, and the sum of the values
+            # Its output, and the keys and values in the order of attention, twice; log-sum-exps of the heads.
+            kept=q + 4 * kv,
+            kept_fp32=c.heads,
+            transformers=Site("self_attn.o_proj", Shown.INPUT),
+            vllm=Site("self_attn.attn"),
+            remedy="Compare the mask, the scale, the dtype of the cache and the attention backend.",
+        )
+        output = projection_row("o_proj", "attention", q, D, "self_attn.o_proj")
+        return (*projected, *norms, *rotated, attended, output)
+
+    def forward(self, w: LayerWeights, rows: Rows, layer: LayerRun) -> Rows:
+        o = self._attended(w, rows.x, layer, rows.context)
+        layer.show("attention", o)
+        if layer.is_last:
+            rows = rows.narrowed(o)
+        x = linear(o.flatten(1), w["o"], w.get("o_bias"), rows.context.in_pass, layer.numerics.tiles)
+        layer.show("o_proj", x)
+        return Rows(x, rows.residual, rows.context)
+
+    def keep(self, w: LayerWeights, x: torch.Tensor, layer: LayerRun, context: KeepingContext) -> None:
+        context.keep(*self._qkv(w, x, layer, context)[1:])
+
+    def _attended(self, w: LayerWeights, x: torch.Tensor, layer: LayerRun, context: Context) -> torch.Tensor:
+        """Attention without its output projection. x [T, D] -> [T, Hq, D of a head]."""
+        c, numerics = layer.config, layer.numerics
+        scale = c.head_dim**-0.5
+        in_cache = isinstance(context, DecodeContext) and layer.hook is no_hook
+        if not in_cache or not numerics.cache_rounds_once(x.dtype):
+            return context.attend(layer.i, *self._qkv(w, x, layer, context), scale)
+        # As `_qkv`, with the keys and values in the cache by the same kernel.
+        qkv = self._heads(w, x, layer, context)
+        norm = QKNormWeights(w["q_norm"], w["k_norm"], c.eps) if self.qk_norm else None
+        q = heads_to_cache(qkv, norm, *layer.rotation, c.heads, context.slots(layer.i))
+        return context.attend_cached(layer.i, q, scale)
+
+    def _qkv(
+        self, w: LayerWeights, x: torch.Tensor, layer: LayerRun, context: Context
+    ) -> tuple[torch.Tensor, ...]:
+        """q [T, Hq, D], k and v [T, Hkv, D], as attention reads them."""
+        c, qkv = layer.config, self._heads(w, x, layer, context)
+        layer.show("qkv", qkv)
+        qk, v = qkv.split([c.heads + c.kv_heads, c.kv_heads], dim=1)
+        if self.qk_norm:
+            qk = qk_norm(qk, w["q_norm"], w["k_norm"], c.heads, c.eps, context.in_pass)
+            layer.show("qk_norm", qk)
+        qk = rope(qk, *layer.rotation)
+        layer.show("rope", qk)
+        q, k = qk.split([c.heads, c.kv_heads], dim=1)
+        return q, rounded_kv(k, layer.numerics), rounded_kv(v, layer.numerics)
+
+    def _heads(self, w: LayerWeights, x: torch.Tensor, layer: LayerRun, context: Context) -> torch.Tensor:
+        """x [T, D] -> [T, Hq + 2 Hkv, D of a head]."""
+        qkv = linear(x, w["qkv"], w.get("qkv_bias"), context.in_pass, layer.numerics.tiles)
+        return qkv.view(x.shape[0], -1, layer.config.head_dim)

@@ -1,0 +1,96 @@
+"""What a block of a layer is, and what its forward is given.
+
+Shapes: T tokens of packed sequences, D hidden size.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from dataclasses import fields
+from typing import Any, NamedTuple
+
+import torch
+
+from ..context import Context, Hook, KeepingContext, NarrowingContext, no_hook
+from ..numerics import Numerics
+from ..operation import Operation
+from ..sizes import Sizes
+
+LayerWeights = Mapping[str, torch.Tensor]  # by their names in the layer
+Rotation = tuple[torch.Tensor, torch.Tensor]  # cos and sin, [T, D of a head / 2]
+
+
+class Weight(NamedTuple):
+    """A weight of a layer. It holds tensors of the checkpoint, one after another along axis 0."""
+
+    name: str  # in the layer
+    width: tuple[int, ...]  # of a row
+    parts: tuple[tuple[str, int], ...]  # (checkpoint name from the layer, rows)
+    # A tensor that a checkpoint may hold in place of the parts: its name from the layer, and its shape.
+    together: tuple[str, tuple[int, ...]] | None = None
+
+
+class Rows(NamedTuple):
+    """What a block gives to the next one."""
+
+    x: torch.Tensor | None  # [T, D], which the next norm adds to the residual; None before the first layer
+    residual: torch.Tensor  # [T, D]
+    context: Context  # of these rows
+
+    def narrowed(self, x: torch.Tensor) -> "Rows":
+        """x in the place of the own x, after the last layer has mixed the rows: of the rows that are left."""
+        residual, context = self.residual, self.context
+        if isinstance(context, NarrowingContext):
+            residual, context = context.narrow(residual), context.narrowed
+        return Rows(x, residual, context)
+
+
+class LayerRun(NamedTuple):
+    """One forward of one layer."""
+
+    i: int
+    config: Sizes
+    numerics: Numerics
+    rotation: Rotation
+    hook: Hook
+
+    @property
+    def is_last(self) -> bool:
+        """Whether no layer comes after it."""
+        return self.i == self.config.layers - 1
+
+    def show(self, name: str, x: torch.Tensor) -> None:
+        """Show the hook the output of an operation of the layer."""
+        if self.hook is not no_hook:  # names are made only where somebody listens
+            self.hook(f"layers.{self.i}.{name}", x)
+
+
+class Block(ABC):
+    """A part of a layer, as a frozen dataclass whose fields are its variants."""
+
+    @abstractmethod
+    def weights(self, c: Sizes) -> Iterator[Weight]:
+        """Its weights, in their order in the flat tensor."""
+
+    @abstractmethod
+    def operations(self, c: Sizes, x: str) -> tuple[Operation, ...]:
+        """Its operations in the order of computation, the last of which is its output.
+
+        x: the name of what the block reads.
+        """
+
+    @abstractmethod
+    def forward(self, w: LayerWeights, rows: Rows, layer: LayerRun) -> Rows:
+        """Its output in the place of x [T, D]."""
+
+    @property
+    def values(self) -> dict[str, Any]:
+        """Its variants by name, as JSON holds them."""
+        return {f.name: getattr(self, f.name) for f in fields(self)}
+
+
+class Mixer(Block):
+    """A block in which a row reads rows before it."""
+
+    @abstractmethod
+    def keep(self, w: LayerWeights, x: torch.Tensor, layer: LayerRun, context: KeepingContext) -> None:
+        """Let the context keep what later rows read of x [T, D], and compute nothing else."""

@@ -1,0 +1,169 @@
+"""The mixture of experts of a sparse layer (Qwen3-MoE).
+
+    logits = x router^T;   q, ids = top-k of softmax(logits);   y = sum over the k experts of q mlp(x)
+
+The experts of a layer are two weights, whose rows are those of the experts' matrices one after another.
+Shapes: T tokens of packed sequences, D hidden size, E experts.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from pydantic import Field, PositiveInt
+
+from ...kernels.combine_experts import combine_experts
+from ...kernels.expert_rows import expert_rows
+from ...kernels.given_softmax import given_softmax
+from ...kernels.grouped_linear import grouped_linear
+from ...kernels.linear import linear
+from ...kernels.passes import Pass
+from ...kernels.silu_mul import silu_mul
+from ...kernels.tile_tables import TileTable
+from ...kernels.topk_softmax import topk_softmax
+from ..config_file import ConfigFile, Fields
+from ..operation import Equation, Operation, Site, Work, projection_row
+from ..sizes import Experts, Sizes
+from .block import Block, LayerRun, LayerWeights, Rows, Weight
+
+# Fields of other mixtures of experts, each with the values that ask for nothing more than ours computes.
+_OTHER_EXPERTS: dict[str, tuple[object, ...]] = {
+    "shared_expert_intermediate_size": (0,),
+    "n_shared_experts": (0,),
+    "num_shared_experts": (0,),
+    "scoring_func": ("softmax",),
+    "topk_method": ("greedy",),
+    "n_group": (1,),
+    "topk_group": (1,),
+    "routed_scaling_factor": (1.0,),
+    "moe_router_use_sigmoid": (False,),
+    "use_routing_bias": (False,),
+    "router_jitter_noise": (0.0,),
+}
+# Of a layer, and of all layers together. Every matrix of an expert has a name and a place.
+_MOST_EXPERTS, _MOST_OF_ALL_LAYERS = 1 << 12, 1 << 17
+
+
+class _ExpertFields(Fields):
+    """The fields of a mixture of experts. transformers 5 writes num_local_experts for num_experts."""
+
+    num_experts: PositiveInt
+    num_experts_per_tok: PositiveInt
+    moe_intermediate_size: PositiveInt
+    norm_topk_prob: bool = False
+    decoder_sparse_step: PositiveInt = 1
+    mlp_only_layers: list[int] = Field(default_factory=list)
+
+
+def read_experts(config: ConfigFile) -> Experts:
+    """The experts of a config.json. Raises UnsupportedError for shared ones, and for another router."""
+    raw, layers = config.raw, config.fields.num_hidden_layers
+    for field, values in _OTHER_EXPERTS.items():
+        if raw.get(field) is not None and raw[field] not in values:
+            config.refuse(
+                field,
+                raw[field],
+                "only experts that a softmax chooses for each token are, without shared ones",
+            )
+    named = {"num_experts": raw.get("num_local_experts")}
+    fields = config.read(_ExpertFields, named | {k: v for k, v in raw.items() if v is not None})
+    number, per_token = fields.num_experts, fields.num_experts_per_tok
+    if per_token > number or number > _MOST_EXPERTS:
+        config.wrong(
+            f"num_experts_per_tok ({per_token}) must be at most num_experts ({number}), and "
+            f"num_experts at most {_MOST_EXPERTS}"
+        )
+    step, dense = fields.decoder_sparse_step, set(fields.mlp_only_layers)
+    sparse = frozenset(i for i in range(layers) if (i + 1) % step == 0 and i not in dense)
+    if number * len(sparse) > _MOST_OF_ALL_LAYERS:
+        config.wrong(
+            f"num_experts ({number}) in {len(sparse)} layers are more than zerokl takes "
+            f"({_MOST_OF_ALL_LAYERS})"
+        )
+    return Experts(number, per_token, fields.moe_intermediate_size, fields.norm_topk_prob, sparse)
+
+
+@dataclass(frozen=True)
+class MixtureOfExperts(Block):
+    """A router, and the experts that it chooses for each token."""
+
+    experts: Experts
+
+    @property
+    def values(self) -> dict[str, Any]:
+        return {"experts": self.experts.as_json()}
+
+    def weights(self, c: Sizes) -> Iterator[Weight]:
+        """router [E, D]; experts.gate_up, those of gate and up in turn; experts.down."""
+        D, (number, size) = c.hidden_size, (self.experts.number, self.experts.size)
+        yield Weight("router", (D,), (("mlp.gate.weight", number),))
+        names = [f"mlp.experts.{e}." for e in range(number)]
+        gate_up = tuple((f"{name}{p}_proj.weight", size) for name in names for p in ("gate", "up"))
+        together = "mlp.experts.gate_up_proj", (number, 2 * size, D)
+        yield Weight("experts.gate_up", (D,), gate_up, together)
+        together = "mlp.experts.down_proj", (number, D, size)
+        yield Weight(
+            "experts.down", (size,), tuple((f"{name}down_proj.weight", D) for name in names), together
+        )
+
+    def operations(self, c: Sizes, x: str) -> tuple[Operation, ...]:
+        D, (number, size, per_token) = (
+            c.hidden_size,
+            (self.experts.number, self.experts.size, self.experts.per_token),
+        )
+        router = projection_row(
+            "router",
+            x,
+            D,
+            number,
+            "mlp.gate",
+            kept_fp32=number,
+            remedy="Compare the router's weight in the engine's memory with the checkpoint's, and its dtype.",
+        )
+        experts = Operation(
+            name="experts",
+            equation=Equation.EXPERTS,
+            reads=(x, "router"),
+            width=D,
+            flops=Work(tokens=6 * D * size * per_token),
+            # Gate, up and their product for each expert of a token; ids, routing weights and tables of the
+            # rows. On a GPU these take 5 numbers of 4 bytes for each expert.
+            kept=3 * size * per_token,
+            kept_fp32=9 * per_token,
+            transformers=Site("mlp.experts"),
+            vllm=Site("mlp.experts"),
+            remedy=(
+                "Compare the chosen experts, the rounding of the routing weights, and the order of the sum."
+            ),
+        )
+        return router, experts
+
+    def forward(self, w: LayerWeights, rows: Rows, layer: LayerRun) -> Rows:
+        """The router's logits are in numerics.router, and the routing weights in fp32."""
+        c, x, (in_pass, routing) = self.experts, rows.x, (rows.context.in_pass, rows.context.routing)
+        dtype = layer.numerics.router or x.dtype
+        logits = _router_logits(x, w["router"], in_pass, layer.numerics.tiles, dtype)
+        layer.show("router", logits)
+        q, ids = topk_softmax(logits, c.per_token, c.renormalise)
+        given = routing.experts(layer.i, logits, ids)
+        if given is not ids:
+            q, ids = given_softmax(logits, given, c.renormalise), given
+        rows_of_experts = expert_rows(ids, c.number, x)
+        h = silu_mul(grouped_linear(x, w["experts.gate_up"], rows_of_experts, in_pass))
+        y = combine_experts(h, w["experts.down"], q, rows_of_experts, in_pass)
+        layer.show("experts", y)
+        return Rows(y, rows.residual, rows.context)
+
+
+def _router_logits(
+    x: torch.Tensor, w: torch.Tensor, in_pass: Pass, tiles: TileTable, dtype: torch.dtype
+) -> torch.Tensor:
+    """x [T, D], w [E, D] -> logits [T, E] in `dtype`. The gradient of a converted weight has w's buffer."""
+    if dtype == w.dtype:  # a source of weights may have it in this dtype
+        return linear(x.to(dtype), w, None, in_pass, tiles)
+    wide, buffer = w.to(dtype), in_pass.buffers.get(w)
+    if buffer is not None:
+        wide = w.detach().to(dtype).requires_grad_()
+        in_pass = replace(in_pass, buffers={wide: buffer})
+    return linear(x.to(dtype), wide, None, in_pass, tiles)

@@ -1,0 +1,113 @@
+"""How the tokens of one forward belong together; whole sequences, packed, as the simplest case."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from ..kernels.attention import attention, varlen_plan
+from ..kernels.grad import GradBuffer
+from ..kernels.low_rank import LowRankBuffers
+from ..kernels.order import token_blocks
+from ..kernels.passes import Pass
+from ..kernels.upload import Tables
+from .routing import FREE, Routing
+from .sizes import Sizes
+
+# Called with the name and the output of each operation (names: operations.py). The decoder computes some
+# operations as one; these have the names in Operation.fused.
+Hook = Callable[[str, torch.Tensor], None]
+Buffers = Mapping[torch.Tensor, GradBuffer | LowRankBuffers]  # of the gradients, by weight
+NO_BUFFERS: Buffers = MappingProxyType({})
+
+
+def no_hook(name: str, x: torch.Tensor) -> None:
+    """The hook that does nothing."""
+
+
+class Context(Protocol):
+    """How the tokens of one forward belong together: positions [T], attention, and the operations' pass.
+
+    `routing` knows the experts of the rows (routing.py).
+    `in_pass` has the token blocks, the buffers of the weights' gradients, and the packed weights.
+    `tables` is what the forward and its backward read on a device, beside the ids, and what may lie on the
+    host yet. It goes to the device together with the ids (kernels/upload.py), at the latest in the forward.
+    """
+
+    positions: torch.Tensor
+    in_pass: Pass
+    routing: Routing
+    tables: Sequence[Tables]
+
+    def attend(
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
+    ) -> torch.Tensor:
+        """Causal attention of q [T, Hq, D] over the keys of this context.
+
+        k and v [T, Hkv, D] are the keys and values of the new tokens.
+        """
+        ...
+
+
+class KeepingContext(Context, Protocol):
+    """A context that keeps keys and values."""
+
+    def keep(self, k: torch.Tensor, v: torch.Tensor) -> None:
+        """Take the last layer's k and v [T, Hkv, D]. `attend` takes those of all other layers."""
+        ...
+
+
+class PackedContext:
+    """Whole sequences, packed one after another. lengths [S] in tokens, summing to T.
+
+    `padding` rows may follow, which nobody reads. They are one more sequence for attention. They are in no
+    token block, and no gradient reaches them.
+    shards [S]: the virtual shard of each sequence, in ascending order; None where all are of shard 0.
+    buffers: where the weights' gradients are summed (kernels/passes.py). routing: of the rows.
+    """
+
+    def __init__(
+        self,
+        lengths: Sequence[int],
+        config: Sizes,
+        padding: int = 0,
+        shards: Sequence[int] | None = None,
+        buffers: Buffers = NO_BUFFERS,
+        routing: Routing = FREE,
+    ):
+        self.routing = routing
+        all_lengths = [*lengths, padding] if padding else list(lengths)
+        self.positions = torch.from_numpy(
+            np.concatenate([*map(np.arange, lengths), np.zeros(padding, np.int64)])
+        )
+        self.in_pass = Pass(token_blocks(lengths, shards), buffers)
+        self._plan = varlen_plan(all_lengths, config.heads, config.kv_heads)
+
+    @property
+    def tables(self) -> list[Tables]:
+        return [self.in_pass.blocks, self._plan, self]
+
+    @property
+    def host_tensors(self) -> list[torch.Tensor]:
+        return [self.positions]
+
+    def arrived(self, device: torch.device, tensors: Sequence[torch.Tensor]) -> None:
+        (self.positions,) = tensors
+
+    def attend(
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
+    ) -> torch.Tensor:
+        return attention(q, k, v, self._plan, scale)
+
+
+class NarrowingContext(ABC):
+    """A Context of which nobody reads some rows after the attention of the last layer (one_pass.py)."""
+
+    narrowed: Context  # of the rows that are left
+
+    @abstractmethod
+    def narrow(self, x: torch.Tensor) -> torch.Tensor:
+        """The rows of x [T, D] that are left."""

@@ -1,0 +1,83 @@
+"""The sizes of a decoder, as its config.json gives them."""
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+# Upper limit of a size. A larger one is a mistake, and the mistake would take all time or memory before
+# anybody sees it.
+_LARGEST = 1 << 24
+# With a base below 1 the frequencies would rise, and fp32 does not hold those of a larger one.
+_ROPE_THETA = (1.0, 1e15)
+_COUNTS = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "heads",
+    "kv_heads",
+    "head_dim",
+    "max_positions",
+)
+
+
+@dataclass(frozen=True)
+class Experts:
+    """The mixture of experts of a sparse layer."""
+
+    number: int
+    per_token: int
+    size: int  # intermediate size of one expert
+    renormalise: bool  # whether the routing weights of a token are divided by their sum
+    layers: frozenset[int]  # the sparse layers; the others have one MLP
+
+    def as_json(self) -> dict[str, Any]:
+        """The fields by name, as JSON holds them."""
+        return vars(self) | {"layers": sorted(self.layers)}
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Static dimensions of a decoder. Widths in elements, positions in tokens."""
+
+    architecture: str  # the name of its family in config.json
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    max_positions: int
+    eps: float
+    rope_theta: float
+    rope_llama3: dict[str, float] | None
+    tied: bool  # lm_head shares the embedding's weight
+    raw: dict[str, Any] = dataclasses.field(repr=False, compare=False)  # config.json as read
+
+    def check(self, source: str) -> None:
+        """Raise ValueError for a number that no model can have, or that the kernels cannot take.
+
+        source: what the message calls config.json.
+        """
+        for field in _COUNTS:
+            value = getattr(self, field)
+            if value < 1:
+                raise ValueError(f"model: {source}: {field} ({value}) must be positive")
+            if value > _LARGEST:
+                raise ValueError(
+                    f"model: {source}: {field} ({value}) is larger than zerokl takes ({_LARGEST})"
+                )
+        low, high = _ROPE_THETA
+        if not low <= self.rope_theta <= high:
+            raise ValueError(
+                f"model: {source}: rope_theta ({self.rope_theta}) must lie in {low:g} to {high:g}"
+            )
+        if not self.eps >= 0.0:
+            raise ValueError(f"model: {source}: rms_norm_eps ({self.eps}) must not be negative")
+        if self.heads % self.kv_heads:
+            raise ValueError(
+                f"model: {source}: num_attention_heads ({self.heads}) "
+                f"must be a multiple of num_key_value_heads ({self.kv_heads})"
+            )
+        if self.head_dim % 16:
+            raise ValueError(f"model: {source}: head_dim ({self.head_dim}) must be a multiple of 16")
