@@ -37,6 +37,7 @@ setup(
         "zerokl.files",
         "zerokl.kernels",
         "zerokl.kernels.cpp",
+        "zerokl.pages",
         "zerokl.verify",
         "zerokl.model",
         "zerokl.engine",
@@ -63,6 +64,7 @@ setup(
         "zerokl.engine.config.presets": ["*.toml"],
         "zerokl.audit.formats": ["log.schema.json", "scripts/*.py"],
         "zerokl.engine.runs.report": ["static/*"],
+        "zerokl.pages": ["static/*"],
     },
     cmdclass={"build_py": _WithoutSetup},
 )

@@ -41,6 +41,7 @@ ROOMS = {
     "kernels",
     "kernels.cpp",
     "model",
+    "pages",
     "verify",
 }
 # What a log is audited with: the dependencies of the wheel, and the standard library.
@@ -62,7 +63,7 @@ def room(file: Path) -> str:
 
 def test_the_wheel_has_these_rooms_and_no_others():
     assert {room(file) for file in FILES.values()} == ROOMS
-    assert 200 < len(FILES) < 320
+    assert 200 < len(FILES) < 330
     assert sum(file.stat().st_size for file in FILES.values()) < 1_750_000
 
 

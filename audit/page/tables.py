@@ -4,6 +4,7 @@ from collections.abc import Iterable, Sequence
 
 from rich.table import Table
 
+from ...pages.html import visible
 from ...verify.gradient_bias import DrawnBias
 from ..report import Report
 from ..run_report import RunReport
@@ -24,7 +25,6 @@ from .rows import (
     step_rows,
     worst_rows,
 )
-from .visible import visible
 
 
 def report_tables(report: Report) -> list[Table]:

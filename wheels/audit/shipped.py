@@ -24,7 +24,11 @@ ENTRIES = (
     "engine.rollout.vllm.plugin",
 )
 # Data beside the modules: package -> patterns.
-DATA = {"audit.formats": ["log.schema.json", "scripts/*.py"], "kernels.cpp": ["*.cpp", "*.h"]}
+DATA = {
+    "audit.formats": ["log.schema.json", "scripts/*.py"],
+    "kernels.cpp": ["*.cpp", "*.h"],
+    "pages": ["static/*"],
+}
 
 
 def module_file(name: str, root: Path = ROOT) -> Path | None:

@@ -24,6 +24,15 @@ from ..loaded import LoadedRun, load_run
 from .charts import ALSO, CHARTS, STATIONS
 from .rollouts import RolloutLog
 
+# The figures of a combination's runs that the page draws.
+_ENDS = (
+    "reward_last10",
+    "training_last",
+    "sampler_held_out_last",
+    "held_out_last",
+    "mismatch_k3_sequence_mean",
+)
+
 
 class Source:
     """A run as the page reads it, again and again while the run goes on.
@@ -90,7 +99,6 @@ class Source:
 
 def payload(sources: Sequence[Source], title: str) -> dict[str, Any]:
     """Everything that the page shows, except the rollouts."""
-    factors = factors_of(sources)
     shown = {
         "title": title,
         "made": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
@@ -99,10 +107,9 @@ def payload(sources: Sequence[Source], title: str) -> dict[str, Any]:
         "runs": [source.payload() for source in sources],
         "settings": settings_table([source.run for source in sources]),
         "comparisons": [_comparison(sources[0], source) for source in sources[1:]],
-        "factors": factors,
-        "effects": _effects(sources) if factors else [],
+        "factors": factors_of(sources),
         "least_seeds": LEAST_SEEDS,
-    }
+    } | _ablation(sources)
     return finite(shown)  # rewards may be infinite, and so may sums of them
 
 
@@ -114,13 +121,31 @@ def factors_of(sources: Sequence[Source]) -> list[str]:
     return [name for name in first if len({source.factors[name] for source in sources}) > 1]
 
 
-def _effects(sources: Sequence[Source]) -> list[dict[str, Any]]:
-    """The differences between the values of each factor, those that exceed the seeds' spread first."""
+def _ablation(sources: Sequence[Source]) -> dict[str, Any]:
+    """Of the cells of one grid: what each combination earned, and what differs between values of a factor.
+
+    The differences that exceed the seeds' spread come first.
+    """
+    axes = {(*source.factors,) for source in sources}
+    if len(sources) < 2 or len(axes) > 1 or not all(source.group for source in sources):
+        return {"effects": [], "combinations": []}
     cells = [cell_result(source.path, source.factors, source.run.config.seed) for source in sources]
-    return [
-        effect | {"name": COMPARED[effect["figure"]], "verdict": verdict(effect)}
-        for effect in sorted(effects(summarise(cells)), key=rank)
-    ]
+    combinations = summarise(cells)
+    return {
+        "effects": [
+            effect | {"name": COMPARED[effect["figure"]], "verdict": verdict(effect)}
+            for effect in sorted(effects(combinations), key=rank)
+        ],
+        "combinations": [
+            {
+                "name": describe(c["settings"]),
+                "settings": c["settings"],
+                "mean": {figure: _number(c[figure]["mean"]) for figure in _ENDS},
+                "runs": [{figure: _number(run[figure]) for figure in _ENDS} for run in c["runs"]],
+            }
+            for c in combinations
+        ],
+    }
 
 
 def settings_table(runs: Sequence[LoadedRun]) -> list[dict[str, Any]]:

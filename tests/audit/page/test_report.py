@@ -19,12 +19,12 @@ from zerokl.audit.engines.engine import ZeroklEngine
 from zerokl.audit.figures.measure import Estimate, MeanRatio, measure
 from zerokl.audit.page.numbers import distance
 from zerokl.audit.page.page import level, page
-from zerokl.audit.page.visible import visible
 from zerokl.cli import main
 from zerokl.engine.rollout.native import NativeSampler
 from zerokl.engine.rollout.types import GenerationParams, RngKey, complete
 from zerokl.kernels.sampling_params import SamplingParams
 from zerokl.model.checkpoint import load_decoder
+from zerokl.pages.html import visible
 from zerokl.verify.distance import ulp_words
 
 from tests.audit.settings import audit_config

@@ -62,7 +62,7 @@ function learntCard(store, width) {
     const reward = columnsOf(line, "reward/mean", view.smooth), heldOut = columnsOf(line, HELD_OUT, 0);
     const color = lineColor(line.color);
     return [
-      reward && { label: `${line.name} reward`, color, columns: reward, smooth: true },
+      reward && { label: `${line.name} reward`, color, columns: reward, faint: view.smooth > 0 },
       heldOut && { label: `${line.name} held-out`, color: several ? color : lineColor(1), columns: heldOut, points: true, dash: [7, 4] },
     ].filter(Boolean);
   });
@@ -72,7 +72,7 @@ function learntCard(store, width) {
     if (several || index === null || index === undefined || !list.length) { reading.textContent = ""; return; }
     const x = data[0][index];
     const at = (columns) => columns.raw[Math.max(0, columns.x.findLastIndex((v) => v <= x))];
-    reading.textContent = `step ${number(x)}: ${list.map((c) => `${c.smooth ? "reward" : "held-out"} ${fixed(at(c.columns))}`).join(", ")}`;
+    reading.textContent = `step ${number(x)}: ${list.map((c) => `${c.points ? "held-out" : "reward"} ${fixed(at(c.columns))}`).join(", ")}`;
   };
   queueMicrotask(() => draw(box, () => ({ curves: curves(), height: 250, zero: true, description: describe() }), show));
   const keys = several

@@ -15,7 +15,10 @@ const up = (column, a, b) => (column[a] ?? Infinity) - (column[b] ?? Infinity) |
 const down = (column, a, b) => (column[b] ?? -Infinity) - (column[a] ?? -Infinity) || 0;
 
 const RED = [214, 69, 40], BLUE = [38, 110, 210];
-const tint = ([r, g, b], share) => `rgba(${r}, ${g}, ${b}, ${((theme() === "dark" ? 0.62 : 0.42) * Math.min(1, share)).toFixed(3)})`;
+const tint = ([r, g, b], share) => {
+  const shade = (most) => `rgba(${r}, ${g}, ${b}, ${(most * Math.min(1, share)).toFixed(3)})`;
+  return `light-dark(${shade(0.42)}, ${shade(0.62)})`;
+};
 const COLORS = {
   probability: { name: "probability of the token", low: "certain", high: "unlikely", ramp: [0, RED],
     of: (t) => (isNumber(t.logprob) ? tint(RED, Math.min(1, -t.logprob / 5)) : "transparent") },

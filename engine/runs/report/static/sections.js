@@ -1,5 +1,11 @@
 // Where the time goes, the settings, and the ledger.
 
+// Parts of a step: shades of one colour for sampling, of another for training.
+const SHADES = {
+  sample: ["#0b3d7a", "#1f6fd1", "#5b9bea", "#a9cdf7"],
+  train: ["#7a2e04", "#c4500c", "#e88a4c", "#f5b98e", "#9a6a4a", "#d9c3b3"],
+};
+
 // Seconds of each part of a step, sampling before training.
 function timeParts(data, run) {
   const mean = (name) => {
