@@ -103,6 +103,29 @@ bar.append(h("button.quiet", { type: "button", onclick: () => {
   redrawCharts();
 } }, "light / dark"));
 
+// A table that sorts by a column's key when its heading is pressed, and the other way when it is pressed again.
+// columns: [{name, cell(row), key(row) where it sorts, highFirst, num, title}].
+function sortedTable(label, columns, rows) {
+  const body = h("tbody"), shown = [...rows];
+  let sorted = null, sign = 1;
+  const show = () => fill(body, shown.map((row) => h("tr", null, columns.map(({ cell, num }) => h(num ? "td.num" : "td", null, cell(row))))));
+  const sort = (i) => {
+    sign = sorted === i ? -sign : columns[i].highFirst ? -1 : 1;
+    sorted = i;
+    const { key } = columns[i];
+    shown.sort((a, b) => sign * (key(a) < key(b) ? -1 : key(a) > key(b) ? 1 : 0));
+    heads.forEach((head, j) => columns[j].key && head.setAttribute("aria-sort", j !== i ? "none" : sign > 0 ? "ascending" : "descending"));
+    show();
+  };
+  const heads = columns.map(({ name, key, num, title }, i) => h(num ? "th.num" : "th", null,
+    key ? h("button", { type: "button", title: title || null, onclick: () => sort(i) }, name) : name));
+  show();
+  return scrolled(label, h("table", null, h("thead", null, h("tr", null, heads)), body));
+}
+
+// What is wider than its card scrolls by itself, by keyboard too.
+const scrolled = (label, ...children) => h("div.scroll", { tabindex: "0", role: "region", "aria-label": label }, children);
+
 async function copy(text, button) {
   try {
     await navigator.clipboard.writeText(text);

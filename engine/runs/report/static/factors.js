@@ -43,32 +43,19 @@ function panelCard(panel, chart, shared) {
 function effectsCard(effects) {
   const kinds = { exceeds: "span.pill.good", partly: "span.pill.warn", within: "span.hint", unknown: "span.hint" };
   const names = { exceeds: "exceeds the seeds' spread", partly: "in some places", within: "within the seeds' spread" };
+  const order = Object.keys(kinds);
   const columns = [
-    ["factor", (e) => e.factor, (e) => h("td", null, h("code", null, visible(e.factor)))],
-    ["values", (e) => `${e.second} ${e.first}`, (e) => h("td.wide", null, visible(`${e.second} against ${e.first}`))],
-    ["figure", (e) => e.name, (e) => h("td", null, e.name)],
-    ["difference", (e) => e.difference, (e) => h("td.num", null, `${e.difference > 0 ? "+" : ""}${exactly(e.difference)}`)],
-    ["above", (e) => e.higher, (e) => h("td.num", null, `${e.higher} of ${e.places}`), "comparisons in which every seed of the first value lies above every seed of the second"],
-    ["below", (e) => e.lower, (e) => h("td.num", null, `${e.lower} of ${e.places}`), "comparisons in which every seed of the first value lies below every seed of the second"],
-    ["verdict", (e) => Object.keys(kinds).indexOf(e.verdict), (e) => h("td", null, h(kinds[e.verdict], null, names[e.verdict] || tooFew(e.least_seeds)))],
+    { name: "factor", key: (e) => e.factor, cell: (e) => h("code", null, visible(e.factor)) },
+    { name: "values", key: (e) => `${e.second} ${e.first}`, cell: (e) => visible(`${e.second} against ${e.first}`) },
+    { name: "figure", key: (e) => e.name, cell: (e) => e.name },
+    { name: "difference", key: (e) => e.difference, cell: (e) => `${e.difference > 0 ? "+" : ""}${exactly(e.difference)}`, num: true },
+    { name: "above", key: (e) => e.higher, cell: (e) => `${e.higher} of ${e.places}`, num: true, title: "comparisons in which every seed of the first value lies above every seed of the second" },
+    { name: "below", key: (e) => e.lower, cell: (e) => `${e.lower} of ${e.places}`, num: true, title: "comparisons in which every seed of the first value lies below every seed of the second" },
+    { name: "verdict", key: (e) => order.indexOf(e.verdict), cell: (e) => h(kinds[e.verdict], null, names[e.verdict] || tooFew(e.least_seeds)) },
   ];
-  const body = h("tbody"), all = [...effects];
-  let sorted = null;
-  const show = () => fill(body, all.map((e) => h("tr", null, columns.map(([, , cell]) => cell(e)))));
-  const heads = columns.map(([name, key, , title], i) => h(i >= 3 && i <= 5 ? "th.num" : "th", null, h("button", {
-    type: "button", title: title || null,
-    onclick: () => {
-      sorted = sorted === i ? ~i : i;
-      const sign = sorted < 0 ? -1 : 1;
-      all.sort((a, b) => sign * (key(a) < key(b) ? -1 : key(a) > key(b) ? 1 : 0));
-      heads.forEach((head, j) => head.setAttribute("aria-sort", j !== i ? "none" : sign > 0 ? "ascending" : "descending"));
-      show();
-    },
-  }, name)));
-  show();
   return h("article.card", null, h("h3", null, "Which differences exceed the seeds' spread?"),
     h("p.hint", null, "Two values of a factor are compared wherever all other settings are equal. The difference exceeds the seeds' spread where the ranges over the seeds do not overlap. With two seeds that happens by chance in one of three comparisons, which is too often to tell; with three in one of ten, with four in one of 35."),
-    h("div.scroll", { tabindex: "0", role: "region", "aria-label": "differences between the values of each factor" }, h("table", null, h("thead", null, h("tr", null, heads)), body)));
+    sortedTable("differences between the values of each factor", columns, effects));
 }
 
 // The sampler's figure and the trainer's of the problems that a policy is judged by.

@@ -220,7 +220,7 @@ class RolloutBrowser {
       return h("tr", null, cells.map((cell, n) => h(n === 1 || n === 2 ? "td" : "td.num", null, n === 1 || n === 2 ? h("span.said", null, cell) : cell)));
     });
     const why = [texts.error[i], ENDS[texts.finish[i]]].filter(Boolean).map(visible).join("; ");
-    return h("div.scroll", { tabindex: "0", role: "region", "aria-label": "turns" },
+    return scrolled("turns",
       h("p.hint", null, `What the environment said, and what the model drew. The end: ${visible(texts.finish[i])}${why ? ` (${why})` : ""}.`), h("table.turns", null,
       h("thead", null, h("tr", null, h("th.num", null, "turn"), h("th", null, "environment"), h("th", null, "model"), h("th.num", null, "reward"), h("th.num", null, "tokens"))), h("tbody", null, rows)));
   }
@@ -233,7 +233,7 @@ class RolloutBrowser {
         h("td.num", null, token.logprob === null ? "not drawn" : number(token.logprob)), h("td.num", null, isNumber(token.logprob) ? number(Math.exp(token.logprob)) : "–"),
         h("td.num", null, token.logprob === null ? "–" : texts.differences[i] ? exactly(token.difference) : run.exact ? "0.0" : "not recorded"));
     });
-    return h("div.scroll", { tabindex: "0", role: "region", "aria-label": "tokens" }, h("p.hint", null, `Problem ${visible(texts.problem[i])}. Tokens:`), h("table", null,
+    return scrolled("tokens", h("p.hint", null, `Problem ${visible(texts.problem[i])}. Tokens:`), h("table", null,
       h("thead", null, h("tr", null, ["position", "id"].map((n) => h("th.num", null, n)), h("th", null, "token"), ["log-probability", "probability", "trainer − sampler"].map((n) => h("th.num", null, n)))), h("tbody", null, rows)));
   }
 
