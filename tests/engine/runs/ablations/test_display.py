@@ -134,7 +134,7 @@ def combination(settings: dict[str, str], rewards: list[float]) -> dict:
 
 
 def test_a_difference_exceeds_the_seeds_spread_where_the_ranges_do_not_overlap():
-    found = effects(
+    rows = effects(
         [
             combination({"dtype": "a", "loss": "x"}, [0.1, 0.15, 0.2]),
             combination({"dtype": "a", "loss": "y"}, [0.1, 0.25, 0.4]),
@@ -142,8 +142,8 @@ def test_a_difference_exceeds_the_seeds_spread_where_the_ranges_do_not_overlap()
             combination({"dtype": "b", "loss": "y"}, [0.5, 0.6, 0.7]),
         ]
     )
-    by_factor = {e["factor"]: e for e in found}
-    assert [e["figure"] for e in found] == ["reward_last10"] * 2, "a figure that no run has is left out"
+    by_factor = {e["factor"]: e for e in rows}
+    assert [e["figure"] for e in rows] == ["reward_last10"] * 2, "a figure that no run has is left out"
     dtype, loss = by_factor["dtype"], by_factor["loss"]
     assert (dtype["higher"], dtype["lower"], dtype["places"]) == (2, 0, 2)
     assert dtype["difference"] == pytest.approx((0.25 + 0.35) / 2)
@@ -153,7 +153,7 @@ def test_a_difference_exceeds_the_seeds_spread_where_the_ranges_do_not_overlap()
         "(one comparison by chance: 1 in 10)"
     )
     assert (loss["higher"], loss["lower"], verdict(loss)) == (0, 0, "within"), "0.5 touches 0.5"
-    assert effect_lines(found)[0] == effect_line(dtype)
+    assert effect_lines(rows)[0] == effect_line(dtype)
 
 
 @pytest.mark.parametrize(

@@ -289,7 +289,7 @@ def test_load_run_of_a_run_that_goes_on(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "reason"),
     [
         (["report"], "no run was given"),
         (["report", "nowhere"], "nowhere holds no run"),
@@ -301,7 +301,7 @@ def test_load_run_of_a_run_that_goes_on(tmp_path):
         (["watch", "run", "--port", "70000"], "port 70000 cannot be had"),
     ],
 )
-def test_bad_input_is_one_line_and_changes_nothing(tmp_path, monkeypatch, capsys, words, said):
+def test_bad_input_is_one_line_and_changes_nothing(tmp_path, monkeypatch, capsys, words, reason):
     monkeypatch.chdir(tmp_path)
     made_run(tmp_path / "run")
     with open(made_run(tmp_path / "broken") / "metrics.jsonl", "a") as file:
@@ -313,7 +313,7 @@ def test_bad_input_is_one_line_and_changes_nothing(tmp_path, monkeypatch, capsys
     assert main(words) == 2
     error = capsys.readouterr().err
     assert len(error.splitlines()) == 1
-    assert said in error
+    assert reason in error
     assert contents(tmp_path) == before
 
 
