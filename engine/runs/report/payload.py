@@ -21,7 +21,7 @@ from ..folder import FAILED, ROLLOUTS, finite
 from ..held_out import ACCURACY, MEAN_REWARD, SAMPLER_REWARD
 from ..ledger_head import flat_settings, is_free
 from ..loaded import LoadedRun, load_run
-from .charts import ALSO, CHARTS, STATIONS
+from .charts import ALSO, CHARTS, SECTIONS, STATIONS
 from .rollouts import RolloutLog
 
 # The figures of a combination's runs that the page draws.
@@ -102,7 +102,9 @@ def payload(sources: Sequence[Source], title: str) -> dict[str, Any]:
     shown = {
         "title": title,
         "made": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
-        "charts": [asdict(chart) for chart in CHARTS],
+        "charts": [
+            {"section": name, **asdict(chart)} for name, charts in SECTIONS.items() for chart in charts
+        ],
         "stations": STATIONS,
         "runs": [source.payload() for source in sources],
         "settings": settings_table([source.run for source in sources]),
