@@ -10,7 +10,7 @@ import html
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 from .html import inert, visible
 
@@ -45,11 +45,12 @@ class Chart:
 
 def chart(x: Chart) -> str:
     """The chart as HTML: its key, the place where it is drawn, and what it is."""
-    given = asdict(x) | {
+    given = {
+        "label": visible(x.label),
         "x": list(x.x),
-        "series": [{"name": s.name, "kind": s.kind, "y": [_place(v) for v in s.y]} for s in x.series],
+        "series": [{"name": visible(s.name), "kind": s.kind, "y": [*map(_drawn, s.y)]} for s in x.series],
         "ticks": [(place, visible(words)) for place, words in x.ticks],
-        "names": [visible(name) for name in x.names],
+        "names": [*map(visible, x.names)],
         "flags": [(place, visible(words)) for place, words in x.flags],
     }
     key = "".join(
@@ -64,7 +65,7 @@ def chart(x: Chart) -> str:
     )
 
 
-def _place(value: float | None) -> float | None:
+def _drawn(value: float | None) -> float | None:
     """A value with the digits that a chart shows; None where it has no place on the axis."""
     if value is None or not math.isfinite(value) or value <= 0:
         return None

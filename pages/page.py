@@ -53,7 +53,7 @@ def document(
 
 def generator(kind: str) -> str:
     """The line of every page of a kind, by which a file is told from one that zerokl has not made."""
-    return f'<meta name="generator" content="zerokl {kind}">'
+    return f'<meta name="generator" content="zerokl {inert(kind)}">'
 
 
 def _read(file: Path) -> str:
