@@ -116,7 +116,7 @@ function factorsSection(store) {
   if (!combinations.length) return null;
   return h("section", { id: "factors", "aria-labelledby": "factors-title" },
     h("header", null, h("h2", { id: "factors-title" }, "Factors")),
-    h("div.stack", null, effects.length ? effectsCard(effects) : null, policiesCard(combinations), mapCard(combinations), factorCharts(store)));
+    h("div.stack", null, effects.length ? effectsCard(effects) : null, factorCharts(store), policiesCard(combinations), mapCard(combinations)));
 }
 
 // A chart for each combination of the other settings, of the factor and the metric that are chosen.
