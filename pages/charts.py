@@ -1,9 +1,9 @@
 """Charts of a page as plain values, on a logarithmic axis. uPlot draws them (static/charts.js).
 
 uPlot is the one library of charts. It has what a run's page needs: it zooms, it tells the values under the
-pointer, and it draws again when a run goes on, a line is hidden or smoothed. Charts that are made as SVG
-beforehand have none of this, and were a second library. The price is 70 kB of scripts in each audit's page,
-which had none: the page without its charts needs no script still, and its policy allows these scripts only.
+pointer, and it draws again when a run goes on, or a line is hidden or smoothed. Charts that are made as SVG
+beforehand have none of this. The price is 75 kB in each audit's page, most of it scripts. Without scripts
+that page lacks its charts and nothing else, and its policy allows no scripts but these.
 """
 
 import html
