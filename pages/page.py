@@ -82,8 +82,9 @@ _TEMPLATE = """<!doctype html>
 <header class="bar"><a class="skip" href="#{first}">Skip to the content</a>
 <span class="brand">zerokl <b>{kind}</b></span>
 <nav aria-label="parts of this page"><ul>{links}</ul></nav></header>
+<main>{body}
 <noscript>This page needs JavaScript to draw its charts. It loads nothing from the network.</noscript>
-<main>{body}</main>
+</main>
 {data}
 <script>{script}</script>
 </body>
