@@ -45,6 +45,7 @@ setup(
         "zerokl.files",
         "zerokl.kernels",
         "zerokl.kernels.cpp",
+        "zerokl.pages",
         "zerokl.verify",
         "zerokl.model",
         "zerokl.model.blocks",
@@ -73,6 +74,7 @@ setup(
         "zerokl.engine.config.presets": ["*.toml"],
         "zerokl.audit.formats": ["log.schema.json"],
         "zerokl.engine.runs.report": ["static/*"],
+        "zerokl.pages": ["static/*"],
     },
     cmdclass={"build_py": _WithoutSetup},
 )

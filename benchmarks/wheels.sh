@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# What zerokl needs beside torch, triton, transformers and matplotlib, as wheels in a folder: for a GPU machine
+# What zerokl needs beside torch, triton and transformers, as wheels in a folder: for a GPU machine
 # that has those and no network.
 #   benchmarks/wheels.sh FOLDER [VERSION]      VERSION: of the machine's Python, 3.12 without it
 # On the machine:

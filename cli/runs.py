@@ -144,7 +144,7 @@ def ablate(grid: str, /, *, out: str | None = None, jobs: int = 1) -> int:
 
     Args:
         grid: TOML file with seeds, [set], [grid] and [variants]; engine/runs/ablations/grid.py shows one.
-        out: Folder of the runs, of ablation.json and of the plots.
+        out: Folder of the runs, of ablation.json, of the whole table and of the page.
         jobs: Runs side by side, each in a process with its share of the threads. It changes no bit.
     """
     from ..engine.display.terminal import console
@@ -163,7 +163,7 @@ def ablate(grid: str, /, *, out: str | None = None, jobs: int = 1) -> int:
             console.say(one_line(line))
         for line in effect_lines(report["effects"])[:_MOST_EFFECTS]:
             console.say(one_line(line))
-        console.print(f"figures {Path(out) / 'ablation.json'}, the whole table and plots beside it")
+        console.print(f"figures {Path(out) / 'ablation.json'}, the whole table beside it")
         _write_report(out)
     if failures := report["failures"]:
         folder, reason = next(iter(failures.items()))

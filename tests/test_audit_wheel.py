@@ -52,6 +52,7 @@ ROOMS = {
     "model",
     "model.blocks",
     "model.families",
+    "pages",
     "verify",
 }
 # What a log is audited with: the dependencies of the wheel, and the standard library.

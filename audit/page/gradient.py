@@ -23,22 +23,22 @@ def loss_rows(losses: Mapping[str, Bias]) -> list[Row]:
     ]
 
 
-def layer_headings(found: DrawnBias) -> Row:
+def layer_headings(bias: DrawnBias) -> Row:
     """Headings of the layers: the losses."""
-    return "bias of", *found.losses
+    return "bias of", *bias.losses
 
 
-def layer_rows(found: DrawnBias) -> list[Row]:
+def layer_rows(bias: DrawnBias) -> list[Row]:
     """The bias of each layer, by loss."""
-    return [(layer, *(_shown(x.bias) for x in losses.values())) for layer, losses in found.layers.items()]
+    return [(layer, *(_shown(x.bias) for x in losses.values())) for layer, losses in bias.layers.items()]
 
 
-def drawn_from(found: DrawnBias) -> str:
+def drawn_from(bias: DrawnBias) -> str:
     """What was drawn, and what exact draws show of each other."""
-    floor = found.exact
+    floor = bias.exact
     return (
-        f"{found.draws} draws of {found.sampler} and {found.draws} exact ones after step {found.step}, each "
-        f"of {found.prompts} prompts x {found.num_generations} completions. The exact ones have noise "
+        f"{bias.draws} draws of {bias.sampler} and {bias.draws} exact ones after step {bias.step}, each "
+        f"of {bias.prompts} prompts x {bias.num_generations} completions. The exact ones have noise "
         f"{_shown(floor.noise)}, and two of them the cosine {_shown(floor.draws_cosine)}: the floor."
     )
 

@@ -2,7 +2,7 @@
 
 import math
 
-from .visible import visible
+from ...pages.html import visible
 
 
 def number(x: float | None, digits: int = 4) -> str:

@@ -1,14 +1,16 @@
 """audit.html: one file whose first screen answers: sound or at fault, why, what to do, how far, and one plot.
 
-All else is folded below: what was tried, figures, tokens, operations, settings. The page has no script and
-loads nothing; its policy forbids both, so that text of a model stays text. It is drawn from the report alone.
+All else is folded below: what was tried, figures, tokens, operations, settings. It is made of the report
+alone. The template is that of all pages (pages/page.py).
 """
 
-import html
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from ...pages.charts import chart
+from ...pages.html import card, cell, figure_card, folded, inert, table, table_of_cells
+from ...pages.page import document
 from ...verify.gradient_bias import DrawnBias
 from ..conclusion.outcome import Outcome
 from ..conclusion.verdict import cause_heading, headline, jump, parting
@@ -16,9 +18,9 @@ from ..report import Report
 from ..run_report import RunReport
 from ..sections import TraceSection
 from ..sentence import begun
+from .charts import operations_chart, positions_chart, ratios_chart, steps_chart
 from .gradient import LEGEND, LOSSES, drawn_from, layer_headings, layer_rows, loss_rows
 from .numbers import logprob
-from .plots import operations_plot, positions_plot, ratios_plot, steps_plot
 from .rows import (
     AGAINST,
     HYPOTHESES,
@@ -38,9 +40,7 @@ from .rows import (
     step_rows,
     worst_rows,
 )
-from .style import POLICY, STYLE
 from .token_texts import SequenceTexts
-from .visible import visible
 
 # |trainer - sampler| from which a token has the next colour.
 STEPS = (1e-4, 1e-3, 1e-2, 0.1, 1.0)
@@ -58,7 +58,7 @@ _SECTIONS = {
 def page(report: Report) -> str:
     """The whole page."""
     title = f"{report.shown.sampler} against {report.shown.trainer}"
-    folded = {
+    parts = {
         "tried": _hypotheses(report),
         "figures": _figures(report),
         "tokens": _tokens(report),
@@ -66,154 +66,103 @@ def page(report: Report) -> str:
         "gradient": _gradient(report.gradient) if report.gradient else "",
         "settings": _settings(report),
     }
-    return _document(title, report.outcome, headline(report), _first_screen(report), folded)
+    return _document(title, report.outcome, headline(report), _first_screen(report), parts)
 
 
 def run_page(report: RunReport, sentences: Sequence[str]) -> str:
     """The page over the checkpoints of a run. sentences: what it says, the first one beside the outcome."""
     title = f"{report.run}: {report.sampler} against {report.trainer}"
     rows = report.steps
-    body = "" if all(r.frac_equal == 1.0 for r in rows) else _figure(steps_plot(rows))
-    head = "".join(f'<th scope="col">{_text(h)}</th>' for h in (*STEP_FIGURES, "report"))
+    body = "" if all(r.frac_equal == 1.0 for r in rows) else chart(steps_chart(rows))
     links = (f'<td><a href="step-{r.step:06d}/audit.html">step {r.step}</a></td>' for r in rows)
-    cells = ("".join(map(_cell, cells)) for cells in step_rows(report))
-    body += _table_of(head, (x + link for x, link in zip(cells, links, strict=True)))
-    text = "".join(f"<p>{_text(sentence)}</p>" for sentence in sentences[1:] or sentences)
-    shown = (
-        f'<section id="cause" tabindex="-1">{_card("Likely cause", text)}{_card("By step", body)}</section>'
-    )
+    cells = ("".join(map(cell, texts)) for texts in step_rows(report))
+    linked = (row + link for row, link in zip(cells, links, strict=True))
+    body += table_of_cells((*STEP_FIGURES, "report"), linked)
+    text = "".join(f"<p>{inert(sentence)}</p>" for sentence in sentences[1:] or sentences)
+    cards = f"{card(_SECTIONS['cause'], text)}{card('By step', body)}"
+    shown = f'<section id="cause" class="stack" tabindex="-1">{cards}</section>'
     return _document(title, report.outcome, sentences[0], shown, {"settings": _settings(report)})
 
 
 def _settings(report: Report | RunReport) -> str:
-    body = _table(("assumed", "value"), setting_rows(report))
+    body = table(("assumed", "value"), setting_rows(report))
     if isinstance(report, Report) and report.against:
-        body += f"<h3>Since {_text(report.against.audit)}</h3>" + _table(AGAINST, against_rows(report))
+        body += f"<h3>Since {inert(report.against.audit)}</h3>" + table(AGAINST, against_rows(report))
     return body
 
 
-def _document(title: str, outcome: Outcome, sentence: str, first: str, folded: dict[str, str]) -> str:
-    """A page. title and sentence are text. first is HTML, and so is what is folded, by section."""
-    folded = {name: body for name, body in folded.items() if body}
-    links = "".join(f'<li><a href="#{name}">{_SECTIONS[name]}</a></li>' for name in ("cause", *folded))
-    sections = "".join(_folded(name, body) for name, body in folded.items())
-    return (
-        f'<!doctype html><html lang="en"><head><meta charset="utf-8">{POLICY}'
-        '<meta name="viewport" content="width=device-width,initial-scale=1">'
-        '<meta name="color-scheme" content="light dark"><link rel="icon" href="data:,">'
-        f"<title>{_text(title)} - zerokl audit</title><style>{STYLE}</style></head><body>"
-        '<a class="skip" href="#cause">Skip to the cause</a><div class="bar"><span class="brand">'
-        f'zerokl <b>audit</b></span><nav aria-label="Sections"><ul>{links}</ul></nav></div>'
-        f"<header><h1>{_text(title)}</h1>{_answer(outcome, sentence)}</header>"
-        f"<main>{first}{sections}</main></body></html>\n"
+def _document(title: str, outcome: Outcome, sentence: str, first: str, parts: Mapping[str, str]) -> str:
+    """A page. title and sentence are text. first is HTML, and so is each part that is folded, by section."""
+    parts = {name: body for name, body in parts.items() if body}
+    sections = {name: _SECTIONS[name] for name in ("cause", *parts)}
+    below = "".join(folded(name, _SECTIONS[name], body) for name, body in parts.items())
+    return document(
+        title, "audit", sections, f"<h1>{inert(title)}</h1>{_answer(outcome, sentence)}{first}{below}"
     )
-
-
-def _text(x: object) -> str:
-    """Anything as inert text of a page: nothing unprintable, no markup."""
-    return html.escape(visible(str(x)))
-
-
-def _folded(name: str, body: str) -> str:
-    """A section that opens on demand, and by a link to what is in it."""
-    heading = f"<summary><h2>{_SECTIONS[name]}</h2></summary>"
-    inside = f'<div id="{name}" class="inside" tabindex="-1">{body}</div>'
-    return f'<section class="card"><details>{heading}{inside}</details></section>'
 
 
 def _answer(outcome: Outcome, sentence: str) -> str:
     """The outcome in its colour, and a sentence below."""
     sign = f'<span aria-hidden="true">{outcome.sign}</span>'
-    words = f'<p class="answer {outcome.css_class}">{sign} {_text(outcome.words)}</p>'
-    return f'<div class="card verdict {outcome.css_class}">{words}<p>{_text(begun(sentence))}</p></div>'
+    words = f'<p class="answer">{sign} {inert(outcome.words)}</p>'
+    return f'<div class="card verdict {outcome.css_class}">{words}<p>{inert(begun(sentence))}</p></div>'
 
 
 def _first_screen(report: Report) -> str:
-    """The cause and what to do, three figures and a plot, and the notes, folded."""
+    """The cause and what to do, three figures and a chart, and the notes, folded."""
     text = begun(report.cause.text)
     sentences = [*filter(None, (parting(report), jump(report))), *report.notes, *report.log_notes]
-    notes = "".join(f"<li>{_text(s)}</li>" for s in sentences)
+    notes = "".join(f"<li>{inert(s)}</li>" for s in sentences)
     count = f"{len(sentences)} note{'s' * (len(sentences) != 1)}"
     body = (
-        f'<p class="cause">{_text(text)}</p><p><strong>What to do:</strong> {_text(report.cause.remedy)}</p>'
+        f'<p class="cause">{inert(text)}</p><p><strong>What to do:</strong> {inert(report.cause.remedy)}</p>'
     )
     if notes:
         body += f"<details><summary>{count} beside it</summary><ul>{notes}</ul></details>"
-    cards = "".join(_key_figure(*row) for row in key_rows(report))
-    plot = _main_plot(report)
-    plot = f'<div class="card plot">{plot}</div>' if plot else ""
+    cards = "".join(figure_card(*row) for row in key_rows(report))
+    drawn = _main_chart(report)
+    drawn = f'<div class="card">{drawn}</div>' if drawn else ""
     return (
-        f'<section id="cause" class="screen" tabindex="-1">{_card(cause_heading(report), body)}'
-        f'<div class="keys">{cards}</div>{plot}</section>'
+        f'<section id="cause" class="screen" tabindex="-1">{card(cause_heading(report), body)}'
+        f'<div class="keys">{cards}</div>{drawn}</section>'
     )
 
 
-def _card(heading: str, body: str) -> str:
-    return f'<div class="card"><h2>{heading}</h2>{body}</div>'
-
-
-def _key_figure(name: str, value: str, meaning: str) -> str:
-    parts = ((name, "name"), (value, "value"), (meaning, "note"))
-    return f'<div class="card key">{"".join(f"<p class={c}>{_text(x)}</p>" for x, c in parts)}</div>'
-
-
-def _main_plot(report: Report) -> str:
+def _main_chart(report: Report) -> str:
     """Where two engines part, operation by operation; of a log, where in a completion; nothing if equal."""
     figures = report.shown.figures
     if figures.equal:
         return ""
-    return operations_plot(report.trace) if report.trace else positions_plot(figures.by_position)
+    return chart(operations_chart(report.trace) if report.trace else positions_chart(figures.by_position))
 
 
 def _hypotheses(report: Report) -> str:
     """What was tried on a log, the nearest first; empty where nothing was."""
     if not (rows := hypothesis_rows(report)):
         return ""
-    return "<p>What would explain the difference, nearest first.</p>" + _table(HYPOTHESES, rows)
+    return "<p>What would explain the difference, nearest first.</p>" + table(HYPOTHESES, rows)
 
 
 def _figures(report: Report) -> str:
     headings = ("figure", "value", "meaning")
-    body = _table(headings, figure_rows(report)) + f"<p>{_text(PLUS_MINUS)}</p>"
+    body = table(headings, figure_rows(report)) + f"<p>{inert(PLUS_MINUS)}</p>"
     if rows := full_vocab_rows(report.full_vocab):
-        body += "<h3>The whole vocabulary</h3>" + _table(headings, rows)
-    body += "<h3>Each engine against itself</h3>" + _table(headings, own_rows(report))
+        body += "<h3>The whole vocabulary</h3>" + table(headings, rows)
+    body += "<h3>Each engine against itself</h3>" + table(headings, own_rows(report))
     body += "<h3>By position in the completion, from 0</h3>"
     figures = report.shown.figures
     if not figures.equal and report.trace:
-        body += _figure(positions_plot(figures.by_position))
-    body += _table(headings, position_rows(report))
+        body += chart(positions_chart(figures.by_position))
+    body += table(headings, position_rows(report))
     if not figures.equal:
-        body += "<h3>Ratios</h3>" + _figure(ratios_plot(figures.ratio_histogram))
+        body += "<h3>Ratios</h3>" + chart(ratios_chart(figures.ratio_histogram))
     return body
 
 
-def _gradient(found: DrawnBias) -> str:
-    body = f"<p>{_text(drawn_from(found))}</p>" + _table(LOSSES, loss_rows(found.losses))
-    body += f"<p>{_text(LEGEND)}</p><h3>By layer</h3>"
-    return body + _table(layer_headings(found), layer_rows(found))
-
-
-def _figure(svg: str) -> str:
-    return f"<figure>{svg}</figure>"
-
-
-def _table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    head = "".join(f'<th scope="col">{_text(h)}</th>' for h in headings)
-    return _table_of(head, ("".join(map(_cell, row)) for row in rows))
-
-
-def _cell(x: str) -> str:
-    """A cell; short figures do not break."""
-    short = ' class="n"' if x[:1] in "-0123456789" and len(x) < 24 else ""
-    return f"<td{short}>{_text(x)}</td>"
-
-
-def _table_of(head: str, rows: Iterable[str]) -> str:
-    """A table of rows of cells that are HTML already. A wide one scrolls by itself, by keyboard too."""
-    body = "".join(f"<tr>{row}</tr>" for row in rows)
-    table = f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
-    return f'<div class="wide" tabindex="0">{table}</div>'
+def _gradient(bias: DrawnBias) -> str:
+    body = f"<p>{inert(drawn_from(bias))}</p>" + table(LOSSES, loss_rows(bias.losses))
+    body += f"<p>{inert(LEGEND)}</p><h3>By layer</h3>"
+    return body + table(layer_headings(bias), layer_rows(bias))
 
 
 # --- tokens ---
@@ -233,21 +182,20 @@ def _tokens(report: Report) -> str:
 def _legend() -> str:
     names = ["equal", "below 0.0001", *(f"{step:g} and more" for step in STEPS), "impossible for one side"]
     marks = "".join(f'<span class="t d{i}">{name}</span> ' for i, name in enumerate(names))
-    return f'<p class="legend">Difference of the two log-probabilities: {marks}</p>'
+    return f'<p class="levels">Difference of the two log-probabilities: {marks}</p>'
 
 
 def _worst(report: Report) -> str:
     shown = {(s.sequence, i) for s in report.shown.token_texts.sequences for i in range(len(s.tokens))}
-    head = "".join(f'<th scope="col">{h}</th>' for h in WORST)
     rows = []
     for w, cells in zip(report.shown.worst, worst_rows(report), strict=True):
-        parts = [*map(_cell, cells)]
-        parts[2] = f'<td class="text">{_text(cells[2])}</td>'
+        parts = [*map(cell, cells)]
+        parts[2] = f'<td class="text">{inert(cells[2])}</td>'
         if (w.sequence, w.position) in shown:
-            link = f'<a href="#{_token_id(w.sequence, w.position)}">{_text(cells[3])}</a>'
+            link = f'<a href="#{_token_id(w.sequence, w.position)}">{inert(cells[3])}</a>'
             parts[3] = f"<td><bdi>{link}</bdi></td>"
         rows.append("".join(parts))
-    return "<h3>Farthest apart</h3>" + _table_of(head, rows)
+    return "<h3>Farthest apart</h3>" + table_of_cells(WORST, rows)
 
 
 def _token_id(sequence: int, position: int) -> str:
@@ -261,7 +209,7 @@ def _sequence(texts: SequenceTexts, linked: set[tuple[int, int]], opened: bool) 
     spans = "".join(_token(sequence, i, token, linked) for i, token in enumerate(tokens))
     rest = f" <em>{texts.left_out:,} further tokens</em>" if texts.left_out else ""
     headings = ("position", "token", "id", "sampler", "trainer", "trainer - sampler")
-    figures = _table(
+    figures = table(
         headings,
         (
             (str(i), _shown(text, token), str(token), logprob(s), logprob(t), _difference(s, t))
@@ -271,7 +219,7 @@ def _sequence(texts: SequenceTexts, linked: set[tuple[int, int]], opened: bool) 
     return (
         f"<details{' open' * opened}><summary>Sequence {sequence}: {unequal} of {len(tokens)} tokens "
         "differ</summary>"
-        f'<p class="texts" dir="ltr"><span class="prompt">{_text(texts.prompt)}</span>{spans}{rest}</p>'
+        f'<p class="texts" dir="ltr"><span class="prompt">{inert(texts.prompt)}</span>{spans}{rest}</p>'
         f"<details><summary>Figures of these tokens</summary>{figures}</details></details>"
     )
 
@@ -284,7 +232,7 @@ def _token(sequence: int, position: int, token: Sequence[Any], linked: set[tuple
     title = f"position {position}: sampler {logprob(s)}, trainer {logprob(t)}"
     if s is None and t is None:
         title = f"position {position}: not compared"
-    return f'<span class="t d{level(s, t)}"{place} title="{title}">{_text(_shown(text, token_id))}</span>'
+    return f'<span class="t d{level(s, t)}"{place} title="{title}">{inert(_shown(text, token_id))}</span>'
 
 
 def _shown(text: str, token: int) -> str:
@@ -311,23 +259,23 @@ def _difference(s: float | None, t: float | None) -> str:
 
 
 def _operations(report: Report, trace: TraceSection) -> str:
-    body = f"<p>{_text(parting(report) or 'Every operation that both engines have is equal to the bit.')}</p>"
+    body = f"<p>{inert(parting(report) or 'Every operation that both engines have is equal to the bit.')}</p>"
     if text := jump(report):
-        body += f"<p>{_text(text)}</p>"
+        body += f"<p>{inert(text)}</p>"
     if report.figures.equal:
-        body += _figure(operations_plot(trace))
+        body += chart(operations_chart(trace))
     for side, ops in trace.one_sided.items():
         if ops:
             listed = ", ".join(ops[:8]) + (f" and {len(ops) - 8} more" if len(ops) > 8 else "")
-            body += f"<p>Only {_text(getattr(report, side))} ({side}) has {_text(listed)}.</p>"
+            body += f"<p>Only {inert(getattr(report, side))} ({side}) has {inert(listed)}.</p>"
     if trace.other_shapes:
-        body += f"<p>Of another shape: {_text(', '.join(trace.other_shapes[:8]))}.</p>"
+        body += f"<p>Of another shape: {inert(', '.join(trace.other_shapes[:8]))}.</p>"
     headings = (*OPERATIONS, *(f"own error, {name}" for name in trace.own_errors or {}))
     body += (
         "<p>An own error is that of an operation from its own inputs, relative to the size of its outputs; "
         "in "
         "brackets, how many times what rounding gives.</p>"
         "<details><summary>All operations, in the order of computation</summary>"
-        f"{_table(headings, operation_rows(report))}</details>"
+        f"{table(headings, operation_rows(report))}</details>"
     )
     return body

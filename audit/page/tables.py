@@ -1,9 +1,11 @@
 """The tables of an audit in a terminal."""
 
+import itertools
 from collections.abc import Iterable, Sequence
 
 from rich.table import Table
 
+from ...pages.html import visible
 from ...verify.gradient_bias import DrawnBias
 from ..report import Report
 from ..run_report import RunReport
@@ -24,7 +26,6 @@ from .rows import (
     step_rows,
     worst_rows,
 )
-from .visible import visible
 
 
 def report_tables(report: Report) -> list[Table]:
@@ -64,14 +65,14 @@ def _figures(report: Report) -> Table:
         position_rows(report),
     )
     title = " against ".join(sides)
-    table = _table(("figure", "value", "meaning"), [row for some in rows for row in some], title)
+    table = _table(("figure", "value", "meaning"), [*itertools.chain(*rows)], title)
     table.caption = PLUS_MINUS
     return table
 
 
-def _gradient(found: DrawnBias) -> Table:
-    table = _table(LOSSES, loss_rows(found.losses), "the gradient against the exact one")
-    table.caption = f"{drawn_from(found)} {LEGEND}"
+def _gradient(bias: DrawnBias) -> Table:
+    table = _table(LOSSES, loss_rows(bias.losses), "the gradient against the exact one")
+    table.caption = f"{drawn_from(bias)} {LEGEND}"
     return table
 
 

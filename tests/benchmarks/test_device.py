@@ -26,7 +26,7 @@ from zerokl.verify.environment import PACKAGE_ROOT
 DEVICE = PACKAGE_ROOT / "benchmarks" / "device.sh"
 SMALL = ("--device", "cpu", "--small")
 # What device.sh does not ask for.
-MISSING = ("math_verify", "matplotlib", "tensorboard", "tomli_w")
+MISSING = ("math_verify", "tensorboard", "tomli_w")
 
 
 def run_device(*words: str, path: Path | None = None) -> subprocess.CompletedProcess:

@@ -72,3 +72,15 @@ def requests(driver: webdriver.Chrome) -> Callable[[float], list[str]]:
         return [message["request"]["url"] for message in sent]
 
     return asked_for
+
+
+def pixels(driver: webdriver.Chrome, place: str, colour: tuple[int, int, int]) -> int:
+    """How many pixels of the first chart of a place have a colour."""
+    return driver.execute_script(
+        "const c = document.querySelector(arguments[0] + ' canvas'), [r, g, b] = arguments[1];"
+        "const d = c.getContext('2d').getImageData(0, 0, c.width, c.height).data; let n = 0;"
+        "for (let i = 0; i < d.length; i += 4) n += d[i] === r && d[i + 1] === g && d[i + 2] === b;"
+        "return n",
+        place,
+        colour,
+    )

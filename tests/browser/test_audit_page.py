@@ -1,5 +1,7 @@
 """audit.html in a real browser: order, keyboard, dark and light, narrow and wide, hostile text."""
 
+import base64
+import hashlib
 import json
 import shutil
 from collections.abc import Callable
@@ -7,12 +9,14 @@ from pathlib import Path
 
 import pytest
 from selenium import webdriver
+from selenium.webdriver.common.action_chains import ActionChains
 from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.remote.webelement import WebElement
+from selenium.webdriver.support.ui import WebDriverWait
 from zerokl.cli import main
 
-from tests.browser.conftest import NARROW, WIDE
+from tests.browser.conftest import NARROW, WIDE, pixels
 from tests.random_model import TWO_LAYERS, random_model
 
 pytestmark = pytest.mark.browser
@@ -31,14 +35,14 @@ HOSTILE = {
 }
 # The contrast of every visible text with what lies behind it: the least of them, and where it is.
 CONTRAST = """
-  const rgb = c => c.match(/[\\d.]+/g).map(Number);
+  const rgb = c => c.match(/[\\d.]+/g).map((x, i) => c.startsWith('color(') && i < 3 ? 255 * x : +x);
   const over = (a, b) => { const k = a[3] ?? 1; return [0, 1, 2].map(i => a[i] * k + b[i] * (1 - k)); };
   const linear = x => x / 255 <= .03928 ? x / 255 / 12.92 : ((x / 255 + .055) / 1.055) ** 2.4;
   const light = c => { const [r, g, b] = c.map(linear); return .2126 * r + .7152 * g + .0722 * b; };
   const spoken = e => [...e.childNodes].some(n => n.nodeType == 3 && n.data.trim());
   let least = [99, ''];
   for (const e of document.querySelectorAll('body *')) {
-    if (!spoken(e) || e.closest('svg') || !e.getClientRects().length) continue;
+    if (!spoken(e) || !e.getClientRects().length) continue;
     const layers = [];
     for (let p = e; p; p = p.parentElement) layers.unshift(rgb(getComputedStyle(p).backgroundColor));
     const back = layers.reduce((below, c) => over(c, below), [255, 255, 255]);
@@ -109,7 +113,7 @@ def test_it_answers_in_order(opened):
     assert headings == ["Likely cause", "Figures", "Tokens", "Operations", "Settings"]
     assert "rope_theta is 20000" in one(driver, ".cause").text
     assert one(driver, "#cause").text.count("What to do:") == 1
-    assert len(driver.find_elements(By.CSS_SELECTOR, ".key .value")) == 3
+    assert len(driver.find_elements(By.CSS_SELECTOR, ".keys .value")) == 3
 
 
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
@@ -117,7 +121,7 @@ def test_the_answer_is_on_the_first_screen_and_all_else_is_folded(opened, dark):
     """Outcome, cause, what to do, three figures and the whole plot; below, a line for each section."""
     driver = opened(WIDE, dark)
     bottom = "return document.querySelector(arguments[0]).getBoundingClientRect().bottom"
-    for part in (".answer", ".cause", ".keys", "#cause svg"):
+    for part in (".answer", ".cause", ".keys", "#cause canvas"):
         assert driver.execute_script(bottom, part) <= WIDE[1], part
     folded = driver.find_elements(By.CSS_SELECTOR, "section > details")
     assert len(folded) == 4
@@ -154,13 +158,41 @@ def test_on_a_phone_no_link_and_no_plot_is_cut(opened, width):
     assert len(links) == 5
     assert all(link.is_displayed() and link.rect["x"] + link.rect["width"] <= width for link in links)
     cut = (
-        "return [...document.querySelectorAll('svg')].map(x => x.parentElement)"
-        ".filter(x => x.scrollWidth > x.clientWidth).length"
+        "return [...document.querySelectorAll('.plot')]"
+        ".filter(x => x.querySelector('canvas').clientWidth > x.clientWidth).length"
     )
-    assert driver.find_elements(By.TAG_NAME, "svg")
-    assert driver.execute_script(cut) == 0
-    driver.execute_script("document.querySelector('svg').style.minWidth = '32rem'")
-    assert driver.execute_script(cut) == 1, "control: a plot that is wider than its card is seen"
+    WebDriverWait(driver, 5).until(lambda d: d.execute_script(cut) == 0)
+    assert len(driver.find_elements(By.CSS_SELECTOR, ".plot canvas")) == 3
+    driver.execute_script("document.querySelector('.uplot').style.minWidth = '32rem'")
+    driver.execute_script("document.querySelector('.u-wrap').style.minWidth = '32rem'")
+    assert driver.execute_script(cut) == 1, "control: a chart that is wider than its card is seen"
+
+
+def test_a_chart_tells_the_values_of_the_place_under_the_pointer(opened):
+    driver = opened()
+    chart = driver.find_element(By.CSS_SELECTOR, "#cause .u-over")
+    ActionChains(driver).move_to_element(chart).perform()
+    place, values = one(driver, "#cause .reading").text.split(": ", 1)
+    given = json.loads(one(driver, "#cause [data-chart]").get_dom_attribute("data-chart"))
+    y = given["series"][0]["y"][given["names"].index(place)]
+    assert float(values.removeprefix("between the two ").split(",")[0]) == pytest.approx(y, rel=5e-3)
+
+
+def test_a_right_click_is_one_on_the_picture_that_the_browser_can_save(opened):
+    driver = opened()
+    driver.execute_script(
+        "document.oncontextmenu = e => { window.clicked = e.target.tagName; e.preventDefault() }"
+    )
+    ActionChains(driver).context_click(driver.find_element(By.CSS_SELECTOR, "#cause .u-over")).perform()
+    assert driver.execute_script("return window.clicked") == "CANVAS"
+
+
+@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+def test_a_chart_is_drawn_in_the_colours_of_the_theme(opened, dark):
+    driver = opened(WIDE, dark)
+    assert pixels(driver, "#cause", (106, 169, 255) if dark else (31, 111, 209)) > 50
+    driver.find_element(By.CSS_SELECTOR, ".bar button").send_keys(Keys.ENTER)
+    assert pixels(driver, "#cause", (31, 111, 209) if dark else (106, 169, 255)) > 50
 
 
 def test_control_a_faint_text_is_seen(opened):
@@ -175,8 +207,13 @@ def test_hostile_text_is_text(opened, report, requests):
     """open_page sees to it that nothing was written to the console."""
     driver = opened()
     assert requests(0.3) == [(report / "audit.html").as_uri()], "nothing else is loaded"
-    assert driver.title == "hf against zerokl - zerokl audit"  # a dialog would raise an exception here
-    assert driver.find_elements(By.CSS_SELECTOR, "script, img, iframe, [onload], [onerror]") == []
+    assert driver.title == "hf against zerokl · zerokl audit"  # a dialog would raise an exception here
+    assert driver.find_elements(By.CSS_SELECTOR, "img, iframe, [onload], [onerror]") == []
+    script = one(driver, "script").get_property("textContent")
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    policy = one(driver, "meta[http-equiv]").get_dom_attribute("content")
+    assert f"script-src 'sha256-{digest}'; style-src 'sha256-" in policy, "no other script runs"
+    assert "unsafe" not in policy
     strips = "".join(e.get_property("textContent") for e in driver.find_elements(By.CSS_SELECTOR, ".texts"))
     visible = [HOSTILE[character] for character in "adh1g"]
     for text in (*visible, "\\x1b[31m", "\\u202e"):

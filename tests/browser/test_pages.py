@@ -1,6 +1,8 @@
 """The pages of `zerokl report` and `zerokl watch` in a real browser: what a person sees, hears and types."""
 
+import itertools
 import json
+import random
 import threading
 import time
 from pathlib import Path
@@ -14,7 +16,7 @@ from selenium.webdriver.support.ui import Select, WebDriverWait
 from zerokl.engine.runs.report.page import write_report
 from zerokl.engine.runs.report.watch import LiveRuns, Server
 
-from tests.browser.conftest import NARROW, WIDE
+from tests.browser.conftest import NARROW, WIDE, pixels
 from tests.made_run import HOSTILE, made_run, metrics_line, write_lines, write_rollouts
 
 pytestmark = pytest.mark.browser
@@ -113,14 +115,7 @@ def test_charts_are_drawn_and_described(open_page, page):
     assert len(charts) > 10
     labels = [chart.get_attribute("aria-label") for chart in charts]
     assert any("Entropy by step. good: from 0.500 to 0.100" in label for label in labels), labels
-    # Something is drawn: the canvas has pixels of the line's colour.
-    blue = driver.execute_script(
-        "const c = document.querySelector('#learning canvas'), d = c.getContext('2d')"
-        ".getImageData(0, 0, c.width, c.height).data; let n = 0;"
-        "for (let i = 0; i < d.length; i += 4) n += d[i] === 31 && d[i + 1] === 111 && d[i + 2] === 209;"
-        "return n"
-    )
-    assert blue > 50
+    assert pixels(driver, "#learning", (31, 111, 209)) > 50, "something is drawn in the line's colour"
 
 
 @SIZES
@@ -142,7 +137,7 @@ def test_control_axe_sees_a_faint_text(open_page, page):
     driver = open_page(page)
     wait_for(driver, "h1")
     driver.execute_script("document.querySelector('h1').style.color = '#ccc'")
-    assert [found[0] for found in axe(driver, "wcag2aa")] == ["color-contrast"]
+    assert [fault[0] for fault in axe(driver, "wcag2aa")] == ["color-contrast"]
 
 
 def test_every_control_is_reached_by_the_keyboard_and_shows_its_focus(open_page, page):
@@ -151,7 +146,7 @@ def test_every_control_is_reached_by_the_keyboard_and_shows_its_focus(open_page,
     driver.execute_script("window.scrollTo(0, 0); document.activeElement.blur()")
     controls = driver.execute_script(
         "return [...document.querySelectorAll('a[href], button, input, select, summary, [tabindex=\"0\"]')]"
-        ".filter(e => !e.disabled).length"
+        ".filter(e => !e.disabled && e.getClientRects().length).length"
     )
     reached = set()
     for _ in range(controls + 5):
@@ -347,10 +342,53 @@ def test_an_ablation_has_a_chart_for_each_place_and_says_what_exceeds_the_seeds(
     Select(driver.find_element(By.CSS_SELECTOR, "#factors select")).select_by_visible_text("loss")
     panels = [h.text for h in driver.find_elements(By.CSS_SELECTOR, "#factors .grid h3")]
     assert panels == ["lr 1", "lr 2"]
+    chart = driver.find_element(By.CSS_SELECTOR, "#factors .half .plot")
+    assert "lr 2, loss gspo: sampler's policy 0.550, trainer's –" in chart.get_attribute("aria-label")
     head = driver.find_element(By.XPATH, "//section[@id='factors']//th[button='difference']")
-    head.find_element(By.TAG_NAME, "button").click()
+    head.find_element(By.TAG_NAME, "button").send_keys(Keys.ENTER)
     assert head.get_attribute("aria-sort") == "ascending"
     assert axe(driver) == []
+
+
+def grid_page(folder: Path, axes: list[dict[str, str]]) -> str:
+    """The page of an ablation with one run for each of the settings; their rewards rise from 0.01 to 0.9."""
+    combinations = []
+    for i, settings in enumerate(axes):
+        run = made_run(folder / "cells" / str(i) / "seed-0", steps=1, settings={"exact": False})
+        line = json.loads((run / "metrics.jsonl").read_text())
+        line |= {"reward/mean": 0.01 + i / 100, "mismatch/k3_sequence": i / 10}
+        (run / "metrics.jsonl").write_text(json.dumps(line) + "\n")
+        combinations.append({"settings": settings, "runs": [{"run": str(run)}]})
+    (folder / "ablation.json").write_text(json.dumps({"combinations": combinations}))
+    return write_report([folder]).as_uri()
+
+
+def test_a_field_of_the_map_is_its_combination(open_page, tmp_path):
+    names = ("advantage", "lr", "sampler")
+    labels = [*itertools.product(("batch", "group"), ("low", "mid", "high"), ("exact", "late"))]
+    random.Random(0).shuffle(labels)
+    lost = labels.pop()
+    driver = open_page(grid_page(tmp_path, [dict(zip(names, label, strict=True)) for label in labels]))
+    shows(driver, "#factors", "Map of rewards")
+    fields = {}
+    for panel in driver.find_elements(By.CSS_SELECTOR, "table.map"):
+        title = panel.find_element(By.TAG_NAME, "caption").text
+        columns = [th.text for th in panel.find_elements(By.CSS_SELECTOR, "thead th")][1:]
+        for row in panel.find_elements(By.CSS_SELECTOR, "tbody tr"):
+            name = row.find_element(By.TAG_NAME, "th").text
+            cells = [cell.text for cell in row.find_elements(By.TAG_NAME, "td")]
+            fields |= {(title, name, column): cell for column, cell in zip(columns, cells, strict=True)}
+    expected = {label: f"{0.01 + i / 100:.2f}\n{i / 10:#.2g} nats" for i, label in enumerate(labels)}
+    assert fields == expected | {labels[0]: "0.01", lost: ""}
+    assert axe(driver) == []
+
+
+@pytest.mark.parametrize(("panels", "shown"), [(12, 12), (13, 0)])
+def test_of_more_panels_than_a_person_reads_there_is_no_map(open_page, tmp_path, panels, shown):
+    axes = [{"a": str(i), "lr": "low", "sampler": "exact"} for i in range(panels)]
+    driver = open_page(grid_page(tmp_path, axes))
+    shows(driver, "#factors", "Rewards at the end")
+    assert len(driver.find_elements(By.CSS_SELECTOR, "table.map")) == shown
 
 
 def test_the_live_page_takes_up_the_cells_of_an_ablation(open_page, tmp_path):

@@ -23,12 +23,17 @@ ENTRIES = (
     "engine.rollout.vllm.plugin",
     *(f"{room}.{name}" for name in FRAMEWORKS for room in ("audit.frameworks", "integrations")),
 )
-# Rooms whose files are found by their place (audit/faults/registry.py).
-BY_PLACE = ("draws", "ids", "model", "numbers", "operations")
-# Packages whose modules are read from their folder.
-FOLDERS = ("model.families",)
+# Packages whose modules are found by their place: no import names them.
+BY_PLACE = (
+    "model.families",
+    *(f"audit.faults.{x}" for x in ("draws", "ids", "model", "numbers", "operations")),
+)
 # Data beside the modules: package -> patterns.
-DATA = {"audit.formats": ["log.schema.json"], "kernels.cpp": ["*.cpp", "*.h"]}
+DATA = {
+    "audit.formats": ["log.schema.json"],
+    "kernels.cpp": ["*.cpp", "*.h"],
+    "pages": ["static/*"],
+}
 
 
 def module_file(name: str, root: Path = ROOT) -> Path | None:
@@ -41,8 +46,8 @@ def shipped(root: Path = ROOT, entries: tuple[str, ...] = ENTRIES) -> dict[str, 
     """The modules of the wheel, by name below the package, and their files. Sorted."""
     found: dict[str, Path] = {}
     waiting = ["", *entries]
-    for place in BY_PLACE:
-        waiting += [f"audit.faults.{place}.{x.stem}" for x in root.glob(f"audit/faults/{place}/[a-z]*.py")]
+    for package in BY_PLACE:
+        waiting += [f"{package}.{file.stem}" for file in root.glob(f"{package.replace('.', '/')}/[a-z]*.py")]
     while waiting:
         name = waiting.pop()
         file = module_file(name, root)
@@ -51,8 +56,6 @@ def shipped(root: Path = ROOT, entries: tuple[str, ...] = ENTRIES) -> dict[str, 
         found[name] = file
         waiting.append(name.rpartition(".")[0])
         waiting += imported(file, root)
-        if name in FOLDERS:
-            waiting += [f"{name}.{other.stem}" for other in file.parent.glob("*.py") if other != file]
     return dict(sorted(found.items()))
 
 

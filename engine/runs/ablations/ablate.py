@@ -27,13 +27,13 @@ from .effects import effects
 from .figures import cell_result, summarise
 from .grid import ABLATION, CELLS, Cell, read_grid
 from .hypotheses import Hypothesis, judged, read_hypotheses
-from .report import write_report
+from .report import write_table
 
 
 def ablate(grid: str | Path, out: str | Path, jobs: int = 1) -> dict[str, Any]:
     """Run the cells of the grid that have not ended yet, `jobs` at a time. Returns what ablation.json holds.
 
-    Writes ablation.json, ablation.md and plots to `out`; `failures` in them names the cells without a result.
+    Writes ablation.json and ablation.md to `out`; `failures` in the first names the cells without a result.
     Raises ValueError for a grid that cannot be run, and for a folder that holds runs of another grid.
     """
     cells, text, out = read_grid(grid), read_text(grid), Path(out)
@@ -50,7 +50,7 @@ def ablate(grid: str | Path, out: str | Path, jobs: int = 1) -> dict[str, Any]:
         report = _report(text, runs, hypotheses)
         write_whole(out / ABLATION, (json.dumps(finite(report), indent=1) + "\n").encode())
         if report["combinations"]:
-            write_report(report, out)
+            write_table(report, out)
     return report
 
 

@@ -14,6 +14,7 @@ from rich.live import Live
 from rich.text import Text
 
 from ....files.reading import one_line
+from ...display.progress import duration
 from ...display.terminal import console
 from .cells import CellRun, State
 
@@ -105,7 +106,9 @@ class GridDisplay:
         console.print(line)
 
     def _grid(self) -> Group:
-        return Group(*grid_lines(self._runs, self.counts(), console.width, console.height, _is_ascii()))
+        return Group(
+            *grid_lines(self._runs, self.counts(), console.width, console.height, console.options.ascii_only)
+        )
 
 
 def grid_lines(runs: Sequence[CellRun], head: str, width: int, height: int, ascii_only: bool) -> list[Text]:
@@ -198,23 +201,9 @@ def seconds_left(runs: Sequence[CellRun], elapsed_s: float) -> float | None:
     return elapsed_s * left / taken if taken and left else None
 
 
-def duration(seconds: float) -> str:
-    """Seconds as a person reads them: 42 s, 3:07 min or 2:05 h."""
-    if seconds < 60:
-        return f"{seconds:.0f} s"
-    minutes = round(seconds / 60)
-    if seconds < 3600:
-        return f"{int(seconds) // 60}:{int(seconds) % 60:02d} min"
-    return f"{minutes // 60}:{minutes % 60:02d} h"
-
-
 def _cells(n: int) -> str:
     return f"{n} cell{'' if n == 1 else 's'}"
 
 
 def _number(x: float | None) -> str:
     return "-" if x is None else f"{x:.3f}"
-
-
-def _is_ascii() -> bool:
-    return not console.encoding.lower().startswith("utf")

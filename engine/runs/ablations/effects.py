@@ -96,13 +96,13 @@ def effect_line(effect: Mapping[str, Any]) -> str:
     line = (
         f"{e['factor']}: {e['second']} against {e['first']}, {COMPARED[e['figure']]} {e['difference']:+.3g}: "
     )
-    found = verdict(e)
-    if found == "unknown":
+    kind = verdict(e)
+    if kind == "unknown":
         return line + f"{too_few(e['least_seeds'])} to tell"
     chance = f" (one comparison by chance: 1 in {chance_in(e['least_seeds'])})"
-    if found == "exceeds":
+    if kind == "exceeds":
         return line + f"exceeds the seeds' spread{_everywhere(e['places'])}{chance}"
-    if found == "partly":
+    if kind == "partly":
         directions = [f"{n} {way}" for n, way in ((e["higher"], "above"), (e["lower"], "below")) if n]
         where = f"{' and '.join(directions)} of {e['places']} comparisons"
         return line + f"beyond the seeds' spread in {where}{chance}"

@@ -13,14 +13,8 @@ from ..folder import FAILED, METRICS
 from ..held_out import MEAN_REWARD, SAMPLER_REWARD, SAMPLER_TRAINING_REWARD, TRAINING_REWARD, held_out_curve
 from ..loaded import parse_metrics
 
-# Metric -> title of its plot, by step.
-PLOTS = {
-    "reward/mean": "reward",
-    MEAN_REWARD: "held-out reward",
-    "mismatch/k3": "mismatch k3, nats a token",
-    "entropy": "entropy, nats",
-    "grad_norm": "gradient norm",
-}
+# The metrics that are kept step by step.
+BY_STEP = ("reward/mean", MEAN_REWARD, "mismatch/k3", "entropy", "grad_norm")
 # A run has collapsed when its reward falls below this share of its peak and stays there until the end.
 COLLAPSED = 0.8
 # Figures of a run that are averaged over seeds.
@@ -46,11 +40,11 @@ FIGURES = (
 def cell_result(path: Path, settings: Mapping[str, str], seed: int) -> dict[str, Any]:
     """The figures of one run, read from its folder.
 
-    `series` holds the (step, value) pairs of each metric of PLOTS; the held-out reward is by steps done.
+    `series` holds the (step, value) pairs of each metric of BY_STEP; the held-out reward is by steps done.
     """
     lines = [_parsed(path / METRICS, line, parse_metrics) for line in _read(path / METRICS).splitlines()]
     summary, failed = (_parsed(path / name, _read(path / name) or "{}") for name in ("summary.json", FAILED))
-    series = {name: [(m["step"], m[name]) for m in lines if m.get(name) is not None] for name in PLOTS}
+    series = {name: [(m["step"], m[name]) for m in lines if m.get(name) is not None] for name in BY_STEP}
     series[MEAN_REWARD] = held_out_curve(lines)
     rewards, held_out = ([v for _, v in series[name]] for name in ("reward/mean", MEAN_REWARD))
     seconds = [m["time/sample_s"] + m["time/train_s"] for m in lines]
@@ -131,7 +125,7 @@ def summarise(results: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """One entry for each combination of settings.
 
     An entry holds the figures of its runs. It also holds mean, minimum and maximum over seeds: of each
-    figure, and of each metric of PLOTS at each step.
+    figure, and of each metric of BY_STEP at each step.
     """
     by_settings: dict[str, list[dict[str, Any]]] = {}
     for result in results:
@@ -142,7 +136,7 @@ def summarise(results: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         entry |= {name: spread([r[name] for r in runs]) for name in FIGURES}
         entry["collapsed"] = sum(r["collapse_step"] is not None for r in runs)
         entry["failed"] = sum(r["error"] is not None for r in runs)
-        entry["by_step"] = {name: _by_step([r["series"][name] for r in runs]) for name in PLOTS}
+        entry["by_step"] = {name: _by_step([r["series"][name] for r in runs]) for name in BY_STEP}
         entry["runs"] = [{k: v for k, v in r.items() if k not in ("series", "settings")} for r in runs]
         combinations.append(entry)
     return combinations

@@ -28,9 +28,9 @@ class ForkServer:
     """Starts `zerokl` commands by forks of one process, and knows how they ended."""
 
     def __init__(self) -> None:
-        self._connection, theirs = socket.socketpair()
-        with theirs:
-            fd = theirs.fileno()
+        self._connection, far_end = socket.socketpair()
+        with far_end:
+            fd = far_end.fileno()
             self._server = start_python(_CODE.format(fd=fd), fds=[fd], stdin=subprocess.DEVNULL, session=True)
         self._read = b""
         self._started = 0

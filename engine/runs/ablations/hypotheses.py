@@ -57,7 +57,7 @@ class Hypothesis(Section):
 def read_hypotheses(path: Path, cells: Sequence[Cell]) -> list[Hypothesis]:
     """The hypotheses of a grid file. cells: of the same file (grid.read_grid). Raises ValueError."""
     tables = read_toml(path).get("hypotheses", [])
-    found = []
+    hypotheses = []
     for i, table in enumerate(tables, start=1):
         try:
             hypothesis = Hypothesis.model_validate(table)
@@ -66,8 +66,8 @@ def read_hypotheses(path: Path, cells: Sequence[Cell]) -> list[Hypothesis]:
             raise ValueError(f"ablate: {path}: hypothesis {i}: {message}") from None
         if fault := _fault(hypothesis, cells):
             raise ValueError(f"ablate: {path}: hypothesis {i}: {fault}")
-        found.append(hypothesis)
-    return found
+        hypotheses.append(hypothesis)
+    return hypotheses
 
 
 def _fault(hypothesis: Hypothesis, cells: Sequence[Cell]) -> str:
@@ -111,10 +111,10 @@ def judged(
 
 
 def _judged(hypothesis: Hypothesis, combinations: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    of, against = (
+    tested, against = (
         _figures(combinations, side, hypothesis.figure) for side in (hypothesis.of, hypothesis.against)
     )
-    d = np.array([of[pair] - against[pair] for pair in sorted(of.keys() & against.keys())])
+    d = np.array([tested[pair] - against[pair] for pair in sorted(tested.keys() & against.keys())])
     d = d[np.isfinite(d)]
     by = hypothesis.by
     if hypothesis.expects == "alike":
@@ -136,12 +136,12 @@ def _figures(
     combinations: Sequence[Mapping[str, Any]], named: Mapping[str, str], figure: str
 ) -> dict[tuple, float]:
     """The figure of each run of the combinations that are named, by its labels of other axes and its seed."""
-    found = {}
+    figures = {}
     for c in combinations:
         if _is_of(c["settings"], named):
             others = tuple(label for axis, label in c["settings"].items() if axis not in named)
-            found |= {(*others, run["seed"]): run[figure] for run in c["runs"]}
-    return found
+            figures |= {(*others, run["seed"]): run[figure] for run in c["runs"]}
+    return figures
 
 
 def p_above_zero(x: np.ndarray) -> float:

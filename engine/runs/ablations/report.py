@@ -1,4 +1,4 @@
-"""The report of an ablation: a table, what was found, and plots."""
+"""The report of an ablation in a terminal and in Markdown: a table, and what differs."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -10,7 +10,6 @@ from rich.table import Table
 from ...display.terminal import Printer
 from .effects import effect_lines
 from .hypotheses import hypothesis_line
-from .plots import draw_plots
 
 # The figures of the table's columns, rewards and entropy before the collapsed runs, and mismatch after them.
 _REWARDS = ("reward_best", "reward_last10", "held_out_last", "sampler_held_out_last", "entropy_last10")
@@ -101,10 +100,9 @@ def _range(values: Mapping[str, float], template: str) -> str:
     return mean if low == high else f"{mean}\n{low} to {high}"
 
 
-def write_report(report: Mapping[str, Any], out: Path) -> None:
-    """Write ablation.md (the table, and what was found), and plots."""
-    found = [*map(hypothesis_line, report["hypotheses"]), *effect_lines(report["effects"])]
-    lines = "".join(f"- {line}\n" for line in found)
+def write_table(report: Mapping[str, Any], out: Path) -> None:
+    """Write ablation.md: the table, and what differs."""
+    differences = [*map(hypothesis_line, report["hypotheses"]), *effect_lines(report["effects"])]
+    lines = "".join(f"- {line}\n" for line in differences)
     text = _markdown(report["combinations"]) + (f"\n{lines}" if lines else "")
     (out / "ablation.md").write_text(text, encoding="utf-8")
-    draw_plots(report["combinations"], out)

@@ -1,39 +1,32 @@
-"""Puts the page together: one HTML file with its style, its scripts, a library for charts, and all data.
+"""What is on the page of runs: its sections, its scripts and its data. pages/page.py has the template.
 
-The file asks the network for nothing, and its content security policy forbids it. Its scripts show all that
-comes from runs as text, so a rollout cannot bring markup or code along.
+The scripts show all that comes from runs as text, so a rollout cannot bring markup or code along.
 """
 
 import base64
-import hashlib
-import html
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-from ....files.inputs import open_input, read_text
+from ....files.inputs import open_input
 from ....files.reading import read_json, shown
 from ....files.writing import write_whole
+from ....pages.page import document, generator
 from ..ablations.grid import ABLATION, CELLS
 from .payload import Source, labels, page_title, payload
 from .rollouts import pack
 
-STATIC = Path(__file__).parent / "static"
-STYLES = ("uPlot.min.css", "page.css")
-SCRIPTS = (
-    "uPlot.iife.min.js",
-    "dom.js",
-    "source.js",
-    "charts.js",
-    "overview.js",
-    "factors.js",
-    "sections.js",
-    "rollouts.js",
-    "main.js",
-)
-# Every page has this line, by which a file can be told from one that zerokl has not made.
-MARK = '<meta name="generator" content="zerokl report">'
-REPORT = "report.html"
+_SCRIPTS = ("source", "curves", "overview", "factors", "sections", "rollouts", "main")
+_SECTIONS = {
+    "overview": "Overview",
+    "factors": "Factors",
+    "learning": "Learning",
+    "exactness": "Exactness",
+    "speed": "Speed",
+    "rollouts": "Rollouts",
+    "settings": "Settings",
+    "ledger": "Ledger",
+}
+REPORT, _KIND = "report.html", "report"
 
 
 def write_report(paths: Sequence[str | Path], out: str | Path | None = None) -> Path:
@@ -59,7 +52,7 @@ def write_report(paths: Sequence[str | Path], out: str | Path | None = None) -> 
 
 def _is_report(file: Path) -> bool:
     with open_input(file) as handle:
-        return MARK.encode() in handle.read(4096)
+        return generator(_KIND).encode() in handle.read(4096)
 
 
 def open_sources(folders: Sequence[Path], known: Sequence[Source] = ()) -> list[Source]:
@@ -98,10 +91,10 @@ def planned_cells(folder: Path) -> list[tuple[Path, dict[str, str]]]:
     if file is None:
         return []
     try:
-        found = read_json(file)
+        listed = read_json(file)
         if file.name == CELLS:
-            return [(_inside(folder, c["folder"]), c["settings"]) for c in found["cells"]]
-        runs = [(run["run"], c["settings"]) for c in found["combinations"] for run in c["runs"]]
+            return [(_inside(folder, c["folder"]), c["settings"]) for c in listed["cells"]]
+        runs = [(run["run"], c["settings"]) for c in listed["combinations"] for run in c["runs"]]
         return [(Path(folder, "cells", *Path(run).parts[-2:]), settings) for run, settings in runs]
     except (KeyError, TypeError, AttributeError):
         raise ValueError(f"report: {file} does not list the cells of an ablation") from None
@@ -137,44 +130,6 @@ def _data(name: str, packed: bytes) -> str:
 
 
 def _page(title: str, data: str, connect: str) -> str:
-    style = "\n".join(read_text(STATIC / name) for name in STYLES)
-    script = "\n".join(read_text(STATIC / name) for name in SCRIPTS)
-    values: dict[str, Any] = {
-        "policy": (
-            f"default-src 'none'; script-src '{_hash(script)}'; style-src '{_hash(style)}'; "
-            f"connect-src {connect}; img-src data:; base-uri 'none'; form-action 'none'"
-        ),
-        "mark": MARK,
-        "title": html.escape(title),
-        "style": style,
-        "script": script,
-        "data": data,
-    }
-    return _TEMPLATE.format(**values)
-
-
-def _hash(content: str) -> str:
-    """The hash by which the policy allows a style or a script of the page, and no other."""
-    return f"sha256-{base64.b64encode(hashlib.sha256(content.encode('utf-8')).digest()).decode()}"
-
-
-_TEMPLATE = """<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta http-equiv="Content-Security-Policy" content="{policy}">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<meta name="color-scheme" content="light dark">
-<meta name="referrer" content="no-referrer">
-{mark}
-<title>{title} · zerokl</title>
-<style>{style}</style>
-</head>
-<body>
-<noscript>This page needs JavaScript to draw its charts. It loads nothing from the network.</noscript>
-<div id="app"></div>
-{data}
-<script>{script}</script>
-</body>
-</html>
-"""
+    folder = Path(__file__).parent / "static"
+    scripts = [folder / f"{name}.js" for name in _SCRIPTS]
+    return document(title, _KIND, _SECTIONS, "", scripts=scripts, data=data, connect=connect)

@@ -21,8 +21,17 @@ from ..folder import FAILED, ROLLOUTS, finite
 from ..held_out import ACCURACY, MEAN_REWARD, SAMPLER_REWARD
 from ..ledger_head import flat_settings, is_free
 from ..loaded import LoadedRun, load_run
-from .charts import ALSO, CHARTS, STATIONS
+from .charts import ALSO, CHARTS, SECTIONS, STATIONS
 from .rollouts import RolloutLog
+
+# The figures of a combination's runs that the page draws.
+_ENDS = (
+    "reward_last10",
+    "training_last",
+    "sampler_held_out_last",
+    "held_out_last",
+    "mismatch_k3_sequence_mean",
+)
 
 
 class Source:
@@ -90,19 +99,19 @@ class Source:
 
 def payload(sources: Sequence[Source], title: str) -> dict[str, Any]:
     """Everything that the page shows, except the rollouts."""
-    factors = factors_of(sources)
     shown = {
         "title": title,
         "made": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
-        "charts": [asdict(chart) for chart in CHARTS],
+        "charts": [
+            {"section": name, **asdict(chart)} for name, charts in SECTIONS.items() for chart in charts
+        ],
         "stations": STATIONS,
         "runs": [source.payload() for source in sources],
         "settings": settings_table([source.run for source in sources]),
         "comparisons": [_comparison(sources[0], source) for source in sources[1:]],
-        "factors": factors,
-        "effects": _effects(sources) if factors else [],
+        "factors": factors_of(sources),
         "least_seeds": LEAST_SEEDS,
-    }
+    } | _ablation(sources)
     return finite(shown)  # rewards may be infinite, and so may sums of them
 
 
@@ -114,13 +123,31 @@ def factors_of(sources: Sequence[Source]) -> list[str]:
     return [name for name in first if len({source.factors[name] for source in sources}) > 1]
 
 
-def _effects(sources: Sequence[Source]) -> list[dict[str, Any]]:
-    """The differences between the values of each factor, those that exceed the seeds' spread first."""
+def _ablation(sources: Sequence[Source]) -> dict[str, Any]:
+    """Of the cells of one grid: what each combination earned, and what differs between values of a factor.
+
+    The differences that exceed the seeds' spread come first.
+    """
+    axes = {(*source.factors,) for source in sources}
+    if len(sources) < 2 or len(axes) > 1 or not all(source.group for source in sources):
+        return {"effects": [], "combinations": []}
     cells = [cell_result(source.path, source.factors, source.run.config.seed) for source in sources]
-    return [
-        effect | {"name": COMPARED[effect["figure"]], "verdict": verdict(effect)}
-        for effect in sorted(effects(summarise(cells)), key=rank)
-    ]
+    combinations = summarise(cells)
+    return {
+        "effects": [
+            effect | {"name": COMPARED[effect["figure"]], "verdict": verdict(effect)}
+            for effect in sorted(effects(combinations), key=rank)
+        ],
+        "combinations": [
+            {
+                "name": describe(c["settings"]),
+                "settings": c["settings"],
+                "mean": {figure: _number(c[figure]["mean"]) for figure in _ENDS},
+                "runs": [{figure: _number(run[figure]) for figure in _ENDS} for run in c["runs"]],
+            }
+            for c in combinations
+        ],
+    }
 
 
 def settings_table(runs: Sequence[LoadedRun]) -> list[dict[str, Any]]:

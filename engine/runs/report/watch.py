@@ -52,14 +52,14 @@ class LiveRuns:
         with self._lock:
             if name == "payload":
                 return self._payload()
-            found = _BLOCK.fullmatch(name)
-            if not found or int(found[2]) >= len(self.sources):
+            named = _BLOCK.fullmatch(name)
+            if not named or int(named[2]) >= len(self.sources):
                 return None
-            blocks = self.sources[int(found[2])].log.all_blocks()
-            if int(found[3]) >= len(blocks):
+            blocks = self.sources[int(named[2])].log.all_blocks()
+            if int(named[3]) >= len(blocks):
                 return None
-            block = blocks[int(found[3])]
-            return block.index if found[1] == "index" else block.texts
+            block = blocks[int(named[3])]
+            return block.index if named[1] == "index" else block.texts
 
     def _planned(self) -> int:
         """How many runs there will be: each cell of an ablation counts."""

@@ -19,27 +19,27 @@ from zerokl.audit.engines.engine import ZeroklEngine
 from zerokl.audit.figures.measure import Estimate, MeanRatio, measure
 from zerokl.audit.page.numbers import distance
 from zerokl.audit.page.page import level, page
-from zerokl.audit.page.visible import visible
 from zerokl.cli import main
 from zerokl.engine.rollout.native import NativeSampler
 from zerokl.engine.rollout.types import GenerationParams, RngKey, complete
 from zerokl.kernels.sampling_params import SamplingParams
 from zerokl.model.checkpoint import load_decoder
+from zerokl.pages.html import visible
 from zerokl.verify.distance import ulp_words
 
 from tests.audit.settings import audit_config
 from tests.helpers import property_settings
 
 
-def _write_log(model: Path, path: Path, drawn: SamplingParams, n: int = 12, **said: float) -> None:
-    """A log of n rollouts of the model; `said` is what the log says that they were drawn with."""
+def _write_log(model: Path, path: Path, drawn: SamplingParams, n: int = 12, **logged: float) -> None:
+    """A log of n rollouts of the model; `logged` is what the log says that they were drawn with."""
     decoder = load_decoder(model, torch.float32)
     params = GenerationParams(drawn, n, 16, frozenset({1}))
     rollouts = complete(NativeSampler(decoder), [(5, 6, 7)], params, RngKey(0, 0))
     rows = [
         {"prompt_ids": r.prompt_ids, "completion_ids": r.completion_ids, "logprobs": r.logprobs.tolist()}
         | {"temperature": drawn.temperature, "top_p": drawn.top_p, "top_k": drawn.top_k}
-        | said
+        | logged
         for r in rollouts
     ]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -72,9 +72,9 @@ def test_tokens_outside_the_trainers_set_are_counted_and_said(model, tmp_path, c
     assert sum(row["left_out"] for row in report["by_position"]) == outside["tokens"]
     assert report["worst"][0]["trainer"] is None
     text = " ".join(capsys.readouterr().out.split())
-    said = f"{outside['tokens']} of {report['tokens']} tokens lie outside the trainer's top-k set"
-    assert said in text
-    assert said in (tmp_path / "out" / "audit.html").read_text().replace("&#x27;", "'")
+    sentence = f"{outside['tokens']} of {report['tokens']} tokens lie outside the trainer's top-k set"
+    assert sentence in text
+    assert sentence in (tmp_path / "out" / "audit.html").read_text().replace("&#x27;", "'")
     assert report["cause"]["kind"] == "raw logits"
 
 

@@ -21,8 +21,6 @@ from zerokl.cli import main
 from zerokl.engine.display import progress
 from zerokl.engine.display.progress import Display, Stages, duration, packed, sparkline
 from zerokl.engine.display.terminal import Printer, console
-from zerokl.engine.runs.ablations.figures import FIGURES, PLOTS, spread
-from zerokl.engine.runs.ablations.report import write_report
 from zerokl.engine.runs.checks.trace import write_trace
 from zerokl.engine.runs.run import _fields
 
@@ -351,16 +349,3 @@ def test_stages_are_lines_in_a_log_and_go_from_a_terminal(terminal, capsys):
     assert cell_len(shown[0]) <= 40
     assert "audit  0:00  drawing 64" in shown[0]
     assert last_picture(printer) == []
-
-
-def test_a_plot_without_data_is_left_out(tmp_path, monkeypatch):
-    monkeypatch.setattr("zerokl.engine.runs.ablations.report._markdown", lambda combinations: "")
-    points = [{"step": step, "mean": 0.5, "min": 0.25, "max": 0.75} for step in range(3)]
-    by_step = {metric: [] if metric.startswith("eval/") else points for metric in PLOTS}
-    figures = {name: spread([0.5]) for name in FIGURES}
-    runs = [dict.fromkeys(FIGURES, 0.5)]
-    combinations = [{"settings": {}, "by_step": by_step, "runs": runs} | figures]
-    write_report({"combinations": combinations, "effects": [], "hypotheses": []}, tmp_path)
-    assert "eval/reward" in PLOTS
-    assert len(list(tmp_path.glob("*.png"))) == len(PLOTS) - 1 + len(["policies"])
-    assert not list(tmp_path.glob("eval*.png"))

@@ -1,44 +1,27 @@
 // Begins here: reads the data, builds the page, and follows a run that goes on.
 
-const app = document.getElementById("app");
+const app = document.querySelector("main");
 const store = { data: null, browser: null };
-
-function setTheme(name) {
-  document.documentElement.dataset.theme = name;
-  try { localStorage.setItem("zerokl-theme", name); } catch { /* a page from a file may have no storage */ }
-}
-function firstTheme() {
-  let kept = null;
-  try { kept = localStorage.getItem("zerokl-theme"); } catch { /* as above */ }
-  document.documentElement.dataset.theme = kept || (matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light");
-}
-
-const SECTIONS = [["overview", "Overview"], ["factors", "Factors"], ["learning", "Learning"], ["exactness", "Exactness"], ["speed", "Speed"], ["rollouts", "Rollouts"], ["settings", "Settings"], ["ledger", "Ledger"]];
-
-function bar() {
-  const toggle = h("button.quiet", { type: "button", onclick: () => { setTheme(theme() === "dark" ? "light" : "dark"); build(); } }, "light / dark");
-  return h("header.bar", null, h("a.skip", { href: "#overview" }, "to the content"), h("span.brand", null, "zero", h("b", null, "kl")),
-    h("nav", { "aria-label": "parts of this page" }, SECTIONS.filter(([id]) => id !== "factors" || store.data.factors.length).map(([id, name]) => h("a", { href: `#${id}` }, name))),
-    source.live ? h("span.hint", { id: "pulse", role: "status" }, "live") : null, toggle);
-}
+const pulse = source.live ? h("span.hint", { id: "pulse", role: "status" }, "live") : null;
+if (pulse) bar.lastChild.before(pulse);
 
 // The whole page. The browser of rollouts is kept, with what a person has chosen there.
 function build() {
   for (const chart of charts.splice(0)) if (chart.plot) chart.plot.destroy();
   const data = store.data;
-  document.title = `${data.title} · zerokl`;
   store.browser ||= new RolloutBrowser(store);
-  fill(app, bar(), h("main", null, masthead(data), overview(store), factorsSection(store), chartSections(store), store.browser.element, settingsSection(data), ledgerSection(data),
-    h("footer", null, source.live ? "Served by zerokl watch from the run's files; it changes nothing." : `Written by zerokl report on ${data.made}. One file, without a network.`)));
+  document.querySelector(".bar a[href='#factors']").hidden = !data.combinations.length;
+  fill(app, masthead(data), overview(store), factorsSection(store), chartSections(store), store.browser.element, settingsSection(data), ledgerSection(data),
+    h("footer", null, source.live ? "Served by zerokl watch from the run's files; it changes nothing." : `Written by zerokl report on ${data.made}. One file, without a network.`));
 }
 
 function failed(text) {
-  fill(app, h("main", null, h("section", { role: "alert" }, h("h1", null, "This page cannot be shown"), h("p", null, text))));
+  fill(app, h("section", { role: "alert" }, h("h1", null, "This page cannot be shown"), h("p", null, text)));
 }
 
 // Replace the parts that new steps change. A part that a person is using is left until they are done.
 function update() {
-  if (document.querySelector("main") === null) { build(); return; }
+  if (document.querySelector(".masthead") === null) { build(); return; }
   const data = store.data;
   const replace = (old, make) => { if (old && !old.contains(document.activeElement)) old.replaceWith(make()); };
   for (let i = charts.length - 1; i >= 0; i -= 1) {
@@ -62,7 +45,6 @@ async function follow() {
   let missed = 0;
   for (;;) {
     await new Promise((resolve) => { setTimeout(resolve, document.hidden ? 10000 : 2000); });
-    const pulse = document.getElementById("pulse");
     try {
       const data = await source.get("payload");
       if (!data) throw new Error("refused");
@@ -78,20 +60,19 @@ async function follow() {
       else if (charted !== data.charts.filter((chart) => has(data, chart.metric)).length) build();
       else if (changed) update();
       const open = data.runs.filter((run) => run.status.state === "open").length;
-      if (pulse) pulse.textContent = pulseText(data, open);
+      pulse.textContent = pulseText(data, open);
     } catch {
       missed += 1;
-      if (pulse && missed > 1) pulse.textContent = "the server does not answer; this is what it said last";
+      if (missed > 1) pulse.textContent = "the server does not answer; this is what it said last";
     }
   }
 }
 
 async function begin() {
-  firstTheme();
   try {
     store.data = await source.get("payload");
   } catch (error) {
-    failed(`Its data cannot be read (${error.message}). A browser of 2023 or later is needed.`);
+    failed(`Its data cannot be read (${error.message}). A browser of 2024 or later is needed.`);
     return;
   }
   if (!store.data) { failed("The server refuses the data. Open the address that zerokl watch has printed, with its token."); return; }

@@ -62,7 +62,7 @@ function learntCard(store, width) {
     const reward = columnsOf(line, "reward/mean", view.smooth), heldOut = columnsOf(line, HELD_OUT, 0);
     const color = lineColor(line.color);
     return [
-      reward && { label: `${line.name} reward`, color, columns: reward, smooth: true },
+      reward && { label: `${line.name} reward`, color, columns: reward, faint: view.smooth > 0 },
       heldOut && { label: `${line.name} held-out`, color: several ? color : lineColor(1), columns: heldOut, points: true, dash: [7, 4] },
     ].filter(Boolean);
   });
@@ -72,7 +72,7 @@ function learntCard(store, width) {
     if (several || index === null || index === undefined || !list.length) { reading.textContent = ""; return; }
     const x = data[0][index];
     const at = (columns) => columns.raw[Math.max(0, columns.x.findLastIndex((v) => v <= x))];
-    reading.textContent = `step ${number(x)}: ${list.map((c) => `${c.smooth ? "reward" : "held-out"} ${fixed(at(c.columns))}`).join(", ")}`;
+    reading.textContent = `step ${number(x)}: ${list.map((c) => `${c.points ? "held-out" : "reward"} ${fixed(at(c.columns))}`).join(", ")}`;
   };
   queueMicrotask(() => draw(box, () => ({ curves: curves(), height: 250, zero: true, description: describe() }), show));
   const keys = several
@@ -128,7 +128,7 @@ function differences(data) {
     data.comparisons.length ? h("p", null, h(`span.pill.${equal ? "good" : "warn"}`, null, equal ? "equal to the bit" : "the runs differ")) : null,
     data.comparisons.length === 1 ? h("p.wide", null, visible(data.comparisons[0].text)) : null,
     differing.length
-      ? h("div.scroll", { tabindex: "0", role: "region", "aria-label": "settings that differ" }, h("table", null,
+      ? scrolled("settings that differ", h("table", null,
         h("thead", null, h("tr", null, h("th", null, "setting"), h("th", null, "values"))),
         h("tbody", null, differing.slice(0, 8).map((row) => h("tr", null, h("td", null, h("code", null, row.key)), h("td.wide", null, [...new Set(row.values)].map(visible).join(", ")))))))
       : h("p.hint", null, "All settings are equal."),
@@ -153,13 +153,13 @@ const tooFew = (seeds) => `${plural(seeds, "seed")}: too few to tell`;
 // Runs, or groups of runs, as a table that sorts by each column.
 function runsCard(store) {
   const mean = (values) => { const kept = values.filter(isNumber); return kept.length ? kept.reduce((a, b) => a + b, 0) / kept.length : null; };
-  const spread = (line, f, format) => {
-    const values = line.runs.map((run) => f(run)).filter(isNumber);
-    if (!values.length) return { sort: -Infinity, shown: "–" };
+  const valuesOfRuns = (line, f) => line.runs.map((run) => f(run)).filter(isNumber);
+  const spread = (values, format) => {
+    if (!values.length) return "–";
     const low = Math.min(...values), high = Math.max(...values);
-    return { sort: mean(values), shown: low === high ? format(low) : [format(mean(values)), h("br"), h("span.hint", null, `${format(low)} to ${format(high)}`)] };
+    return low === high ? format(low) : [format(mean(values)), h("br"), h("span.hint", null, `${format(low)} to ${format(high)}`)];
   };
-  const columns = [
+  const figures = [
     ["reward", (r) => r.figures.reward_last, fixed, "mean of the last five steps"],
     ["held-out", (r) => r.figures.held_out_last, fixed, "the last evaluation"],
     ["mismatch k3", (r) => r.figures.k3, exactly, "mean over steps, nats a token"],
@@ -167,11 +167,10 @@ function runsCard(store) {
     ["tokens/s", (r) => r.figures.tokens_per_s, number, ""],
     ["steps", (r) => r.steps, number, ""],
   ];
-  const all = lines(store.data).map((line) => ({ line, cells: columns.map(([, f, format]) => spread(line, f, format)) }));
+  const all = lines(store.data), rewards = (line) => valuesOfRuns(line, figures[0][1]);
   // Whether the seeds of a combination are all below, or all above, those of the combination with the best mean.
-  const rewards = (line) => line.runs.map((run) => run.figures.reward_last).filter(isNumber);
-  const seeds = all.some(({ line }) => line.runs.length > 1);
-  const best = all.reduce((a, b) => (b.cells[0].sort > a.cells[0].sort ? b : a)).line;
+  const seeds = all.some((line) => line.runs.length > 1);
+  const best = all.reduce((a, b) => ((mean(rewards(b)) ?? -Infinity) > (mean(rewards(a)) ?? -Infinity) ? b : a));
   const verdict = (line) => {
     if (line === best) return "the best mean";
     if (!rewards(line).length) return "–";
@@ -179,21 +178,12 @@ function runsCard(store) {
     if (seeds < store.data.least_seeds) return tooFew(seeds);
     return largest(rewards(line)) < least(rewards(best)) ? h("span.score.bad", null, "below it with every seed") : "within the seeds' spread of it";
   };
-  const body = h("tbody");
-  let sorted = null;
-  const show = () => fill(body, all.map(({ line, cells }) => h("tr", null,
-    h("td", null, swatch(lineColor(line.color)), " ", visible(line.name)),
-    h("td", null, states(line)),
-    seeds && h("td", null, verdict(line)),
-    cells.map((cell) => h("td.num", null, cell.shown)))));
-  const sort = (i) => {
-    sorted = sorted === i ? ~i : i;
-    const sign = sorted < 0 ? 1 : -1;
-    all.sort((a, b) => sign * (a.cells[i].sort - b.cells[i].sort));
-    show();
-  };
-  show();
-  return h("article.card", null, h("h3", null, "Runs"), h("div.scroll", { tabindex: "0", role: "region", "aria-label": "table of runs" }, h("table", null,
-    h("thead", null, h("tr", null, h("th", null, "run"), h("th", null, "state"), seeds && h("th", null, "reward against the best"),
-      columns.map(([name, , , title], i) => h("th.num", null, h("button", { type: "button", title: title || null, onclick: () => sort(i) }, name))))), body)));
+  const columns = [
+    { name: "run", cell: (line) => [swatch(lineColor(line.color)), " ", visible(line.name)] },
+    { name: "state", cell: states },
+    ...(seeds ? [{ name: "reward against the best", cell: verdict }] : []),
+    ...figures.map(([name, f, format, title]) => ({ name, title, num: true, highFirst: true,
+      key: (line) => mean(valuesOfRuns(line, f)) ?? -Infinity, cell: (line) => spread(valuesOfRuns(line, f), format) })),
+  ];
+  return h("article.card", null, h("h3", null, "Runs"), sortedTable("table of runs", columns, all));
 }

@@ -15,7 +15,10 @@ const up = (column, a, b) => (column[a] ?? Infinity) - (column[b] ?? Infinity) |
 const down = (column, a, b) => (column[b] ?? -Infinity) - (column[a] ?? -Infinity) || 0;
 
 const RED = [214, 69, 40], BLUE = [38, 110, 210];
-const tint = ([r, g, b], share) => `rgba(${r}, ${g}, ${b}, ${((theme() === "dark" ? 0.62 : 0.42) * Math.min(1, share)).toFixed(3)})`;
+const tint = ([r, g, b], share) => {
+  const shade = (most) => `rgba(${r}, ${g}, ${b}, ${(most * Math.min(1, share)).toFixed(3)})`;
+  return `light-dark(${shade(0.42)}, ${shade(0.62)})`;
+};
 const COLORS = {
   probability: { name: "probability of the token", low: "certain", high: "unlikely", ramp: [0, RED],
     of: (t) => (isNumber(t.logprob) ? tint(RED, Math.min(1, -t.logprob / 5)) : "transparent") },
@@ -217,7 +220,7 @@ class RolloutBrowser {
       return h("tr", null, cells.map((cell, n) => h(n === 1 || n === 2 ? "td" : "td.num", null, n === 1 || n === 2 ? h("span.said", null, cell) : cell)));
     });
     const why = [texts.error[i], ENDS[texts.finish[i]]].filter(Boolean).map(visible).join("; ");
-    return h("div.scroll", { tabindex: "0", role: "region", "aria-label": "turns" },
+    return scrolled("turns",
       h("p.hint", null, `What the environment said, and what the model drew. The end: ${visible(texts.finish[i])}${why ? ` (${why})` : ""}.`), h("table.turns", null,
       h("thead", null, h("tr", null, h("th.num", null, "turn"), h("th", null, "environment"), h("th", null, "model"), h("th.num", null, "reward"), h("th.num", null, "tokens"))), h("tbody", null, rows)));
   }
@@ -230,7 +233,7 @@ class RolloutBrowser {
         h("td.num", null, token.logprob === null ? "not drawn" : number(token.logprob)), h("td.num", null, isNumber(token.logprob) ? number(Math.exp(token.logprob)) : "–"),
         h("td.num", null, token.logprob === null ? "–" : texts.differences[i] ? exactly(token.difference) : run.exact ? "0.0" : "not recorded"));
     });
-    return h("div.scroll", { tabindex: "0", role: "region", "aria-label": "tokens" }, h("p.hint", null, `Problem ${visible(texts.problem[i])}. Tokens:`), h("table", null,
+    return scrolled("tokens", h("p.hint", null, `Problem ${visible(texts.problem[i])}. Tokens:`), h("table", null,
       h("thead", null, h("tr", null, ["position", "id"].map((n) => h("th.num", null, n)), h("th", null, "token"), ["log-probability", "probability", "trainer − sampler"].map((n) => h("th.num", null, n)))), h("tbody", null, rows)));
   }
 

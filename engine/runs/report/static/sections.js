@@ -1,5 +1,11 @@
 // Where the time goes, the settings, and the ledger.
 
+// Parts of a step: shades of one colour for sampling, of another for training.
+const SHADES = {
+  sample: ["#0b3d7a", "#1f6fd1", "#5b9bea", "#a9cdf7"],
+  train: ["#7a2e04", "#c4500c", "#e88a4c", "#f5b98e", "#9a6a4a", "#d9c3b3"],
+};
+
 // Seconds of each part of a step, sampling before training.
 function timeParts(data, run) {
   const mean = (name) => {
@@ -31,7 +37,7 @@ function timeCard(store) {
       piece.style.background = part.color;
       bar.append(piece);
     }
-    fill(body, bar, h("div.scroll", { tabindex: "0", role: "region", "aria-label": "parts of a step" }, h("table", null,
+    fill(body, bar, scrolled("parts of a step", h("table", null,
       h("thead", null, h("tr", null, h("th", null, "part"), h("th", null, "of"), h("th.num", null, "seconds"), h("th.num", null, "share"))),
       h("tbody", null, parts.map((part) => h("tr", null, h("td", null, swatch(part.color), " ", part.name), h("td", null, part.half === "sample" ? "sampling" : "training"),
         h("td.num", null, number(part.seconds)), h("td.num", null, `${(100 * part.seconds / sum).toFixed(1)} %`)))))));
@@ -79,7 +85,7 @@ function ledgerSection(data) {
     h("header", null, h("h2", { id: "ledger-title" }, "Ledger"),
       h("p.lead", null, "Each line holds the hashes of all that a step computed, chained to the line before. Two runs with one fingerprint are equal to the bit.")),
     data.comparisons.length ? h("article.card", null, h("h3", null, "First difference from ", visible(data.runs[0].name)),
-      h("div.scroll", { tabindex: "0", role: "region", "aria-label": "first differences" }, h("table", null, h("tbody", null, data.comparisons.map((c) => h("tr", null,
+      scrolled("first differences", h("table", null, h("tbody", null, data.comparisons.map((c) => h("tr", null,
         h("th", { scope: "row" }, visible(c.runs[1])),
         h("td", null, h(`span.pill.${c.equal ? "good" : "warn"}`, null, c.equal ? "equal" : "differs")),
         h("td.wide", null, visible(c.text), c.place ? h("div.hint", null, visible(c.place)) : null, c.explains.map((line) => h("div.hint", null, "may explain it: ", visible(line)))))))))) : null,
@@ -92,7 +98,7 @@ function ledgerCard(run, runs) {
   return h(`article.card${runs > 1 ? ".half" : ""}`, null,
     h("div.head", null, h("h3", null, visible(run.name)),
       ledger.damage ? h("span.pill.bad", null, "chain broken") : h("span.pill.good", null, `chain checked, ${plural(ledger.steps, "step")}`)),
-    h("div.scroll", { tabindex: "0", role: "region", "aria-label": `ledger of ${visible(run.name)}` }, h("table", null, h("tbody", null,
+    scrolled(`ledger of ${visible(run.name)}`, h("table", null, h("tbody", null,
       row("damage", ledger.damage && visible(ledger.damage)),
       row("fingerprint", h("span.hash", null, ledger.fingerprint)),
       row("final weights", ledger.weights && h("span.hash", null, ledger.weights)),

@@ -16,7 +16,6 @@ from zerokl.engine.runs.ablations.cells import CellRun, State
 from zerokl.engine.runs.ablations.display import (
     SIGNS,
     GridDisplay,
-    duration,
     grid_lines,
     seconds_left,
     shortened,
@@ -111,7 +110,6 @@ def test_the_time_that_is_left_follows_from_the_steps_of_this_ablation(tmp_path)
     runs = [kept, cell("a", 1, tmp_path, State.RUNNING, 5), cell("a", 2, tmp_path)]
     assert seconds_left(runs, 20.0) == pytest.approx(20.0 * 15 / 5)
     assert seconds_left([kept, cell("a", 2, tmp_path)], 20.0) is None, "no step says how long one takes"
-    assert [duration(s) for s in (4.2, 61, 3599, 7500)] == ["4 s", "1:01 min", "59:59 min", "2:05 h"]
 
 
 def test_steps_are_counted_as_they_are_written(tmp_path):
@@ -136,7 +134,7 @@ def combination(settings: dict[str, str], rewards: list[float]) -> dict:
 
 
 def test_a_difference_exceeds_the_seeds_spread_where_the_ranges_do_not_overlap():
-    found = effects(
+    rows = effects(
         [
             combination({"dtype": "a", "loss": "x"}, [0.1, 0.15, 0.2]),
             combination({"dtype": "a", "loss": "y"}, [0.1, 0.25, 0.4]),
@@ -144,8 +142,8 @@ def test_a_difference_exceeds_the_seeds_spread_where_the_ranges_do_not_overlap()
             combination({"dtype": "b", "loss": "y"}, [0.5, 0.6, 0.7]),
         ]
     )
-    by_factor = {e["factor"]: e for e in found}
-    assert [e["figure"] for e in found] == ["reward_last10"] * 2, "a figure that no run has is left out"
+    by_factor = {e["factor"]: e for e in rows}
+    assert [e["figure"] for e in rows] == ["reward_last10"] * 2, "a figure that no run has is left out"
     dtype, loss = by_factor["dtype"], by_factor["loss"]
     assert (dtype["higher"], dtype["lower"], dtype["places"]) == (2, 0, 2)
     assert dtype["difference"] == pytest.approx((0.25 + 0.35) / 2)
@@ -155,7 +153,7 @@ def test_a_difference_exceeds_the_seeds_spread_where_the_ranges_do_not_overlap()
         "(one comparison by chance: 1 in 10)"
     )
     assert (loss["higher"], loss["lower"], verdict(loss)) == (0, 0, "within"), "0.5 touches 0.5"
-    assert effect_lines(found)[0] == effect_line(dtype)
+    assert effect_lines(rows)[0] == effect_line(dtype)
 
 
 @pytest.mark.parametrize(

@@ -98,10 +98,10 @@ NEAR = [-0.01, 0.01, 0.02, -0.02, 0.005, -0.005]
     ],
 )
 def test_what_becomes_of_a_hypothesis(expects, by, differences, result):
-    (found,) = judged([hypothesis(expects, by)], combinations(differences))
-    assert found["result"] == result
-    assert sorted(found["differences"]) == pytest.approx(sorted(differences))
-    assert hypothesis_line(found).startswith(f"{result}: so (")
+    (row,) = judged([hypothesis(expects, by)], combinations(differences))
+    assert row["result"] == result
+    assert sorted(row["differences"]) == pytest.approx(sorted(differences))
+    assert hypothesis_line(row).startswith(f"{result}: so (")
 
 
 def test_more_hypotheses_make_each_harder_to_hold():
@@ -121,12 +121,14 @@ def test_the_axes_that_are_not_named_make_pairs():
         for lr, shift in (("low", 0.0), ("high", 7.0))
         for c in combinations(WORSE[:3])[:: -1 if shift else 1]
     ]
-    (found,) = judged([pair], crossed)
-    assert found["differences"] == pytest.approx(WORSE[:3] * 2)
-    assert found["p"] == 1 / 64
-    of_one = pair.model_copy(update={"of": {"run": "b", "lr": "high"}, "against": {"run": "a", "lr": "low"}})
-    (found,) = judged([of_one], crossed)
-    assert found["differences"] == pytest.approx([7 + d for d in WORSE[:3]])
+    (row,) = judged([pair], crossed)
+    assert row["differences"] == pytest.approx(WORSE[:3] * 2)
+    assert row["p"] == 1 / 64
+    one_place = pair.model_copy(
+        update={"of": {"run": "b", "lr": "high"}, "against": {"run": "a", "lr": "low"}}
+    )
+    (row,) = judged([one_place], crossed)
+    assert row["differences"] == pytest.approx([7 + d for d in WORSE[:3]])
 
 
 def grid(tmp_path: Path, text: str) -> Path:
@@ -136,8 +138,8 @@ def grid(tmp_path: Path, text: str) -> Path:
 
 def test_a_grid_file_has_them(tmp_path):
     file = grid(tmp_path, GRID)
-    (found,) = read_hypotheses(file, read_grid(file))
-    assert (found.expects, found.by, found.alpha) == ("lower", 0.05, 0.05)
+    (read,) = read_hypotheses(file, read_grid(file))
+    assert (read.expects, read.by, read.alpha) == ("lower", 0.05, 0.05)
 
 
 @pytest.mark.parametrize(

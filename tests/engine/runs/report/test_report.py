@@ -56,7 +56,7 @@ def test_the_page_is_one_file_that_asks_the_network_for_nothing(tmp_path):
 def test_hostile_text_is_no_markup_in_the_file(tmp_path):
     run = made_run(tmp_path / "<b>run", text=lambda i: HOSTILE)
     html = write_report([run]).read_text()
-    assert "<title>&lt;b&gt;run · zerokl</title>" in html
+    assert "<title>&lt;b&gt;run · zerokl report</title>" in html
     assert "onerror" not in html
     assert unpacked(html, "texts-0-0")["text"][0] == HOSTILE
 
@@ -216,7 +216,13 @@ def test_the_page_of_an_ablation_has_its_factors_and_effects(tmp_path):
     assert verdicts["mismatch_k3_mean"] == "exceeds"
     assert verdicts["reward_last10"] == "within"
     assert shown["effects"][0]["figure"] == "mismatch_k3_mean"
-    assert payload_of(runs[1, 0], runs[2, 0])["factors"] == []
+    one, two = shown["combinations"]
+    assert (one["name"], one["settings"]) == ("lr 1, same x", {"lr": "1", "same": "x"})
+    assert [run["reward_last10"] for run in two["runs"]] == pytest.approx([0.55] * 3)
+    assert one["mean"]["held_out_last"] == pytest.approx(0.7)
+    assert one["mean"]["mismatch_k3_sequence_mean"] is None, "no run has it"
+    plain = payload_of(runs[1, 0], runs[2, 0])
+    assert (plain["factors"], plain["combinations"]) == ([], [])
 
 
 def test_blocks_hold_every_rollout_and_go_on_where_they_stopped(tmp_path):
@@ -283,7 +289,7 @@ def test_load_run_of_a_run_that_goes_on(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "reason"),
     [
         (["report"], "no run was given"),
         (["report", "nowhere"], "nowhere holds no run"),
@@ -295,7 +301,7 @@ def test_load_run_of_a_run_that_goes_on(tmp_path):
         (["watch", "run", "--port", "70000"], "port 70000 cannot be had"),
     ],
 )
-def test_bad_input_is_one_line_and_changes_nothing(tmp_path, monkeypatch, capsys, words, said):
+def test_bad_input_is_one_line_and_changes_nothing(tmp_path, monkeypatch, capsys, words, reason):
     monkeypatch.chdir(tmp_path)
     made_run(tmp_path / "run")
     with open(made_run(tmp_path / "broken") / "metrics.jsonl", "a") as file:
@@ -307,7 +313,7 @@ def test_bad_input_is_one_line_and_changes_nothing(tmp_path, monkeypatch, capsys
     assert main(words) == 2
     error = capsys.readouterr().err
     assert len(error.splitlines()) == 1
-    assert said in error
+    assert reason in error
     assert contents(tmp_path) == before
 
 

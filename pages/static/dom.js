@@ -76,23 +76,55 @@ function duration(seconds) {
 }
 const plural = (n, word) => `${n.toLocaleString("en")} ${word}${n === 1 ? "" : "s"}`;
 
-// Colours of lines: told apart by people who see colours differently (after Okabe and Ito), in both themes.
-const LINES = {
-  light: ["#1f6fd1", "#c4500c", "#12805c", "#a8327d", "#8a6d00", "#5b4bc4", "#0b7f93", "#6b7280"],
-  dark: ["#6aa9ff", "#ff9a5a", "#4fd1a0", "#f18ac6", "#e3c04b", "#a99bff", "#4fd0e3", "#aab2bf"],
-};
-const theme = () => document.documentElement.dataset.theme || "light";
-// Parts of a step: shades of one colour for sampling, of another for training.
-const SHADES = {
-  sample: ["#0b3d7a", "#1f6fd1", "#5b9bea", "#a9cdf7"],
-  train: ["#7a2e04", "#c4500c", "#e88a4c", "#f5b98e", "#9a6a4a", "#d9c3b3"],
-};
-const lineColor = (i) => LINES[theme()][i % 8];
-const css = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
-function translucent(hex, share) {
-  const n = parseInt(hex.slice(1), 16);
-  return `rgba(${n >> 16}, ${(n >> 8) & 255}, ${n & 255}, ${share})`;
+// Colours of lines, as the stylesheet has them.
+const lineColor = (i) => `var(--l${i % 8})`;
+// A colour of the stylesheet as a canvas takes it, in the theme of the moment.
+const probe = h("i", { hidden: true });
+function resolved(color, share = 1) {
+  if (!probe.isConnected) document.body.append(probe);
+  probe.style.color = color;
+  return getComputedStyle(probe).color.replace(/^rgb\((.*)\)$/, `rgba($1, ${share})`);
 }
+
+// The theme is the system's until a person chooses one. It is kept for all pages.
+function setTheme(name) {
+  document.documentElement.dataset.theme = name;
+  try { localStorage.setItem("zerokl-theme", name); } catch { /* a page from a file may have no storage */ }
+}
+function firstTheme() {
+  let kept = null;
+  try { kept = localStorage.getItem("zerokl-theme"); } catch { /* as above */ }
+  document.documentElement.dataset.theme = kept || (matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light");
+}
+firstTheme();
+const bar = document.querySelector(".bar");
+bar.append(h("button.quiet", { type: "button", onclick: () => {
+  setTheme(document.documentElement.dataset.theme === "dark" ? "light" : "dark");
+  redrawCharts();
+} }, "light / dark"));
+
+// A table that sorts by a column's key when its heading is pressed, and the other way when it is pressed again.
+// columns: [{name, cell(row), key(row) where it sorts, highFirst, num, title}].
+function sortedTable(label, columns, rows) {
+  const body = h("tbody"), shown = [...rows];
+  let sorted = null, sign = 1;
+  const show = () => fill(body, shown.map((row) => h("tr", null, columns.map(({ cell, num }) => h(num ? "td.num" : "td", null, cell(row))))));
+  const sort = (i) => {
+    sign = sorted === i ? -sign : columns[i].highFirst ? -1 : 1;
+    sorted = i;
+    const { key } = columns[i];
+    shown.sort((a, b) => sign * (key(a) < key(b) ? -1 : key(a) > key(b) ? 1 : 0));
+    heads.forEach((head, j) => columns[j].key && head.setAttribute("aria-sort", j !== i ? "none" : sign > 0 ? "ascending" : "descending"));
+    show();
+  };
+  const heads = columns.map(({ name, key, num, title }, i) => h(num ? "th.num" : "th", null,
+    key ? h("button", { type: "button", title: title || null, onclick: () => sort(i) }, name) : name));
+  show();
+  return scrolled(label, h("table", null, h("thead", null, h("tr", null, heads)), body));
+}
+
+// What is wider than its card scrolls by itself, by keyboard too.
+const scrolled = (label, ...children) => h("div.scroll", { tabindex: "0", role: "region", "aria-label": label }, children);
 
 async function copy(text, button) {
   try {

@@ -1,7 +1,6 @@
-// Line charts by step, tokens or time: one line a run, or one line with a band a group of runs.
+// The curves of runs by step, tokens or time: one line a run, or one line with a band a group of runs.
 
 const view = { x: "step", smooth: 0, hidden: new Set() };
-const charts = [];  // of everything that is drawn, to draw it again
 
 // The lines of the page: {name, color number, runs}. Runs of one group are one line.
 function lines(data) {
@@ -71,84 +70,7 @@ function columnsOf(line, metric, share) {
   };
 }
 
-// What uPlot takes: aligned data, series and bands. curves: [{metric, color, label, dash, columns}].
-function aligned(curves, faint) {
-  const tables = [], series = [{}], bands = [];
-  for (const curve of curves) {
-    const { x, y, low, high, raw } = curve.columns;
-    const few = x.length <= 40 && curve.points;
-    const line = { label: curve.label, stroke: curve.color, width: 2, dash: curve.dash, spanGaps: true,
-      points: { show: few || x.length === 1, size: 6, fill: curve.color, stroke: curve.color } };
-    if (low) {
-      const i = series.length;
-      tables.push([x, y, high, low]);
-      const edge = { stroke: "transparent", width: 0, points: { show: false }, spanGaps: true };
-      series.push(line, { ...edge }, { ...edge });
-      bands.push({ series: [i + 1, i + 2], fill: translucent(curve.color, 0.16) });
-    } else if (faint && curve.smooth) {
-      tables.push([x, raw, y]);
-      series.push({ stroke: translucent(curve.color, 0.25), width: 1, points: { show: false }, spanGaps: true }, line);
-    } else {
-      tables.push([x, y]);
-      series.push(line);
-    }
-  }
-  return { data: tables.length ? uPlot.join(tables) : [[]], series, bands };
-}
-
-// Values at the axis, without the digits that do not differ.
-function ticks(values, unit) {
-  if (unit === "bytes") return values.map((v) => (v === 0 ? "0" : bytes(v).replace(/\.00? /, " ")));
-  return values.map((v) => (v === null ? "" : Math.abs(v) >= 1e4 || (v !== 0 && Math.abs(v) < 1e-3) ? v.toExponential(1).replace("e+", "e").replace(".0e", "e") : String(+v.toPrecision(6))));
-}
-
-function range(zero, unit) {
-  return (_, low, high) => {
-    if (low === null || low === undefined) return [0, 1];
-    if (low === 0 && high === 0) return [-0.5, 1];  // a line of zeros is seen, off the axis
-    if (low === high) { const d = Math.abs(low) * 0.1 || 1; return [zero && low >= 0 ? 0 : low - d, high + d]; }
-    const room = (high - low) * 0.07;
-    if (zero && low >= 0) return [0, high + high * 0.06];
-    return [low >= 0 ? Math.max(0, low - room) : low - room, high + room];
-  };
-}
-
-const POWERS = Array.from({ length: 50 }, (_, i) => 2 ** i);
 const X_NAMES = { step: "step", tokens: "tokens trained on", time: "seconds of training" };
-
-// A chart in `box`. make() returns {curves, height, unit, zero, top}; onCursor(index or null, curves, data).
-function draw(box, make, onCursor) {
-  const entry = { box, plot: null };
-  entry.redraw = () => {
-    const spec = make();
-    const faint = view.smooth > 0;
-    const { data, series, bands } = aligned(spec.curves, faint);
-    const axis = { stroke: css("--soft"), grid: { stroke: css("--grid"), width: 1 }, ticks: { show: false }, font: "12px system-ui, sans-serif" };
-    const y = { ...axis, incrs: spec.unit === "bytes" ? POWERS : undefined, size: spec.unit === "bytes" ? 74 : 54, values: (_, values) => ticks(values, spec.unit) };
-    const options = {
-      width: Math.max(200, box.clientWidth), height: spec.height, series, bands, legend: { show: false },
-      axes: [{ ...axis, size: 30, space: 60, values: (_, v) => ticks(v) }, y],
-      scales: { x: { time: false }, y: { range: spec.range || range(spec.zero, spec.unit) } },
-      cursor: { sync: { key: "zerokl" }, points: { size: 7 }, drag: { x: true, y: false } },
-      padding: [10, 14, 0, 0],
-      hooks: { setCursor: [(u) => onCursor && onCursor(u.cursor.idx, u.data)] },
-    };
-    if (entry.plot) entry.plot.destroy();
-    box.replaceChildren();
-    entry.plot = new uPlot(options, data, box);
-    box.setAttribute("role", "img");
-    box.setAttribute("aria-label", spec.description);
-  };
-  entry.resize = () => {
-    if (entry.plot && box.clientWidth > 0 && entry.plot.width !== box.clientWidth) {
-      entry.plot.setSize({ width: box.clientWidth, height: entry.plot.height });
-    }
-  };
-  new ResizeObserver(() => entry.resize()).observe(box);
-  charts.push(entry);
-  entry.redraw();
-  return entry;
-}
 
 // First and last value of a metric, in words, for those who cannot see the chart.
 function inWords(data, metric, title, unit) {
@@ -160,8 +82,6 @@ function inWords(data, metric, title, unit) {
   });
   return `${title} by ${X_NAMES[view.x]}. ${parts.filter(Boolean).join("; ")}`;
 }
-const least = (values) => values.reduce((a, b) => Math.min(a, b), Infinity);
-const largest = (values) => values.reduce((a, b) => Math.max(a, b), -Infinity);
 
 // The card of one chart of the table that charts.py has.
 function chartCard(store, chart) {
@@ -171,7 +91,7 @@ function chartCard(store, chart) {
     h("p", null, chart.what, " ", h("b", null, "Healthy: "), lower(chart.healthy), " ", h("b", null, "Red flag: "), lower(chart.red_flag)));
   const curves = () => lines(store.data)
     .filter((line) => !view.hidden.has(line.name))
-    .map((line) => ({ label: line.name, color: lineColor(line.color), smooth: chart.smooth, points: chart.metric === HELD_OUT,
+    .map((line) => ({ label: line.name, color: lineColor(line.color), faint: chart.smooth && view.smooth > 0, points: chart.metric === HELD_OUT,
       columns: columnsOf(line, chart.metric, chart.smooth ? view.smooth : 0) }))
     .filter((curve) => curve.columns);
   const show = (index, data) => {
@@ -193,10 +113,6 @@ function chartCard(store, chart) {
 const lower = (sentence) => sentence.charAt(0).toLowerCase() + sentence.slice(1);
 
 const has = (data, metric) => data.runs.some((run) => points(run, metric, "step").x.length > 0);
-
-function redrawCharts() {
-  for (const chart of charts) if (chart.box.isConnected) chart.redraw();
-}
 
 // Buttons of the lines: press one to hide or show it everywhere.
 function legend(store) {
