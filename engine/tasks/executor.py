@@ -3,27 +3,24 @@
 Each process computes one call at a time. The order in which calls end decides nothing: a result has the place
 of its call, and of several calls that fail, the first is named.
 
-A pool of multiprocessing's would import the caller's script again in each process. None that we know ends
-what the processes have started in their turn, or says which call a process died in and of what.
+processes/process.py says why it is no pool of a library.
 """
 
 import json
 import os
 import pickle
 import selectors
-import socket
-import struct
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import count
-from multiprocessing.connection import Connection
 from typing import Any
 
 from ...files.reading import one_line
-from ..processes.process import KeptProcess, ending
+from ..processes.channel import is_readable
+from ..processes.process import Process
 from .serve import Setup
 
 _ENTRY = "zerokl.engine.tasks.serve:serve"
@@ -70,13 +67,11 @@ class CallError(Exception):
 class _Worker:
     """A process, as the executor sees it."""
 
-    process: KeptProcess
-    connection: Connection
+    process: Process
     output: int  # the descriptor from which its stdout and stderr are read
     call: int | None = None  # the place of the call that it computes
     deadline: float = 0.0
     unfinished_line: bytes = b""
-    received: bytearray = field(default_factory=bytearray)  # the beginning of an answer
 
 
 class Executor:
@@ -214,25 +209,21 @@ class Executor:
         """Show what a process has printed, and end it."""
         self._print(worker)
         self._say_line(worker.unfinished_line)
-        for source in (worker.process, worker.connection, worker.output):
+        for source in (worker.process, worker.process.channel, worker.output):
             if source in self._selector.get_map():
                 self._selector.unregister(source)
         self._workers.remove(worker)
-        worker.connection.close()
         worker.process.close()
         os.close(worker.output)
 
     def _started(self) -> _Worker:
-        ours, theirs = socket.socketpair()
-        # A process that does not read holds nobody up for longer.
-        ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _timeval(self._limits.timeout_s))
         output, writer = os.pipe()
-        with theirs:
-            process = KeptProcess(_ENTRY, theirs.fileno(), writer, _ENVIRONMENT)
+        limits = {"timeout_s": self._limits.timeout_s, "longest_bytes": _LONGEST_ANSWER_BYTES}
+        process = Process(_ENTRY, writer, _ENVIRONMENT, **limits)
         os.close(writer)
         os.set_blocking(output, False)
-        worker = _Worker(process, Connection(ours.detach()), output)
-        for source in (process, worker.connection, output):
+        worker = _Worker(process, output)
+        for source in (process, process.channel, output):
             self._selector.register(source, selectors.EVENT_READ, worker)
         return worker
 
@@ -268,8 +259,8 @@ class Executor:
     def _send(self, worker: _Worker, index: int, message: bytes) -> None:
         worker.call, worker.deadline = index, time.monotonic() + self._limits.timeout_s
         # _answers says how it ended, or that it took too long.
-        with suppress(BrokenPipeError, ConnectionResetError, BlockingIOError):
-            worker.connection.send_bytes(message)
+        with suppress(OSError):
+            worker.process.channel.send(message)
 
     def _answers(self, wait: bool = True) -> list[tuple[_Worker, dict[str, Any]]]:
         """Wait for answers. A process that has ended, or that takes too long, has answered with that."""
@@ -281,10 +272,10 @@ class Executor:
             if (worker, worker.output) in ready:
                 self._print(worker)
             answer = None
-            if (worker, worker.connection) in ready:
-                answer = self._received(worker)
+            if (worker, worker.process.channel) in ready:
+                answer = _received(worker.process)
             elif (worker, worker.process) in ready:
-                answer = _ended(worker)
+                answer = _ended(worker.process)
             if answer is None and worker.call is not None and now >= worker.deadline:
                 limits = self._limits
                 reason = f"took more than {limits.timeout_s:g} s ({limits.setting})"
@@ -295,35 +286,6 @@ class Executor:
                 answer = {"reason": answer.get("reason", "its process wrote to the run")}
             answers.append((worker, answer))
         return answers
-
-    def _received(self, worker: _Worker) -> dict[str, Any] | None:
-        """The answer of a process, or how it broke off; None where more of it is to come.
-
-        What is there is read, and nothing is waited for: a user's code may write to the connection.
-        """
-        try:
-            part = os.read(worker.connection.fileno(), _READ_BYTES)
-        except OSError:
-            part = b""
-        if not part:
-            with selectors.DefaultSelector() as selector:
-                selector.register(worker.process, selectors.EVENT_READ)
-                if selector.select(_END_S):
-                    return _ended(worker)
-            return {"reason": "closed the connection of its process to the run"}
-        worker.received += part
-        # The length and the bytes, as multiprocessing's Connection.send_bytes writes them.
-        length = int.from_bytes(worker.received[:4], "big", signed=True)
-        if len(worker.received) < 4 or len(worker.received) < 4 + length <= 4 + _LONGEST_ANSWER_BYTES:
-            return None
-        message, worker.received = bytes(worker.received[4:]), bytearray()
-        if length > _LONGEST_ANSWER_BYTES:
-            return {"reason": f"wrote an answer of {length:,} bytes; {_LONGEST_ANSWER_BYTES:,} at most"}
-        with suppress(ValueError, RecursionError):
-            answer = json.loads(message)
-            if isinstance(answer, dict):
-                return answer
-        return {"reason": "wrote into the connection of its process to the run"}
 
     def _read_output(self) -> None:
         """Show what was printed before the last answers; then how many lines more there were."""
@@ -361,9 +323,30 @@ def _pickled(index: int, call: tuple[Any, ...]) -> bytes | CallError:
         return CallError(index, f"has a problem that cannot be sent to its process ({error})")
 
 
-def _timeval(seconds: float) -> bytes:
-    """A time as the kernel's options of sockets take it."""
-    return struct.pack("ll", int(seconds), max(1, int(seconds % 1 * 1e6)))  # 0 of both is for ever
+def _received(process: Process) -> dict[str, Any] | None:
+    """The answer of a process, or how it broke off; None where more of it is to come.
+
+    What is there is read, and nothing is waited for: a user's code may write to the channel.
+    """
+    channel, message = process.channel, None
+    try:
+        while message is None and is_readable(channel):
+            message = channel.part()
+    except ValueError as too_long:
+        return {"reason": f"wrote an answer of {too_long}"}
+    except EOFError:
+        with selectors.DefaultSelector() as selector:
+            selector.register(process, selectors.EVENT_READ)
+            if selector.select(_END_S):
+                return _ended(process)
+        return {"reason": "closed the connection of its process to the run"}
+    if message is None:
+        return None
+    with suppress(ValueError, RecursionError):
+        answer = json.loads(message)
+        if isinstance(answer, dict) and not channel.has_bytes():
+            return answer
+    return {"reason": "wrote into the connection of its process to the run"}
 
 
 def _failure(index: int, answer: dict[str, Any], is_setup: bool) -> CallError | None:
@@ -375,8 +358,8 @@ def _failure(index: int, answer: dict[str, Any], is_setup: bool) -> CallError | 
     return None
 
 
-def _ended(worker: _Worker) -> dict[str, Any]:
-    return {"reason": f"its process {ending(worker.process.exit_code())}"}
+def _ended(process: Process) -> dict[str, Any]:
+    return {"reason": f"its process {process.ending()}"}
 
 
 def _processes() -> int:
