@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BeforeValidator, Field, field_validator, model_validator
 
 from ...kernels.sampling_params import SamplingParams, bias_by_id, refuse_penalties
-from ..tasks.rewards import RewardSettings
+from ..tasks.base import RewardSettings
 from .init_section import InitConfig
 from .lora_section import LoraConfig
 from .loss_section import LossConfig
