@@ -6,23 +6,14 @@ multiprocessing's Connection waits for a whole message. Code of the user's may b
 import select
 import socket
 from contextlib import suppress
-from typing import Protocol
 
 _LENGTH_BYTES, _READ_BYTES = 8, 1 << 20
 
 
-class HasFileno(Protocol):
-    """What has a file descriptor."""
-
-    def fileno(self) -> int:
-        """The descriptor's number."""
-        ...
-
-
-def is_readable(source: HasFileno) -> bool:
+def is_readable(descriptor: int) -> bool:
     """Whether something has arrived, or the other end was closed."""
     poll = select.poll()
-    poll.register(source, select.POLLIN)
+    poll.register(descriptor, select.POLLIN)
     return bool(poll.poll(0))
 
 
@@ -40,7 +31,7 @@ class Channel:
         connection.settimeout(timeout_s)
 
     def fileno(self) -> int:
-        """See is_readable."""
+        """The number of its descriptor, which can be waited for."""
         return self._socket.fileno()
 
     def send(self, message: bytes) -> None:
@@ -80,7 +71,7 @@ class Channel:
     def has_bytes(self) -> bool:
         """Whether some of a message has arrived."""
         with suppress(ConnectionResetError):
-            return is_readable(self) and bool(self._socket.recv(1, socket.MSG_PEEK))
+            return is_readable(self.fileno()) and bool(self._socket.recv(1, socket.MSG_PEEK))
         return False
 
     def close(self) -> None:

@@ -6,13 +6,12 @@ Nothing here loads torch or numpy (see process.py).
 import ctypes
 import json
 import os
-import select
 import signal
 import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
@@ -34,32 +33,32 @@ def keep(entry: str, fds: Sequence[int]) -> None:
     Elsewhere it ends the child's process group. It returns in the child alone.
     """
     leash, channel, *_ = fds
-    wake, writer = wake_at_the_end_of_a_child()
     _prctl(_SET_CHILD_SUBREAPER, 1)
     child = os.fork()
     if child == 0:
-        end_wakes(wake, writer)
         os.close(leash)
         os.setpgid(0, 0)  # a kill of its own group does not reach the keeper
         die_with_parent()
         return _call(entry, Channel(socket.socket(fileno=channel)))
     for fd in fds[1:]:
         os.close(fd)
-    code = None
-    while code is None:
-        readable, _, _ = select.select([leash, wake], [], [])
-        if leash in readable:
-            if not os.read(leash, 4096):
-                break
-            os.kill(child, signal.SIGINT)
-        if wake in readable:
-            os.read(wake, 4096)
-            code = dict(ended_children()).get(child)
+    threading.Thread(target=_obey, args=(leash, child), daemon=True).start()
+    ended = 0
+    while ended != child:
+        ended, status = os.waitpid(-1, 0)
     _kill_all_below(child)
-    if code is not None:
-        with suppress(OSError), socket.socket(fileno=leash) as connection:
-            connection.send(b"%d %d" % (child, code))
+    with suppress(OSError):
+        os.write(leash, b"%d %d" % (child, os.waitstatus_to_exitcode(status)))
     os._exit(0)
+
+
+def _obey(leash: int, child: int) -> None:
+    """Interrupt the child when the owner asks for it, and kill it when the leash is let go."""
+    with suppress(OSError):
+        while os.read(leash, 4096):
+            os.kill(child, signal.SIGINT)
+    with suppress(ProcessLookupError):
+        os.kill(child, signal.SIGKILL)
 
 
 def serve_forks(fd: int, preload: str) -> None:
@@ -80,6 +79,7 @@ def serve_forks(fd: int, preload: str) -> None:
             if keeper := os.fork():
                 for descriptor in fds:
                     os.close(descriptor)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     os.setsid()
     *ends, output = fds
     os.dup2(output, 1)
@@ -124,33 +124,6 @@ def _prctl(option: int, value: int) -> None:
     """Set an option of this process. Only Linux has it."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
-
-
-def wake_at_the_end_of_a_child() -> tuple[int, int]:
-    """Two descriptors: one that is readable once a child of this process has ended, and its writing end."""
-    wake, writer = os.pipe()
-    os.set_blocking(writer, False)
-    signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
-    signal.signal(signal.SIGCHLD, lambda *_: None)
-    return wake, writer
-
-
-def end_wakes(wake: int, writer: int) -> None:
-    """In a fork of a process that has these descriptors: let go of them.
-
-    `signal` need not know the writer any more: from Python 3.12 on, asyncio unsets it in every fork.
-    """
-    signal.set_wakeup_fd(-1)
-    os.close(writer)
-    os.close(wake)
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-
-
-def ended_children() -> Iterator[tuple[int, int]]:
-    """Process and exit code of each child that has ended."""
-    with suppress(ChildProcessError):
-        while (ended := os.waitpid(-1, os.WNOHANG))[0]:
-            yield ended[0], os.waitstatus_to_exitcode(ended[1])
 
 
 def _kill_all_below(child: int) -> None:

@@ -82,7 +82,7 @@ class Process:
 
     def ending(self, wait: bool = True) -> Ending | None:
         """How the process ended; None while it runs. wait: until it has ended."""
-        if self._ending is None and (wait or is_readable(self)):
+        if self._ending is None and (wait or is_readable(self.fileno())):
             try:
                 pid_and_code = self._leash.recv(64).split()
             except ConnectionResetError:

@@ -47,7 +47,7 @@ class AnswerPlayer:
         self._prefix = tokenizer.encode_completion(answers.prefix)
 
     def check(self, problems: Sequence[Problem], max_tokens: int, context: int) -> Checked:
-        """See EpisodePlayer. max_tokens: of a reasoning."""
+        """max_tokens: of a reasoning."""
         prompt_ids, answer_tokens = [], 0
         for problem in problems:
             prompt, answer = self._prompt(problem), self._answer(problem)
@@ -70,7 +70,7 @@ class AnswerPlayer:
         generation_params: GenerationParams,
         rng_key: RngKey,
     ) -> Episodes:
-        """See EpisodePlayer. The rewards are R = pi(answer | prompt, reasoning)."""
+        """The rewards are R = pi(answer | prompt, reasoning)."""
         G, stop_ids = generation_params.num_generations, generation_params.stop_ids | {self._prefix[0]}
         prompts = [self._prompt(problem) for problem in problems]
         reasonings = complete(sampler, prompts, replace(generation_params, stop_ids=stop_ids), rng_key)

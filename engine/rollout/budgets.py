@@ -71,7 +71,7 @@ class BudgetPlayer(CompletionPlayer):
         return frozenset(self._prefix[:1])
 
     def check(self, problems: Sequence[Problem], max_tokens: int, context: int) -> Checked:
-        """See EpisodePlayer. max_tokens: of a reasoning, which is part of an answer's prompt."""
+        """max_tokens: of a reasoning, which is part of an answer's prompt."""
         self.reward.check_answers(problems)
         prompt_ids = [self._prompt(problem) for problem in problems]
         for ids, problem in zip(prompt_ids, problems, strict=True):
@@ -92,7 +92,7 @@ class BudgetPlayer(CompletionPlayer):
         generation_params: GenerationParams,
         rng_key: RngKey,
     ) -> Episodes:
-        """See EpisodePlayer. At temperature 0 all answers of a cut are equal, and one of them is drawn."""
+        """At temperature 0 all answers of a cut are equal, and one of them is drawn."""
         cuts = self._answers.cuts(generation_params.num_generations)
         if not generation_params.sampling_params.temperature:
             cuts = cuts._replace(answers=1)
@@ -109,12 +109,12 @@ class BudgetPlayer(CompletionPlayer):
         with self._one_at_a_time:
             texts = [[self._texts(part) for part in group] for group in groups]
             with self._station("time/reward_s"):
-                of_answers = self.reward.values(problems, [of_answers for _, of_answers in texts])
+                rewards = self.reward.values(problems, [answered for _, answered in texts])
         return Episodes(
             list(problems),
             [rollout for group in groups for part in group for rollout in part],
-            [thoughts + of_answers for thoughts, of_answers in texts],
-            cuts.with_reasonings(of_answers),
+            [thoughts + answered for thoughts, answered in texts],
+            cuts.with_reasonings(rewards),
             self.binary,
             cuts=cuts,
         )

@@ -34,7 +34,7 @@ class PairPlayer:
         self._tokenizer, self._chat = tokenizer, chat
 
     def check(self, problems: Sequence[Problem], max_tokens: int, context: int) -> Checked:
-        """See EpisodePlayer. A completion may have max_tokens tokens, its stop token included."""
+        """A completion may have max_tokens tokens, its stop token included."""
         prompt_ids = []
         for pair in problems:
             prompt, *completions = self._ids(pair)
@@ -59,7 +59,7 @@ class PairPlayer:
         generation_params: GenerationParams,
         rng_key: RngKey,
     ) -> Episodes:
-        """See EpisodePlayer. G is 2: the chosen completion, then the rejected one.
+        """G is 2: the chosen completion, then the rejected one.
 
         The scores are those of the model's own softmax, at temperature 1, whatever generation_params say.
         """

@@ -14,7 +14,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
 
@@ -72,6 +72,7 @@ class _Worker:
     call: int | None = None  # the place of the call that it computes
     deadline: float = 0.0
     unfinished_line: bytes = b""
+    queue: deque[tuple[int, bytes]] = field(default_factory=deque)  # calls that only this process computes
 
 
 class Executor:
@@ -98,36 +99,40 @@ class Executor:
         memory_bytes = limits.memory_bytes or _memory_bytes() // 2
         setup = Setup(maker, arguments, memory_bytes, os.environ.get("PYTHONPATH"))
         self._setup, n = pickle.dumps(setup), n or _processes()
-        # Submitted calls: their numbers, those that wait for each process, and those that cannot be sent.
+        # Submitted calls: their numbers, those that wait for any process, and those that cannot be sent.
         self._tickets, self._submitted = count(), 0
-        self._queues: list[deque[tuple[int, bytes]]] = [deque() for _ in range(n)]
+        self._queue: deque[tuple[int, bytes]] = deque()
         self._failed: dict[int, CallError] = {}
+        self.about: dict[str, Any] = {}
         try:
-            for _ in range(n):
-                self._workers.append(self._started())
-            # The place of a process stands for that of a call.
-            self.about: dict[str, Any] = self._compute([self._setup] * n, is_setup=True)[0]
-        except CallError as error:
+            for place in range(n):
+                self._start(place)
+            self._collect(wait=True, replaces=False)
+        except ChildProcessError as error:
             self.close()
-            raise ValueError(f"{what}: {error.reason} before the first call") from None
+            raise ValueError(str(error)) from None
         except BaseException:
             self.close()
             raise
 
     def map(self, calls: Sequence[tuple[Any, ...]]) -> list[Any]:
-        """The values of function(*call), in order.
+        """The values of function(*call), in order. Nothing else may have been submitted.
 
         Raises CallError for the first call without one. The executor is closed then.
         """
-        self._lines = 0
+        answers: dict[int, Any] = {}
         try:
-            values = self._compute([_pickled(i, call) for i, call in enumerate(calls)])
+            tickets = [self.submit(call) for call in calls]
+            for index, ticket in enumerate(tickets):
+                while ticket not in answers:
+                    answers |= self._collect(wait=True, replaces=False)
+                if isinstance(error := answers[ticket], CallError):
+                    raise CallError(index, error.reason, error.line, error.timed_out)
         except BaseException:
             self.close()
-            raise
-        finally:
             self._read_output()
-        return values
+            raise
+        return [answers[ticket] for ticket in tickets]
 
     def attempt(self, calls: Sequence[tuple[Any, ...]], homes: Sequence[int]) -> list[Any]:
         """For each call the value of function(*call), or its CallError. Nothing else may have been submitted.
@@ -139,11 +144,11 @@ class Executor:
             answers |= self.collect(wait=True)
         return [answers[ticket] for ticket in tickets]
 
-    def submit(self, call: tuple[Any, ...], home: int) -> int:
+    def submit(self, call: tuple[Any, ...], home: int | None = None) -> int:
         """Begin function(*call), which `collect` gives the value of. Returns the number of the call.
 
-        home: the process that computes it, 0 to n - 1; what it keeps from earlier calls stays there. A
-        process that a call ended, or that was too slow, is made anew.
+        home: the process that computes it, 0 to n - 1; what it keeps from earlier calls stays there. None is
+        any. A process that a call ended, or that was too slow, is made anew.
         """
         if not self._submitted:
             self._lines = 0
@@ -152,7 +157,8 @@ class Executor:
         if isinstance(message, CallError):
             self._failed[ticket] = message
         else:
-            self._queues[home].append((ticket, message))
+            queue = self._queue if home is None else self._workers[home].queue
+            queue.append((ticket, message))
             self._send_queued()
         return ticket
 
@@ -161,17 +167,28 @@ class Executor:
 
         wait: for one at least, if any call has not ended.
         """
+        return self._collect(wait, replaces=True)
+
+    def _collect(self, wait: bool, replaces: bool) -> dict[int, Any]:
+        """See collect. replaces: whether a process that has ended, or was too slow, is made anew."""
         answers, self._failed = dict(self._failed), {}
         while self._send_queued():
             for worker, answer in self._answers(wait and not answers):
                 ticket, worker.call = worker.call, None
-                failed = _failure(ticket, answer, is_setup=ticket == _SETUP)
-                if ticket not in (None, _SETUP):
+                failed = _failure(ticket, answer)
+                if ticket == _SETUP:
+                    if failed:
+                        raise ChildProcessError(f"{self._what}: {failed.reason} before its first call")
+                    self.about = answer["value"]
+                elif ticket is not None:
                     answers[ticket] = failed or answer.get("value")
-                elif failed and ticket == _SETUP:
-                    raise ChildProcessError(f"{self._what}: {failed.reason} before its first call")
+                elif not replaces:
+                    raise ChildProcessError(f"{self._what}: {failed.reason} between two calls")
                 if failed and not answer.get("raised"):
-                    self._replace(worker)
+                    place = self._workers.index(worker)
+                    self._retire(worker)
+                    if replaces:
+                        self._start(place, worker.queue)
             if answers or not wait:
                 break
         self._send_queued()
@@ -182,17 +199,10 @@ class Executor:
 
     def _send_queued(self) -> bool:
         """Give each idle process its next call. Returns whether any process is busy."""
-        for worker, queue in zip(self._workers, self._queues, strict=True):
-            if worker.call is None and queue:
+        for worker in self._workers:
+            if worker.call is None and (queue := worker.queue or self._queue):
                 self._send(worker, *queue.popleft())
         return any(worker.call is not None for worker in self._workers)
-
-    def _replace(self, worker: _Worker) -> None:
-        """End a process, and start one in its place."""
-        place = self._workers.index(worker)
-        self._retire(worker)
-        self._workers.insert(place, self._started())
-        self._send(self._workers[place], _SETUP, self._setup)
 
     @property
     def n(self) -> int:
@@ -216,45 +226,18 @@ class Executor:
         worker.process.close()
         os.close(worker.output)
 
-    def _started(self) -> _Worker:
+    def _start(self, place: int, queue: Sequence[tuple[int, bytes]] = ()) -> None:
+        """Start a process, which makes its function. queue: the calls that it computes then."""
         output, writer = os.pipe()
         limits = {"timeout_s": self._limits.timeout_s, "longest_bytes": _LONGEST_ANSWER_BYTES}
         process = Process(_ENTRY, writer, _ENVIRONMENT, **limits)
         os.close(writer)
         os.set_blocking(output, False)
-        worker = _Worker(process, output)
+        worker = _Worker(process, output, queue=deque(queue))
         for source in (process, process.channel, output):
             self._selector.register(source, selectors.EVENT_READ, worker)
-        return worker
-
-    def _compute(self, messages: Sequence[bytes | CallError], is_setup: bool = False) -> list[Any]:
-        """The answer to each message. The first one in their order that fails raises its CallError."""
-        answers: dict[int, Any] = {}
-        waiting, failure = deque(enumerate(messages)), None
-        while True:
-            end = failure.index if failure else len(messages)
-            for worker in self._workers:
-                if worker.call is None and waiting and waiting[0][0] < end:
-                    index, message = waiting.popleft()
-                    if isinstance(message, CallError):
-                        failure = message
-                        break
-                    self._send(worker, index, message)
-            end = failure.index if failure else end
-            if not any(w.call is not None and w.call < end for w in self._workers):
-                break
-            for worker, answer in self._answers():
-                index, worker.call = worker.call, None
-                if index is None:
-                    raise ChildProcessError(f"{self._what}: {answer['reason']} between two calls")
-                answers[index] = answer
-                failed = _failure(index, answer, is_setup)
-                if failed:
-                    self._retire(worker)
-                    failure, end = (failed, index) if index < end else (failure, end)
-        if failure:
-            raise failure
-        return [answers[i].get("value") for i in range(len(messages))]
+        self._workers.insert(place, worker)
+        self._send(worker, _SETUP, self._setup)
 
     def _send(self, worker: _Worker, index: int, message: bytes) -> None:
         worker.call, worker.deadline = index, time.monotonic() + self._limits.timeout_s
@@ -330,7 +313,7 @@ def _received(process: Process) -> dict[str, Any] | None:
     """
     channel, message = process.channel, None
     try:
-        while message is None and is_readable(channel):
+        while message is None and is_readable(channel.fileno()):
             message = channel.part()
     except ValueError as too_long:
         return {"reason": f"wrote an answer of {too_long}"}
@@ -349,8 +332,8 @@ def _received(process: Process) -> dict[str, Any] | None:
     return {"reason": "wrote into the connection of its process to the run"}
 
 
-def _failure(index: int, answer: dict[str, Any], is_setup: bool) -> CallError | None:
-    if is_setup and answer.get("refusal"):
+def _failure(index: int, answer: dict[str, Any]) -> CallError | None:
+    if index == _SETUP and answer.get("refusal"):
         raise ValueError(answer["refusal"])
     if "reason" in answer:
         place, timed_out = str(answer.get("place", "")), answer.get("timed_out") is True

@@ -96,15 +96,12 @@ class ShardWork:
     def __call__(
         self, decoder: Decoder, shards: Sequence[Shard | None], buffers: Buffers
     ) -> list[list[Scored] | None]:
-        """See shard_gradients."""
         return shard_gradients(decoder, shards, buffers, self)
 
     def has_gradient(self, shard: Shard) -> bool:
-        """See has_gradient."""
         return has_gradient(shard, self.loss)
 
     def one_pass(self, model: CausalLM, shard: Shard, backward: bool) -> list[Scored]:
-        """See shard_in_one_pass."""
         return shard_in_one_pass(model, shard, self, backward)
 
 

@@ -124,8 +124,8 @@ class CellRun:
         with open_input(self.log) as log:
             log.seek(self._log_begins_at)
             lines = log.read().decode(errors="replace").splitlines()
-        said = [line.removeprefix("zerokl: ") for line in lines if line.startswith("zerokl: ")]
-        return one_line(said[-1]) if said else ""
+        words = [line.removeprefix("zerokl: ") for line in lines if line.startswith("zerokl: ")]
+        return one_line(words[-1]) if words else ""
 
     def _read_metrics(self) -> None:
         """Count the steps that were written since, and read the rewards."""

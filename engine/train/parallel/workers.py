@@ -218,12 +218,10 @@ class ParallelSampler:
         return self.workers.host.sampler.samples_at_once * self.workers.n
 
     def sync_weights(self, version: int) -> None:
-        """See Sampler."""
         self._parts.forget()
         self.workers.map(_sync_weights, [version] * self.workers.n)
 
     def end_turns(self) -> None:
-        """See Sampler."""
         if self._parts.forget():
             self.workers.map(_end_turns, [None] * self.workers.n)
 
@@ -231,7 +229,6 @@ class ParallelSampler:
         """Do nothing: the owner of the workers closes them."""
 
     def generate(self, requests: Sequence[Request]) -> list[Completion]:
-        """See Sampler, NativeSampler.generate."""
         config = self.workers.host.decoder.config
         check_requests(requests, config.max_positions, config.vocab_size)
         parts = self._parts.cut(requests)
@@ -241,8 +238,7 @@ class ParallelSampler:
         return in_order(parts, [drawn.completions for drawn in outcomes])
 
     def serve(self, source: RequestSource) -> None:
-        """See ContinuousSampler. Several workers draw in waves."""
-        if self.workers.n > 1:
+        if self.workers.n > 1:  # several workers draw in waves
             serve_in_waves(self, source)
             return
         sampler = self.workers.host.sampler
