@@ -5,6 +5,7 @@ import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeVar
 
 import torch
@@ -83,34 +84,29 @@ def attempt(work: Callable[[Host, X], Y], host: Host, item: X) -> Y | Failure:
         return Failure(error)
 
 
-@dataclass(frozen=True)
-class _Start:
-    """What another worker makes its Host from. trained: the layout of what is trained (see ShardSum)."""
-
-    share: Share
-    layout: Layout
-    dtype: torch.dtype
-    numerics: Numerics
-    recompute: bool
-    trained: FlatLayout
-    weights: Handle
-    root: Handle
-    adapters: Handle | None
-
-    def host(self) -> Host:
-        """The worker's, in its process."""
-        torch.set_num_threads(self.share.threads)
-        flat, adapters = map_tensor(self.weights, self.layout.numel, self.dtype), None
-        decoder = Decoder(self.layout.config, flat, self.layout, self.numerics, self.recompute)
-        if self.adapters is not None:
-            memory = map_tensor(self.adapters, self.trained.numel, torch.float32)
-            adapters = TrainedAdapters(self.trained, memory)
-        root = map_tensor(self.root, self.trained.trained_numel, torch.float32)
-        return Host(decoder, self.share, root, adapters=adapters)
+def _host(
+    share: Share,
+    layout: Layout,
+    dtype: torch.dtype,
+    numerics: Numerics,
+    recompute: bool,
+    trained: FlatLayout,
+    weights: Handle,
+    root: Handle,
+    adapters: Handle | None,
+) -> Host:
+    """That of another worker, in its process. trained: the layout of what is trained (see ShardSum)."""
+    torch.set_num_threads(share.threads)
+    flat, trained_adapters = map_tensor(weights, layout.numel, dtype), None
+    decoder = Decoder(layout.config, flat, layout, numerics, recompute)
+    if adapters is not None:
+        trained_adapters = TrainedAdapters(trained, map_tensor(adapters, trained.numel, torch.float32))
+    shared_root = map_tensor(root, trained.trained_numel, torch.float32)
+    return Host(decoder, share, shared_root, adapters=trained_adapters)
 
 
 class OtherWorker:
-    """One of the other workers, as the caller sees it. trained: see _Start."""
+    """One of the other workers, as the caller sees it. trained: see _host."""
 
     def __init__(
         self,
@@ -126,7 +122,8 @@ class OtherWorker:
         fds = [shared.fd for shared in (weights, root, adapters) if shared is not None]
         self._process = Process("zerokl.engine.train.parallel.worker:serve", fds=fds)
         self.send(
-            _Start(
+            partial(
+                _host,
                 share,
                 decoder.layout,
                 decoder.dtype,
@@ -164,7 +161,7 @@ class OtherWorker:
 def serve(channel: Channel) -> None:
     """What the process of another worker runs: it answers until the caller closes the channel."""
     with suppress(EOFError, BrokenPipeError):  # the caller has ended, so nobody waits for an answer
-        host = pickle.loads(channel.receive()).host()
+        host = pickle.loads(channel.receive())()
         while True:
             work, item = pickle.loads(channel.receive())
             channel.send(_pickled(attempt(work, host, item)))
