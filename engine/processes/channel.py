@@ -3,11 +3,11 @@
 multiprocessing's Connection waits for a whole message. Code of the user's may begin one and not end it.
 """
 
+import os
 import select
 import socket
-from contextlib import suppress
 
-_LENGTH_BYTES, _READ_BYTES = 8, 1 << 20
+_LENGTH_BYTES, _READ_BYTES = 8, 1 << 16
 
 
 def is_readable(descriptor: int) -> bool:
@@ -20,14 +20,19 @@ def is_readable(descriptor: int) -> bool:
 class Channel:
     """One of the two ends of a channel.
 
-    timeout_s: no call waits longer; None is for ever. longest_bytes: of a message to this end; None is any.
+    timeout_s: no message to the other end waits longer; None is for ever. longest_bytes: of a message to this
+    end; None is any. reads_ahead: whether bytes after a message may be read with it.
     """
 
     def __init__(
-        self, connection: socket.socket, timeout_s: float | None = None, longest_bytes: int | None = None
+        self,
+        connection: socket.socket,
+        timeout_s: float | None = None,
+        longest_bytes: int | None = None,
+        reads_ahead: bool = True,
     ):
-        self._socket, self._longest_bytes = connection, longest_bytes
-        self._begun, self._length = bytearray(), None
+        self._socket, self._longest_bytes, self._reads_ahead = connection, longest_bytes, reads_ahead
+        self._arrived = bytearray()
         connection.settimeout(timeout_s)
 
     def fileno(self) -> int:
@@ -45,34 +50,41 @@ class Channel:
         return message
 
     def part(self) -> bytes | None:
-        """Read some of a message, and nothing after it. Returns the message once it is whole.
+        """The next message; or where it has not arrived as a whole, read some of it, and return None.
 
         Raises EOFError where the other end was closed, and ValueError for a message that is too long.
         """
-        wanted = _LENGTH_BYTES if self._length is None else self._length
-        try:
-            arrived = self._socket.recv(min(wanted - len(self._begun), _READ_BYTES))
-        except OSError:
-            arrived = b""
-        if not arrived:
-            raise EOFError
-        self._begun += arrived
-        if len(self._begun) < wanted:
-            return None
-        whole, self._begun = bytes(self._begun), bytearray()
-        if self._length is not None:
-            self._length = None
-            return whole
-        self._length = int.from_bytes(whole, "big")
-        if self._longest_bytes is not None and self._length > self._longest_bytes:
-            raise ValueError(f"{self._length:,} bytes; {self._longest_bytes:,} at most")
-        return None
+        missing = self._missing()
+        if missing > 0:
+            try:
+                arrived = os.read(self.fileno(), max(missing, _READ_BYTES) if self._reads_ahead else missing)
+            except ConnectionResetError:
+                arrived = b""
+            if not arrived:
+                raise EOFError
+            self._arrived += arrived
+            if self._missing() > 0:
+                return None
+        end = _LENGTH_BYTES + self._length()
+        message, self._arrived = bytes(self._arrived[_LENGTH_BYTES:end]), self._arrived[end:]
+        return message
 
-    def has_bytes(self) -> bool:
-        """Whether some of a message has arrived."""
-        with suppress(ConnectionResetError):
-            return is_readable(self.fileno()) and bool(self._socket.recv(1, socket.MSG_PEEK))
-        return False
+    def _length(self) -> int:
+        return int.from_bytes(self._arrived[:_LENGTH_BYTES], "big")
+
+    def _missing(self) -> int:
+        """The bytes that the next message lacks, those of its length first."""
+        if len(self._arrived) < _LENGTH_BYTES:
+            return _LENGTH_BYTES - len(self._arrived)
+        length = self._length()
+        if self._longest_bytes is not None and length > self._longest_bytes:
+            raise ValueError(f"{length:,} bytes; {self._longest_bytes:,} at most")
+        return _LENGTH_BYTES + length - len(self._arrived)
+
+    @property
+    def has_more(self) -> bool:
+        """Whether bytes were read after the last message."""
+        return bool(self._arrived)
 
     def close(self) -> None:
         """The other end receives no more."""

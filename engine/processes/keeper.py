@@ -69,7 +69,7 @@ def serve_forks(fd: int, preload: str) -> None:
     _call(preload)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the owner sees by the leash that a keeper has ended
     with socket.socket(fileno=fd) as connection:
-        channel, keeper = Channel(connection), -1
+        channel, keeper = Channel(connection, reads_ahead=False), -1
         while keeper:
             try:
                 _, fds, _, _ = socket.recv_fds(connection, 1, 3)

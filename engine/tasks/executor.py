@@ -19,7 +19,6 @@ from itertools import count
 from typing import Any
 
 from ...files.reading import one_line
-from ..processes.channel import is_readable
 from ..processes.process import Process
 from .serve import Setup
 
@@ -311,10 +310,8 @@ def _received(process: Process) -> dict[str, Any] | None:
 
     What is there is read, and nothing is waited for: a user's code may write to the channel.
     """
-    channel, message = process.channel, None
     try:
-        while message is None and is_readable(channel.fileno()):
-            message = channel.part()
+        message = process.channel.part()
     except ValueError as too_long:
         return {"reason": f"wrote an answer of {too_long}"}
     except EOFError:
@@ -327,7 +324,7 @@ def _received(process: Process) -> dict[str, Any] | None:
         return None
     with suppress(ValueError, RecursionError):
         answer = json.loads(message)
-        if isinstance(answer, dict) and not channel.has_bytes():
+        if isinstance(answer, dict) and not process.channel.has_more:
             return answer
     return {"reason": "wrote into the connection of its process to the run"}
 

@@ -142,15 +142,15 @@ def test_neither_a_process_nor_what_it_has_started_outlives_a_killed_owner(way, 
         time.sleep(0.02)
 
 
-def test_a_channel_reads_one_message_and_refuses_one_that_is_too_long():
+def test_a_channel_gives_one_message_at_a_time_and_refuses_one_that_is_too_long():
     ends = socket.socketpair()
     reader, writer = Channel(ends[0], longest_bytes=5), Channel(ends[1])
     writer.send(b"one")
     writer.send(b"three")
     assert reader.receive() == b"one"
-    assert reader.has_bytes()
+    assert reader.has_more
     assert reader.receive() == b"three"
-    assert not reader.has_bytes()
+    assert not reader.has_more
     writer.send(b"longer")
     with pytest.raises(ValueError, match="6 bytes; 5 at most"):
         reader.receive()
