@@ -4,7 +4,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from ..tasks.rewards import RewardSettings
+from ..tasks.base import RewardSettings
 from .section import WHERE_SET, Section, free, setting
 
 _LIMIT = free("decides whether a run stops, not what it computes")

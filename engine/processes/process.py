@@ -1,193 +1,183 @@
-"""Other Python processes of a run: how they are started, and how all that they started ends with them.
+"""The one way in which a run starts Python processes: rewards, environments, workers, cells of an ablation.
+
+A process runs a function of ours and has a channel to it. It sets its limits itself, before it runs code of
+others. It leaves nothing behind, however it or its owner ends.
+
+No pool of a library does that. A pool of multiprocessing's, or loky's, imports the caller's script again in
+each process. None that we know ends what a call has started in its turn, or says of what a process died.
+
+Programs that are not ours begin elsewhere: the model's, which is confined first (tasks/run_python.py), and
+tools that end by themselves, such as a compiler.
 
 Nothing here loads torch or numpy, so a process that needs neither starts in a few hundredths of a second.
 """
 
-import ctypes
+import json
 import os
-import select
 import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from importlib import import_module
-from pathlib import Path
+from dataclasses import dataclass
 
-# Options of prctl (linux/prctl.h).
-_SET_PDEATHSIG, _SET_CHILD_SUBREAPER = 1, 36
+from .channel import Channel, is_readable
+
 # How long a process that was told to end may take, in seconds. It then is killed.
 _END_S = 5.0
 
 
-def ending(code: int) -> str:
-    """How a process ended, in words, from its exit code."""
-    if code >= 0:
-        return f"ended with exit code {code}"
-    hint = "; this is how Linux ends a process when memory runs out" if code == -signal.SIGKILL else ""
-    return f"was killed by {signal.Signals(-code).name}{hint}"
+@dataclass(frozen=True)
+class Ending:
+    """How a process ended. pid: 0 where none has begun. code: its exit code, -N for signal N."""
+
+    pid: int
+    code: int
+
+    def __str__(self) -> str:
+        if self.code >= 0:
+            return f"ended with exit code {self.code}"
+        name = signal.Signals(-self.code).name
+        hint = "; this is how Linux ends a process when memory runs out" if name == "SIGKILL" else ""
+        return f"was killed by {name}{hint}"
 
 
-def start_python(
-    code: str,
-    *words: str,
-    fds: Sequence[int],
-    stdin: int | None = None,
-    output: int | None = None,
-    env: dict[str, str] | None = None,
-    session: bool = False,
-) -> subprocess.Popen:
-    """A Python process that runs `code`, with the modules of this process and the file descriptors `fds`.
+class Process:
+    """A Python process that runs a function. It sees no Ctrl-C, unless the function accepts interrupts.
 
-    output: the descriptor that stdout and stderr go to. env: variables beside this process's own. session:
-    it has a session of its own, so Ctrl-C at the terminal does not reach it.
+    Between it and this process stands a keeper (see keeper.keep). The keeper ends everything below it when
+    the function has ended, when `close` is called, and when this process has ended in any way.
 
-    It is not a fork, because OpenMP does not survive one. It is not started by multiprocessing, because this
-    would run the caller's script again.
-    """
-    path = os.pathsep.join(os.path.abspath(p) for p in sys.path)
-    return subprocess.Popen(
-        [sys.executable, "-P", "-c", code, *words],
-        pass_fds=fds,
-        env=os.environ | {"PYTHONPATH": path} | (env or {}),
-        stdin=stdin,
-        stdout=output,
-        stderr=output,
-        start_new_session=session,
-    )
-
-
-class KeptProcess:
-    """A process that runs a function, and that leaves nothing behind: no child of a child outlives it.
-
-    Between this process and the one that runs the function stands a keeper (see `keep`). It ends everything
-    below it when the function's process has ended, when `close` is called, and when this process has ended
-    in any way.
+    channel: to the function, which is called with the other end.
     """
 
-    def __init__(self, entry: str, fd: int, output: int, env: dict[str, str]):
-        """entry: `module:function` of zerokl, called with the file descriptor `fd`.
+    def __init__(
+        self,
+        entry: str,
+        output: int | None = None,
+        env: Mapping[str, str] | None = None,
+        fds: Sequence[int] = (),
+        forks: "ForkServer | None" = None,
+        timeout_s: float | None = None,
+        longest_bytes: int | None = None,
+    ):
+        """entry: `module:function` of zerokl, called with a Channel.
 
-        output: the descriptor that stdout and stderr of the process go to. env: variables beside this
-        process's own.
+        output: the descriptor that stdout and stderr go to. env: variables beside this process's own. fds:
+        descriptors that it inherits. forks: starts it, without `fds`. timeout_s, longest_bytes: see Channel.
         """
-        self._leash, keepers_end = socket.socketpair()
-        with keepers_end:
-            leash = keepers_end.fileno()
-            code = f"from zerokl.engine.processes.process import keep; keep({leash}, {entry!r}, {fd})"
-            self._keeper = start_python(
-                code, fds=[leash, fd], stdin=subprocess.DEVNULL, output=output, env=env, session=True
-            )
+        self._leash, keepers_leash = socket.socketpair()
+        connection, functions_end = socket.socketpair()
+        self.channel = Channel(connection, timeout_s, longest_bytes)
+        self._is_fork, self._ending = forks is not None, None
+        with keepers_leash, functions_end:
+            ends = [keepers_leash.fileno(), functions_end.fileno(), *fds]
+            start = forks.start_keeper if forks else _start_keeper
+            self._starter = start(entry, ends, output, _environment(env or {}))
 
     def fileno(self) -> int:
         """A descriptor that is readable once the process has ended."""
         return self._leash.fileno()
 
-    def exit_code(self) -> int:
-        """The exit code of the process, once it has ended: -N for signal N."""
+    def ending(self, wait: bool = True) -> Ending | None:
+        """How the process ended; None while it runs. wait: until it has ended."""
+        if self._ending is None and (wait or is_readable(self.fileno())):
+            try:
+                pid_and_code = self._leash.recv(64).split()
+            except ConnectionResetError:
+                pid_and_code = []
+            self._ending = Ending(*map(int, pid_and_code or (0, self._code_of_the_starter())))
+        return self._ending
+
+    def _code_of_the_starter(self) -> int:
+        """How the keeper was ended, or the process that should have forked it."""
         try:
-            word = self._leash.recv(16)
-        except ConnectionResetError:
-            word = b""
-        return int(word) if word else self._keeper.wait()
+            return self._starter.wait(_END_S)
+        except subprocess.TimeoutExpired:
+            return -signal.SIGKILL
+
+    def interrupt(self) -> None:
+        """Send the function what Ctrl-C sends."""
+        with suppress(OSError):
+            self._leash.send(b"i")
 
     def close(self) -> None:
         """End the process, and all that it has started."""
+        self.channel.close()
         with suppress(OSError):
-            self._leash.shutdown(socket.SHUT_RDWR)  # a fork of this process may hold the socket open
+            self._leash.shutdown(socket.SHUT_WR)  # a fork of this process may hold the socket open
+            self._leash.settimeout(_END_S)
+            while self._leash.recv(64):
+                pass
         self._leash.close()
-        try:
-            self._keeper.wait(_END_S)
-        except subprocess.TimeoutExpired:
-            self._keeper.kill()
-            self._keeper.wait()
+        if not self._is_fork:
+            self._starter.kill()
+            self._starter.wait()
 
 
-def keep(leash: int, entry: str, fd: int) -> None:
-    """What the keeper runs: a child that calls `entry`, until this child ends or the leash is let go.
+class ForkServer:
+    """A process that does imports once, and forks for each Process that is started with it.
 
-    On Linux, processes below the child whose parents end become children of the keeper. So it finds all of
-    them. Elsewhere it ends the child's process group.
+    OpenMP does not survive a fork, and neither does CUDA. So the imports must compute nothing and ask for no
+    GPU; both begin anew in a fork. Forks share nothing else.
     """
-    wake, writer = wake_at_the_end_of_a_child()
-    _prctl(_SET_CHILD_SUBREAPER, 1)
-    child = os.fork()
-    if child == 0:
-        end_wakes(wake, writer)
-        os.close(leash)
-        os.setpgid(0, 0)  # a kill of its own group does not reach the keeper
-        _prctl(_SET_PDEATHSIG, signal.SIGKILL)
-        return _function(entry)(fd)
-    os.close(fd)
-    code = None
-    while code is None:
-        readable, _, _ = select.select([leash, wake], [], [])
-        if leash in readable:
-            break
-        os.read(wake, 4096)
-        code = dict(ended_children()).get(child)
-    _kill_all_below(child)
-    if code is not None:
-        with suppress(OSError), socket.socket(fileno=leash) as connection:
-            connection.send(b"%d" % code)
-    os._exit(0)
+
+    def __init__(self, preload: str):
+        """preload: `module:function` of zerokl that does the imports."""
+        self._connection, servers_end = socket.socketpair()
+        self._channel = Channel(self._connection)
+        with servers_end:
+            fd = servers_end.fileno()
+            code = f"from zerokl.engine.processes.keeper import serve_forks; serve_forks({fd}, {preload!r})"
+            self._server = _start_python(code, [fd], None, _environment({}))
+
+    def start_keeper(
+        self, entry: str, fds: Sequence[int], output: int, env: Mapping[str, str]
+    ) -> subprocess.Popen:
+        """See Process. Returns the process that forks. Where it has ended, nothing is started."""
+        with suppress(BrokenPipeError, ConnectionResetError):
+            socket.send_fds(self._connection, [b"k"], [*fds, output])
+            self._channel.send(json.dumps([entry, dict(env)]).encode())
+        return self._server
+
+    def close(self) -> None:
+        """End the process that forks. What it has started goes on."""
+        self._channel.close()
+        self._server.wait()
 
 
-def _function(entry: str) -> Callable[[int], None]:
-    module, _, name = entry.partition(":")
-    return getattr(import_module(module), name)
+def _start_keeper(
+    entry: str, fds: Sequence[int], output: int | None, env: Mapping[str, str]
+) -> subprocess.Popen:
+    code = f"from zerokl.engine.processes.keeper import keep; keep({entry!r}, {[*fds]})"
+    return _start_python(code, fds, output, env)
 
 
-def _prctl(option: int, value: int) -> None:
-    """Set an option of this process. Only Linux has it."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
+def _start_python(
+    code: str, fds: Sequence[int], output: int | None, env: Mapping[str, str]
+) -> subprocess.Popen:
+    """A Python process that runs `code`, with the file descriptors `fds`, in a session of its own.
 
-
-def wake_at_the_end_of_a_child() -> tuple[int, int]:
-    """Two descriptors: one that is readable once a child of this process has ended, and its writing end."""
-    wake, writer = os.pipe()
-    os.set_blocking(writer, False)
-    signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
-    signal.signal(signal.SIGCHLD, lambda *_: None)
-    return wake, writer
-
-
-def end_wakes(wake: int, writer: int) -> None:
-    """In a fork of a process that has these descriptors: let go of them.
-
-    `signal` need not know the writer any more: from Python 3.12 on, asyncio unsets it in every fork.
+    Ctrl-C is blocked in it from its first instruction on; this process alone decides what it means, and sees
+    one of this time afterwards. It is not a fork, because OpenMP does not survive one.
     """
-    signal.set_wakeup_fd(-1)
-    os.close(writer)
-    os.close(wake)
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-
-
-def ended_children() -> Iterator[tuple[int, int]]:
-    """Process and exit code of each child that has ended."""
-    with suppress(ChildProcessError):
-        while (ended := os.waitpid(-1, os.WNOHANG))[0]:
-            yield ended[0], os.waitstatus_to_exitcode(ended[1])
-
-
-def _kill_all_below(child: int) -> None:
-    """End every process below the keeper. child: whose process group is ended first."""
-    with suppress(ProcessLookupError, PermissionError):
-        os.killpg(child, signal.SIGKILL)
-    with suppress(ChildProcessError):
-        while True:
-            for pid in _children():
-                with suppress(ProcessLookupError, PermissionError):
-                    os.kill(pid, signal.SIGKILL)
-            os.waitpid(-1, 0)
-
-
-def _children() -> list[int]:
-    """This process's children; none where the kernel does not list them."""
-    pid = os.getpid()
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
-        return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-    except OSError:
-        return []
+        return subprocess.Popen(
+            [sys.executable, "-P", "-c", code],
+            pass_fds=fds,
+            env=env,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            start_new_session=True,
+        )
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+
+def _environment(variables: Mapping[str, str]) -> dict[str, str]:
+    """The variables of this process, with its modules, and `variables`."""
+    path = os.pathsep.join(os.path.abspath(p) for p in sys.path)
+    return {**os.environ, "PYTHONPATH": path, **variables}

@@ -22,7 +22,7 @@ import numpy as np
 from ...kernels.sampling_params import SamplingParams
 from ..tasks.base import Problem
 from ..tasks.tokenizer import Tokenizer
-from .episodes import Episodes
+from .episodes import Checked, Episodes, longest
 from .scoring import ScoringSampler
 from .types import Completion, GenerationParams, RngKey, Rollout, complete
 
@@ -37,8 +37,7 @@ class GivenAnswers(NamedTuple):
 class AnswerPlayer:
     """Draws reasonings, and rewards each with the probability of its problem's answer after it.
 
-    chat: see Tokenizer.encode. answer_tokens: the most that a prefix and an answer of the problems that were
-    checked have together. Raises ValueError for a prefix without tokens.
+    chat: see Tokenizer.encode. Raises ValueError for a prefix without tokens.
     """
 
     players, binary = 1, False
@@ -46,11 +45,10 @@ class AnswerPlayer:
     def __init__(self, tokenizer: Tokenizer, chat: bool, answers: GivenAnswers):
         self._tokenizer, self._chat, self._answers = tokenizer, chat, answers
         self._prefix = tokenizer.encode_completion(answers.prefix)
-        self.answer_tokens = 0
 
-    def check(self, problems: Sequence[Problem], max_tokens: int, context: int) -> list[list[int]]:
-        """See EpisodePlayer. max_tokens: of a reasoning."""
-        prompt_ids = []
+    def check(self, problems: Sequence[Problem], max_tokens: int, context: int) -> Checked:
+        """max_tokens: of a reasoning."""
+        prompt_ids, answer_tokens = [], 0
         for problem in problems:
             prompt, answer = self._prompt(problem), self._answer(problem)
             given = len(self._prefix) + len(answer)
@@ -61,8 +59,9 @@ class AnswerPlayer:
                     f"({context}); shorten it or lower sampling.max_tokens"
                 )
             prompt_ids.append(prompt)
-            self.answer_tokens = max(self.answer_tokens, given)
-        return prompt_ids
+            answer_tokens = max(answer_tokens, given)
+        prompt_tokens = longest(prompt_ids)
+        return Checked(prompt_ids, prompt_tokens, max_tokens, prompt_tokens + max_tokens + answer_tokens)
 
     def play(
         self,
@@ -71,7 +70,7 @@ class AnswerPlayer:
         generation_params: GenerationParams,
         rng_key: RngKey,
     ) -> Episodes:
-        """See EpisodePlayer. The rewards are R = pi(answer | prompt, reasoning)."""
+        """The rewards are R = pi(answer | prompt, reasoning)."""
         G, stop_ids = generation_params.num_generations, generation_params.stop_ids | {self._prefix[0]}
         prompts = [self._prompt(problem) for problem in problems]
         reasonings = complete(sampler, prompts, replace(generation_params, stop_ids=stop_ids), rng_key)

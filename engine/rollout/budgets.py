@@ -19,7 +19,7 @@ from ..config.budget_cuts import Cuts
 from ..tasks.base import Problem
 from ..tasks.rewards import Reward
 from ..tasks.tokenizer import Tokenizer
-from .episodes import CompletionPlayer, Episodes
+from .episodes import Checked, CompletionPlayer, Episodes, longest
 from .stopwatch import Stopwatch
 from .types import (
     DrawParams,
@@ -48,8 +48,8 @@ class DrawnAnswers(NamedTuple):
 class BudgetPlayer(CompletionPlayer):
     """Draws reasonings and answers, and rewards the answers. Episodes.cuts says which is which.
 
-    chat: see Tokenizer.encode. stopwatch: measures the rewards; None where nobody asks. answer_tokens: the
-    most that the prefix and an answer have together. Raises ValueError for a prefix without tokens.
+    chat: see Tokenizer.encode. stopwatch: measures the rewards; None where nobody asks. Raises ValueError for
+    a prefix without tokens.
     """
 
     def __init__(
@@ -63,26 +63,27 @@ class BudgetPlayer(CompletionPlayer):
         super().__init__(tokenizer, reward, chat, stopwatch)
         self._answers = answers
         self._prefix = tokenizer.encode_completion(answers.prefix)
-        self.answer_tokens = len(self._prefix) + answers.max_tokens
+        self._answer_tokens = len(self._prefix) + answers.max_tokens
 
     @property
     def reasoning_ends(self) -> frozenset[int]:
         """The tokens that end a reasoning beside the stop tokens."""
         return frozenset(self._prefix[:1])
 
-    def check(self, problems: Sequence[Problem], max_tokens: int, context: int) -> list[list[int]]:
-        """See EpisodePlayer. max_tokens: of a reasoning."""
+    def check(self, problems: Sequence[Problem], max_tokens: int, context: int) -> Checked:
+        """max_tokens: of a reasoning, which is part of an answer's prompt."""
         self.reward.check_answers(problems)
         prompt_ids = [self._prompt(problem) for problem in problems]
         for ids, problem in zip(prompt_ids, problems, strict=True):
-            if len(ids) + max_tokens + self.answer_tokens > context:
+            if len(ids) + max_tokens + self._answer_tokens > context:
                 raise ValueError(
                     f"task: the prompt of problem {problem.id} has {len(ids)} tokens; with a reasoning "
-                    f"(sampling.max_tokens, {max_tokens}) and {self.answer_tokens} tokens of answer prefix "
+                    f"(sampling.max_tokens, {max_tokens}) and {self._answer_tokens} tokens of answer prefix "
                     f"and answer that is more than the model's context ({context}); shorten it or lower "
                     "sampling.max_tokens"
                 )
-        return prompt_ids
+        prompt_tokens = longest(prompt_ids) + max_tokens + self._answer_tokens
+        return Checked(prompt_ids, prompt_tokens, max_tokens)
 
     def play(
         self,
@@ -91,7 +92,7 @@ class BudgetPlayer(CompletionPlayer):
         generation_params: GenerationParams,
         rng_key: RngKey,
     ) -> Episodes:
-        """See EpisodePlayer. At temperature 0 all answers of a cut are equal, and one of them is drawn."""
+        """At temperature 0 all answers of a cut are equal, and one of them is drawn."""
         cuts = self._answers.cuts(generation_params.num_generations)
         if not generation_params.sampling_params.temperature:
             cuts = cuts._replace(answers=1)
@@ -108,12 +109,12 @@ class BudgetPlayer(CompletionPlayer):
         with self._one_at_a_time:
             texts = [[self._texts(part) for part in group] for group in groups]
             with self._station("time/reward_s"):
-                of_answers = self.reward.values(problems, [of_answers for _, of_answers in texts])
+                rewards = self.reward.values(problems, [answered for _, answered in texts])
         return Episodes(
             list(problems),
             [rollout for group in groups for part in group for rollout in part],
-            [thoughts + of_answers for thoughts, of_answers in texts],
-            cuts.with_reasonings(of_answers),
+            [thoughts + answered for thoughts, answered in texts],
+            cuts.with_reasonings(rewards),
             self.binary,
             cuts=cuts,
         )

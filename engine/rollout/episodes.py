@@ -72,8 +72,8 @@ class Episodes:
         """The mean reward of the answers after each budget of tokens; empty where no reasoning was cut."""
         if self.cuts is None:
             return {}
-        of_budgets = self.cuts.at_budgets(self.rewards).reshape(-1, len(self.cuts.budgets)).T.tolist()
-        means = [math.fsum(rewards) / len(rewards) for rewards in of_budgets]
+        by_budget = self.cuts.at_budgets(self.rewards).reshape(-1, len(self.cuts.budgets)).T.tolist()
+        means = [math.fsum(rewards) / len(rewards) for rewards in by_budget]
         return dict(zip(self.cuts.budgets, means, strict=True))
 
     @property
@@ -120,14 +120,33 @@ def is_trained(rollout: Rollout) -> bool:
     return bool(len(rollout.logprobs)) and rollout.finish not in VOID
 
 
+@dataclass(frozen=True)
+class Checked:
+    """Problems that can be worked on, and how many tokens their rollouts have at most.
+
+    prompt_ids: of each problem; empty where only an environment knows it. prompt_tokens: of what is
+    continued. max_tokens: drawn. trajectory_tokens: of all; 0 where that is one prompt and one completion.
+    """
+
+    prompt_ids: list[list[int]]
+    prompt_tokens: int
+    max_tokens: int
+    trajectory_tokens: int = 0
+
+
+def longest(sequences: Sequence[Sequence[int]]) -> int:
+    """The tokens of the longest; 0 where there is none."""
+    return max(map(len, sequences), default=0)
+
+
 class EpisodePlayer(Protocol):
     """Whoever plays the episodes of a run. players: prompts that each problem has, one for each player."""
 
     players: int
     binary: bool
 
-    def check(self, problems: Sequence[Problem], max_tokens: int, context: int) -> list[list[int]]:
-        """The prompt of each problem, as far as it is known before it is played.
+    def check(self, problems: Sequence[Problem], max_tokens: int, context: int) -> Checked:
+        """The prompts, as far as they are known before they are played, and how long rollouts get.
 
         max_tokens: of a completion. Raises ValueError for a problem that cannot be worked on: an answer that
         the reward cannot read, or a prompt that leaves no room in the context.
@@ -165,7 +184,7 @@ class CompletionPlayer:
         """Whether every reward is 0 or 1."""
         return self.reward.binary
 
-    def check(self, problems: Sequence[Problem], max_tokens: int, context: int) -> list[list[int]]:
+    def check(self, problems: Sequence[Problem], max_tokens: int, context: int) -> Checked:
         self.reward.check_answers(problems)
         prompt_ids = [self._prompt(problem) for problem in problems]
         for ids, problem in zip(prompt_ids, problems, strict=True):
@@ -175,7 +194,7 @@ class CompletionPlayer:
                     f"sampling.max_tokens ({max_tokens}) that is more than the model's context ({context}); "
                     "shorten it or lower sampling.max_tokens"
                 )
-        return prompt_ids
+        return Checked(prompt_ids, longest(prompt_ids), max_tokens)
 
     def play(
         self,

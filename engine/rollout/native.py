@@ -91,7 +91,6 @@ class NativeSampler:
         self.version = version
 
     def end_turns(self) -> None:
-        """See Sampler."""
         if self._memory is None:
             return
         self._memory.prefix_cache.clear()
@@ -119,7 +118,6 @@ class NativeSampler:
         return [completions.by_place[i] for i in range(len(requests))]
 
     def score(self, rollouts: Sequence[Rollout], sampling_params: SamplingParams) -> list[np.ndarray]:
-        """See ScoringSampler."""
         return score_rollouts(self.decoder, rollouts, sampling_params, _SCORED_AT_ONCE)
 
     @torch.no_grad()

@@ -16,7 +16,7 @@ from ...kernels.sampling_params import SamplingParams
 from ..tasks.base import Problem
 from ..tasks.pairs import Pair
 from ..tasks.tokenizer import Tokenizer
-from .episodes import Episodes
+from .episodes import Checked, Episodes, longest
 from .scoring import ScoringSampler
 from .types import GenerationParams, RngKey, Rollout
 
@@ -33,24 +33,24 @@ class PairPlayer:
     def __init__(self, tokenizer: Tokenizer, chat: bool):
         self._tokenizer, self._chat = tokenizer, chat
 
-    def check(self, problems: Sequence[Problem], max_tokens: int, context: int) -> list[list[int]]:
-        """See EpisodePlayer. A completion may have max_tokens tokens, its stop token included."""
+    def check(self, problems: Sequence[Problem], max_tokens: int, context: int) -> Checked:
+        """A completion may have max_tokens tokens, its stop token included."""
         prompt_ids = []
         for pair in problems:
             prompt, *completions = self._ids(pair)
             prompt_ids.append(prompt)
-            longest = max(map(len, completions))
-            if longest > max_tokens:
+            tokens = longest(completions)
+            if tokens > max_tokens:
                 raise ValueError(
-                    f"task: a completion of pair {pair.id} has {longest} tokens with its stop token, and "
+                    f"task: a completion of pair {pair.id} has {tokens} tokens with its stop token, and "
                     f"sampling.max_tokens is {max_tokens}; shorten it or raise sampling.max_tokens"
                 )
-            if len(prompt) + longest > context:
+            if len(prompt) + tokens > context:
                 raise ValueError(
-                    f"task: pair {pair.id} has {len(prompt)} + {longest} tokens, more than the model's "
+                    f"task: pair {pair.id} has {len(prompt)} + {tokens} tokens, more than the model's "
                     f"context ({context}); shorten it"
                 )
-        return prompt_ids
+        return Checked(prompt_ids, longest(prompt_ids), max_tokens)
 
     def play(
         self,
@@ -59,7 +59,7 @@ class PairPlayer:
         generation_params: GenerationParams,
         rng_key: RngKey,
     ) -> Episodes:
-        """See EpisodePlayer. G is 2: the chosen completion, then the rejected one.
+        """G is 2: the chosen completion, then the rejected one.
 
         The scores are those of the model's own softmax, at temperature 1, whatever generation_params say.
         """

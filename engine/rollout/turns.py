@@ -35,7 +35,7 @@ from ..tasks.environments import Answer, Environments, Failure, Game
 from ..tasks.rendering import Renderer, Transcript
 from ..tasks.tokenizer import Tokenizer
 from ..tasks.tool_calls import ToolCalls, parse_calls
-from .episodes import Episodes
+from .episodes import Checked, Episodes
 from .stopwatch import Stopwatch
 from .types import (
     Completion,
@@ -151,9 +151,9 @@ class TurnPlayer:
                 '"json" or "xml"'
             )
 
-    def check(self, problems: Sequence[Problem], max_tokens: int, context: int) -> list[list[int]]:
+    def check(self, problems: Sequence[Problem], max_tokens: int, context: int) -> Checked:
         """No prompt is known before its environment is played."""
-        return []
+        return Checked([], 0, self._limits.max_tokens, self._limits.context)
 
     def play(
         self,

@@ -67,7 +67,7 @@ def cut_fields(cuts: Cuts, sample: int) -> dict[str, int]:
 def _advantage(record: StepRecord, p: int, g: int, G: int) -> float | list[float | None]:
     """That of the completion; or one for each of completion_ids, where the loss gives each token its own."""
     A, i = record.advantages, p * G + g
-    return _by_place(record.episodes.rollouts[i], A[i]) if isinstance(A, list) else float(A[p, g])
+    return float(A.rows[i][0]) if A.shape else _by_place(record.episodes.rollouts[i], A.rows[i])
 
 
 def _by_place(rollout: Rollout, of_tokens: np.ndarray) -> list[float | None]:

@@ -16,8 +16,8 @@ from ...model.weights import Layout
 from ..config.compatibility import check_settings
 from ..config.run_config import Config
 from ..display.terminal import console
-from ..rollout.answers import AnswerPlayer, GivenAnswers
-from ..rollout.budgets import BudgetPlayer, DrawnAnswers
+from ..rollout.answers import GivenAnswers
+from ..rollout.budgets import DrawnAnswers
 from ..rollout.players import Judge, make_player, turn_limits
 from ..rollout.stopwatch import Stopwatch
 from ..rollout.types import check_room
@@ -77,20 +77,22 @@ def make_state(
     player = make_player(task, judge, tokenizer, limits, render, console.print, of_player, _answers(config))
     _check_players(config.prompts, player.players)
     _check_binary(config, player.binary)
-    prompt_ids = player.check(problems, max_tokens, model_config.max_positions)
-    longest = max(map(len, prompt_ids), default=0)
-    of_rollout = max_tokens if prompt_ids else limits.max_tokens
-    check_room(config.prompts * config.rollouts_per_prompt // ranks.size, of_rollout)
+    checked = player.check(problems, max_tokens, model_config.max_positions)
+    check_room(config.prompts * config.rollouts_per_prompt // ranks.size, checked.max_tokens)
     device, layout = run_device(config), model_layout(config, model_config)
     ref_model = _ref_model(config, model, model_config)
     ref_numel = Layout(ref_model[1]).numel if ref_model else 0
-    trajectory_tokens = 0 if prompt_ids else limits.context
-    if isinstance(player, AnswerPlayer):
-        trajectory_tokens = longest + max_tokens + player.answer_tokens
-    if isinstance(player, BudgetPlayer):  # an answer's prompt holds a reasoning
-        longest += max_tokens + player.answer_tokens
     own_layout, base = adapter_layout(config, layout, model)
-    shape = RunShape(config, layout, ranks.size, longest, ref_numel, trajectory_tokens, own_layout, base)
+    shape = RunShape(
+        config,
+        layout,
+        ranks.size,
+        checked.prompt_tokens,
+        ref_numel,
+        checked.trajectory_tokens,
+        own_layout,
+        base,
+    )
     sizes = fit(shape, device)
     inputs = EngineInputs(config, model, layout, own_layout, base, ranks, device, ref_model)
     if config.parallel.engine == "fsdp":
@@ -113,8 +115,8 @@ def make_state(
         player=player,
         equivalence=equivalence,
         problems=problems,
-        prompt_ids=prompt_ids,
-        max_tokens=of_rollout,
+        prompt_ids=checked.prompt_ids,
+        max_tokens=checked.max_tokens,
         stopwatch=stopwatch,
         older_weights=engine.samplers.older,
         ahead=Ahead(engine.samplers.training, config.steps) if config.pool.engine else None,

@@ -1,7 +1,8 @@
 """A task: problems with known answers, and a reward for the text of a completion."""
 
-from collections.abc import Sequence
-from typing import Protocol, runtime_checkable
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -26,6 +27,19 @@ class Task(Protocol):
     def reward(self, problem: Problem, completion: str) -> float:
         """A finite number. 1.0 means solved, 0.0 not solved. It may be `async`."""
         ...
+
+
+@dataclass(frozen=True)
+class RewardSettings:
+    """Which reward a run has, and how it is computed. TaskConfig says what each of them is."""
+
+    task: str
+    options: Mapping[str, Any]
+    directory: str
+    reward: str
+    processes: int
+    timeout_s: float
+    memory_bytes: int
 
 
 def split_problems(

@@ -26,6 +26,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 
+from ..processes.keeper import die_with_parent
 from .private_root import enter_private_root, is_allowed
 from .system_calls import PATH_ADDRESS, call_filter, is_known
 
@@ -107,6 +108,7 @@ class Confinement:
         It is for a child that has forked, and stands in `scratch`. Raises OSError where the kernel refuses
         what it has been asked to do.
         """
+        die_with_parent()
         for name in os.listdir("/proc/self/fd"):
             with suppress(OSError):  # the list itself is closed again
                 os.set_inheritable(int(name), int(name) <= 2)

@@ -11,9 +11,9 @@ from threading import Lock
 from typing import Any
 
 from ...files.reading import shown
+from .base import RewardSettings
 from .executor import CallError, Executor, Limits
 from .problem import Problem
-from .rewards import RewardSettings
 
 _MAKER = "zerokl.engine.tasks.equivalence_function:equivalence_function"
 

@@ -3,27 +3,23 @@
 Each process computes one call at a time. The order in which calls end decides nothing: a result has the place
 of its call, and of several calls that fail, the first is named.
 
-A pool of multiprocessing's would import the caller's script again in each process. None that we know ends
-what the processes have started in their turn, or says which call a process died in and of what.
+processes/process.py says why it is no pool of a library.
 """
 
 import json
 import os
 import pickle
 import selectors
-import socket
-import struct
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import count
-from multiprocessing.connection import Connection
 from typing import Any
 
 from ...files.reading import one_line
-from ..processes.process import KeptProcess, ending
+from ..processes.process import Process
 from .serve import Setup
 
 _ENTRY = "zerokl.engine.tasks.serve:serve"
@@ -70,13 +66,12 @@ class CallError(Exception):
 class _Worker:
     """A process, as the executor sees it."""
 
-    process: KeptProcess
-    connection: Connection
+    process: Process
     output: int  # the descriptor from which its stdout and stderr are read
     call: int | None = None  # the place of the call that it computes
     deadline: float = 0.0
     unfinished_line: bytes = b""
-    received: bytearray = field(default_factory=bytearray)  # the beginning of an answer
+    queue: deque[tuple[int, bytes]] = field(default_factory=deque)  # calls that only this process computes
 
 
 class Executor:
@@ -103,36 +98,40 @@ class Executor:
         memory_bytes = limits.memory_bytes or _memory_bytes() // 2
         setup = Setup(maker, arguments, memory_bytes, os.environ.get("PYTHONPATH"))
         self._setup, n = pickle.dumps(setup), n or _processes()
-        # Submitted calls: their numbers, those that wait for each process, and those that cannot be sent.
+        # Submitted calls: their numbers, those that wait for any process, and those that cannot be sent.
         self._tickets, self._submitted = count(), 0
-        self._queues: list[deque[tuple[int, bytes]]] = [deque() for _ in range(n)]
+        self._queue: deque[tuple[int, bytes]] = deque()
         self._failed: dict[int, CallError] = {}
+        self.about: dict[str, Any] = {}
         try:
-            for _ in range(n):
-                self._workers.append(self._started())
-            # The place of a process stands for that of a call.
-            self.about: dict[str, Any] = self._compute([self._setup] * n, is_setup=True)[0]
-        except CallError as error:
+            for place in range(n):
+                self._start(place)
+            self._collect(wait=True, replaces=False)
+        except ChildProcessError as error:
             self.close()
-            raise ValueError(f"{what}: {error.reason} before the first call") from None
+            raise ValueError(str(error)) from None
         except BaseException:
             self.close()
             raise
 
     def map(self, calls: Sequence[tuple[Any, ...]]) -> list[Any]:
-        """The values of function(*call), in order.
+        """The values of function(*call), in order. Nothing else may have been submitted.
 
         Raises CallError for the first call without one. The executor is closed then.
         """
-        self._lines = 0
+        answers: dict[int, Any] = {}
         try:
-            values = self._compute([_pickled(i, call) for i, call in enumerate(calls)])
+            tickets = [self.submit(call) for call in calls]
+            for index, ticket in enumerate(tickets):
+                while ticket not in answers:
+                    answers |= self._collect(wait=True, replaces=False)
+                if isinstance(error := answers[ticket], CallError):
+                    raise CallError(index, error.reason, error.line, error.timed_out)
         except BaseException:
             self.close()
-            raise
-        finally:
             self._read_output()
-        return values
+            raise
+        return [answers[ticket] for ticket in tickets]
 
     def attempt(self, calls: Sequence[tuple[Any, ...]], homes: Sequence[int]) -> list[Any]:
         """For each call the value of function(*call), or its CallError. Nothing else may have been submitted.
@@ -144,11 +143,11 @@ class Executor:
             answers |= self.collect(wait=True)
         return [answers[ticket] for ticket in tickets]
 
-    def submit(self, call: tuple[Any, ...], home: int) -> int:
+    def submit(self, call: tuple[Any, ...], home: int | None = None) -> int:
         """Begin function(*call), which `collect` gives the value of. Returns the number of the call.
 
-        home: the process that computes it, 0 to n - 1; what it keeps from earlier calls stays there. A
-        process that a call ended, or that was too slow, is made anew.
+        home: the process that computes it, 0 to n - 1; what it keeps from earlier calls stays there. None is
+        any. A process that a call ended, or that was too slow, is made anew.
         """
         if not self._submitted:
             self._lines = 0
@@ -157,7 +156,8 @@ class Executor:
         if isinstance(message, CallError):
             self._failed[ticket] = message
         else:
-            self._queues[home].append((ticket, message))
+            queue = self._queue if home is None else self._workers[home].queue
+            queue.append((ticket, message))
             self._send_queued()
         return ticket
 
@@ -166,17 +166,28 @@ class Executor:
 
         wait: for one at least, if any call has not ended.
         """
+        return self._collect(wait, replaces=True)
+
+    def _collect(self, wait: bool, replaces: bool) -> dict[int, Any]:
+        """See collect. replaces: whether a process that has ended, or was too slow, is made anew."""
         answers, self._failed = dict(self._failed), {}
         while self._send_queued():
             for worker, answer in self._answers(wait and not answers):
                 ticket, worker.call = worker.call, None
-                failed = _failure(ticket, answer, is_setup=ticket == _SETUP)
-                if ticket not in (None, _SETUP):
+                failed = _failure(ticket, answer)
+                if ticket == _SETUP:
+                    if failed:
+                        raise ChildProcessError(f"{self._what}: {failed.reason} before its first call")
+                    self.about = answer["value"]
+                elif ticket is not None:
                     answers[ticket] = failed or answer.get("value")
-                elif failed and ticket == _SETUP:
-                    raise ChildProcessError(f"{self._what}: {failed.reason} before its first call")
+                elif not replaces:
+                    raise ChildProcessError(f"{self._what}: {failed.reason} between two calls")
                 if failed and not answer.get("raised"):
-                    self._replace(worker)
+                    place = self._workers.index(worker)
+                    self._retire(worker)
+                    if replaces:
+                        self._start(place, worker.queue)
             if answers or not wait:
                 break
         self._send_queued()
@@ -187,17 +198,10 @@ class Executor:
 
     def _send_queued(self) -> bool:
         """Give each idle process its next call. Returns whether any process is busy."""
-        for worker, queue in zip(self._workers, self._queues, strict=True):
-            if worker.call is None and queue:
+        for worker in self._workers:
+            if worker.call is None and (queue := worker.queue or self._queue):
                 self._send(worker, *queue.popleft())
         return any(worker.call is not None for worker in self._workers)
-
-    def _replace(self, worker: _Worker) -> None:
-        """End a process, and start one in its place."""
-        place = self._workers.index(worker)
-        self._retire(worker)
-        self._workers.insert(place, self._started())
-        self._send(self._workers[place], _SETUP, self._setup)
 
     @property
     def n(self) -> int:
@@ -214,62 +218,31 @@ class Executor:
         """Show what a process has printed, and end it."""
         self._print(worker)
         self._say_line(worker.unfinished_line)
-        for source in (worker.process, worker.connection, worker.output):
+        for source in (worker.process, worker.process.channel, worker.output):
             if source in self._selector.get_map():
                 self._selector.unregister(source)
         self._workers.remove(worker)
-        worker.connection.close()
         worker.process.close()
         os.close(worker.output)
 
-    def _started(self) -> _Worker:
-        ours, theirs = socket.socketpair()
-        # A process that does not read holds nobody up for longer.
-        ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _timeval(self._limits.timeout_s))
+    def _start(self, place: int, queue: Sequence[tuple[int, bytes]] = ()) -> None:
+        """Start a process, which makes its function. queue: the calls that it computes then."""
         output, writer = os.pipe()
-        with theirs:
-            process = KeptProcess(_ENTRY, theirs.fileno(), writer, _ENVIRONMENT)
+        limits = {"timeout_s": self._limits.timeout_s, "longest_bytes": _LONGEST_ANSWER_BYTES}
+        process = Process(_ENTRY, writer, _ENVIRONMENT, **limits)
         os.close(writer)
         os.set_blocking(output, False)
-        worker = _Worker(process, Connection(ours.detach()), output)
-        for source in (process, worker.connection, output):
+        worker = _Worker(process, output, queue=deque(queue))
+        for source in (process, process.channel, output):
             self._selector.register(source, selectors.EVENT_READ, worker)
-        return worker
-
-    def _compute(self, messages: Sequence[bytes | CallError], is_setup: bool = False) -> list[Any]:
-        """The answer to each message. The first one in their order that fails raises its CallError."""
-        answers: dict[int, Any] = {}
-        waiting, failure = deque(enumerate(messages)), None
-        while True:
-            end = failure.index if failure else len(messages)
-            for worker in self._workers:
-                if worker.call is None and waiting and waiting[0][0] < end:
-                    index, message = waiting.popleft()
-                    if isinstance(message, CallError):
-                        failure = message
-                        break
-                    self._send(worker, index, message)
-            end = failure.index if failure else end
-            if not any(w.call is not None and w.call < end for w in self._workers):
-                break
-            for worker, answer in self._answers():
-                index, worker.call = worker.call, None
-                if index is None:
-                    raise ChildProcessError(f"{self._what}: {answer['reason']} between two calls")
-                answers[index] = answer
-                failed = _failure(index, answer, is_setup)
-                if failed:
-                    self._retire(worker)
-                    failure, end = (failed, index) if index < end else (failure, end)
-        if failure:
-            raise failure
-        return [answers[i].get("value") for i in range(len(messages))]
+        self._workers.insert(place, worker)
+        self._send(worker, _SETUP, self._setup)
 
     def _send(self, worker: _Worker, index: int, message: bytes) -> None:
         worker.call, worker.deadline = index, time.monotonic() + self._limits.timeout_s
         # _answers says how it ended, or that it took too long.
-        with suppress(BrokenPipeError, ConnectionResetError, BlockingIOError):
-            worker.connection.send_bytes(message)
+        with suppress(OSError):
+            worker.process.channel.send(message)
 
     def _answers(self, wait: bool = True) -> list[tuple[_Worker, dict[str, Any]]]:
         """Wait for answers. A process that has ended, or that takes too long, has answered with that."""
@@ -281,10 +254,10 @@ class Executor:
             if (worker, worker.output) in ready:
                 self._print(worker)
             answer = None
-            if (worker, worker.connection) in ready:
-                answer = self._received(worker)
+            if (worker, worker.process.channel) in ready:
+                answer = _received(worker.process)
             elif (worker, worker.process) in ready:
-                answer = _ended(worker)
+                answer = _ended(worker.process)
             if answer is None and worker.call is not None and now >= worker.deadline:
                 limits = self._limits
                 reason = f"took more than {limits.timeout_s:g} s ({limits.setting})"
@@ -295,35 +268,6 @@ class Executor:
                 answer = {"reason": answer.get("reason", "its process wrote to the run")}
             answers.append((worker, answer))
         return answers
-
-    def _received(self, worker: _Worker) -> dict[str, Any] | None:
-        """The answer of a process, or how it broke off; None where more of it is to come.
-
-        What is there is read, and nothing is waited for: a user's code may write to the connection.
-        """
-        try:
-            part = os.read(worker.connection.fileno(), _READ_BYTES)
-        except OSError:
-            part = b""
-        if not part:
-            with selectors.DefaultSelector() as selector:
-                selector.register(worker.process, selectors.EVENT_READ)
-                if selector.select(_END_S):
-                    return _ended(worker)
-            return {"reason": "closed the connection of its process to the run"}
-        worker.received += part
-        # The length and the bytes, as multiprocessing's Connection.send_bytes writes them.
-        length = int.from_bytes(worker.received[:4], "big", signed=True)
-        if len(worker.received) < 4 or len(worker.received) < 4 + length <= 4 + _LONGEST_ANSWER_BYTES:
-            return None
-        message, worker.received = bytes(worker.received[4:]), bytearray()
-        if length > _LONGEST_ANSWER_BYTES:
-            return {"reason": f"wrote an answer of {length:,} bytes; {_LONGEST_ANSWER_BYTES:,} at most"}
-        with suppress(ValueError, RecursionError):
-            answer = json.loads(message)
-            if isinstance(answer, dict):
-                return answer
-        return {"reason": "wrote into the connection of its process to the run"}
 
     def _read_output(self) -> None:
         """Show what was printed before the last answers; then how many lines more there were."""
@@ -361,13 +305,32 @@ def _pickled(index: int, call: tuple[Any, ...]) -> bytes | CallError:
         return CallError(index, f"has a problem that cannot be sent to its process ({error})")
 
 
-def _timeval(seconds: float) -> bytes:
-    """A time as the kernel's options of sockets take it."""
-    return struct.pack("ll", int(seconds), max(1, int(seconds % 1 * 1e6)))  # 0 of both is for ever
+def _received(process: Process) -> dict[str, Any] | None:
+    """The answer of a process, or how it broke off; None where more of it is to come.
+
+    What is there is read, and nothing is waited for: a user's code may write to the channel.
+    """
+    try:
+        message = process.channel.part()
+    except ValueError as too_long:
+        return {"reason": f"wrote an answer of {too_long}"}
+    except EOFError:
+        with selectors.DefaultSelector() as selector:
+            selector.register(process, selectors.EVENT_READ)
+            if selector.select(_END_S):
+                return _ended(process)
+        return {"reason": "closed the connection of its process to the run"}
+    if message is None:
+        return None
+    with suppress(ValueError, RecursionError):
+        answer = json.loads(message)
+        if isinstance(answer, dict) and not process.channel.has_more:
+            return answer
+    return {"reason": "wrote into the connection of its process to the run"}
 
 
-def _failure(index: int, answer: dict[str, Any], is_setup: bool) -> CallError | None:
-    if is_setup and answer.get("refusal"):
+def _failure(index: int, answer: dict[str, Any]) -> CallError | None:
+    if index == _SETUP and answer.get("refusal"):
         raise ValueError(answer["refusal"])
     if "reason" in answer:
         place, timed_out = str(answer.get("place", "")), answer.get("timed_out") is True
@@ -375,8 +338,8 @@ def _failure(index: int, answer: dict[str, Any], is_setup: bool) -> CallError | 
     return None
 
 
-def _ended(worker: _Worker) -> dict[str, Any]:
-    return {"reason": f"its process {ending(worker.process.exit_code())}"}
+def _ended(process: Process) -> dict[str, Any]:
+    return {"reason": f"its process {process.ending()}"}
 
 
 def _processes() -> int:

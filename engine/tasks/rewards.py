@@ -4,35 +4,21 @@ Rewards of ours that are plain arithmetic are computed in this process. All othe
 own (executor.py): those that a user wrote, and math-verify's, which may take for ever.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
 from ...files.reading import shown
 from .answers import NAMED_REWARDS
-from .base import Problem, Task
+from .base import Problem, RewardSettings, Task
 from .environment import LARGEST_REWARD
 from .executor import CallError, Executor, Limits
 
 # Tasks and rewards of ours that are computed in this process.
 _IN_PROCESS = ("add", "sort", "countdown", "pairs", "exact", "numeric")
 _MAKER = "zerokl.engine.tasks.reward_function:reward_function"
-
-
-@dataclass(frozen=True)
-class RewardSettings:
-    """Which reward a run has, and how it is computed. TaskConfig says what each of them is."""
-
-    task: str
-    options: Mapping[str, Any]
-    directory: str
-    reward: str
-    processes: int
-    timeout_s: float
-    memory_bytes: int
 
 
 @dataclass(frozen=True)

@@ -14,9 +14,10 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib import import_module
-from multiprocessing.connection import Connection
 from typing import Any
 
+from ..processes.channel import Channel
+from ..processes.keeper import accept_interrupts
 from .users_code import raised
 
 # How gladly Linux ends this process where memory runs out, before any other of the run.
@@ -33,21 +34,21 @@ class Setup:
     python_path: str | None  # of the run's own environment
 
 
-def serve(fd: int) -> None:
-    """Answer calls through the socket `fd` until the run, or a call, closes it."""
-    connection = Connection(fd)
+def serve(channel: Channel) -> None:
+    """Answer calls until the run, or a call, closes the channel."""
+    accept_interrupts()  # a user's code may send itself one
     with suppress(EOFError, OSError):
-        setup = pickle.loads(connection.recv_bytes())
+        setup = pickle.loads(channel.receive())
         _prepare(setup)
         function, refusal = _made(setup)
         about = getattr(function, "about", {})
-        connection.send_bytes(json.dumps({"refusal": refusal, "value": about}).encode())
+        channel.send(json.dumps({"refusal": refusal, "value": about}).encode())
         process = os.getpid()
         while True:
-            answer = _answer(function, connection.recv_bytes(), setup.memory_bytes)
+            answer = _answer(function, channel.receive(), setup.memory_bytes)
             if os.getpid() != process:
                 os._exit(0)  # a child that the call forked has come back from it too
-            connection.send_bytes(json.dumps(answer).encode())
+            channel.send(json.dumps(answer).encode())
 
 
 def _prepare(setup: Setup) -> None:

@@ -51,7 +51,6 @@ class AdapterOptimizer(Optimizer):
         self.adapters.merge()
 
     def update(self, grad: torch.Tensor | None, loss_scale: float = 1.0) -> dict[str, float]:
-        """See Optimizer.update."""
         metrics = super().update(grad, loss_scale)
         self.adapters.merge()
         return metrics

@@ -149,7 +149,7 @@ def drawn(state: TrainState, sampler: Sampler, rng_key: RngKey, version: int | N
     if version is not None:
         rollouts = [replace(rollout, weight_version=version) for rollout in batch.rollouts]
         batch = replace(batch, rollouts=rollouts)
-    return prepare(state, batch)[0]
+    return prepare(state, batch).shard
 
 
 def gradient(state: TrainState, shard: Shard, loss: LossConfig) -> torch.Tensor:

@@ -23,7 +23,7 @@ import torch
 
 from ..config.precision_section import PrecisionConfig
 from .optimizer import GradientOverflowError, Optimizer
-from .shard import Scored
+from .scored import Scored
 from .underflow import WATCHED
 
 # The run ends at this many overflows in a row. With the default backoff of 1/2 the scale has then fallen to
@@ -88,7 +88,7 @@ class LossScaler:
         if not self.on:
             return Update(True, metrics)
         lost = {
-            f"scaling/underflow_{name}": float(sum(part.underflow[name] for part in parts))
+            f"scaling/underflow_{name}": float(sum(part.underflow.get(name, 0) for part in parts))
             for name in WATCHED
         }
         return Update(True, metrics | lost | {"scaling/scale": scale, "scaling/skipped": 0.0})

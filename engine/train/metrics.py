@@ -10,7 +10,6 @@ from collections import Counter
 from collections.abc import Sequence
 
 import numpy as np
-import torch
 
 from ...verify.mismatch import mismatch_metrics
 from ..rollout.episodes import Episodes
@@ -19,7 +18,6 @@ from .collect import RolloutBatch
 from .losses.advantage import all_equal
 from .losses.policy_loss import LossConfig
 from .losses.semantic_entropy import semantic_entropy
-from .shard import Scored
 
 # How a rollout ends whose last turn has no stop token, or no room for another one.
 CUT = ("length", TOKENS, CONTEXT)
@@ -31,18 +29,6 @@ _ENDS = {
     TIME_LIMIT: "ends/time_limit",
     ERROR: "ends/error",
 }
-
-
-def step_losses(parts: Sequence[Scored]) -> dict[str, float]:
-    """The loss, summed over the tokens of a step, and the mean entropy of these tokens.
-
-    The loss is NaN where tokens that the trainer cuts add infinities of both signs.
-    """
-    losses = torch.cat([part.losses for part in parts]).tolist()
-    entropies = torch.cat([part.entropies for part in parts]).tolist()
-    opposite = math.inf in losses and -math.inf in losses  # math.fsum raises
-    loss = math.nan if opposite else math.fsum(losses)
-    return {"loss": loss, "entropy": math.fsum(entropies) / len(entropies)}
 
 
 def rollout_metrics(batch: Episodes) -> dict[str, float]:

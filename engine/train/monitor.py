@@ -8,7 +8,8 @@ import torch
 from ...files.bitwise import ulp_distance, unequal
 from ...verify.mismatch import mismatch_metrics
 from ..rollout.types import Rollout
-from .shard import Scored, Shard
+from .scored import Scored
+from .shard import Shard
 
 
 class MismatchError(RuntimeError):

@@ -4,6 +4,7 @@ Shapes: P prompts, G generations of each; n rollouts that are trained on; C draw
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -12,7 +13,7 @@ from ..rollout.answers import answer_length
 from ..rollout.episodes import Episodes
 from ..rollout.types import Rollout
 from .collect import RolloutBatch
-from .losses.advantage import StepAdvantages, advantages, of_tokens
+from .losses.advantage import StepAdvantages, advantages
 from .losses.budget_relative import cut_advantages
 from .losses.critic import Critic, critic_metrics, critic_of, token_rewards
 from .losses.dpo import dpo_metrics, margins, pair_advantages
@@ -25,8 +26,17 @@ from .shard import Shard
 from .state import TrainState
 
 
-def prepare(state: TrainState, batch: RolloutBatch) -> tuple[Shard, StepAdvantages, dict[str, float]]:
-    """What the loss needs, except the trainer's logprobs; the step's advantages; and metrics of both.
+@dataclass(frozen=True)
+class Prepared:
+    """What the loss needs, except the trainer's logprobs; the step's advantages; and metrics of both."""
+
+    shard: Shard
+    advantages: StepAdvantages
+    metrics: dict[str, float]
+
+
+def prepare(state: TrainState, batch: RolloutBatch) -> Prepared:
+    """What the loss of a step needs.
 
     All of it is known before any forward of the trainer's current weights.
     """
@@ -43,10 +53,11 @@ def prepare(state: TrainState, batch: RolloutBatch) -> tuple[Shard, StepAdvantag
     metrics = loss_metrics(loss_cfg, batch, shaped, sampling_logprobs, ref_logprobs)
     critic = _critic(state, batch, rollouts, shaped) if state.critic else None
     if critic is not None:
-        A_step, of_advantages = _of_all(batch, critic.advantages), critic_metrics(critic)
+        A_step = StepAdvantages(_of_all(batch, critic.advantages))
+        metrics |= critic_metrics(critic)
     else:
-        A_step, of_advantages = _advantages(loss_cfg, batch, shaped, sampling_logprobs, ref_logprobs)
-    metrics |= of_advantages
+        A_step, more = _advantages(loss_cfg, batch, shaped, sampling_logprobs, ref_logprobs)
+        metrics |= more
     lengths = batch.lengths[trained].tolist()
     weights = sequence_weights(lengths, loss_cfg.loss_agg_mode, state.max_tokens, trained.size)
     # The number of updates by which the weights that were sampled from are older than the trainer's.
@@ -54,12 +65,17 @@ def prepare(state: TrainState, batch: RolloutBatch) -> tuple[Shard, StepAdvantag
     old_logprobs = state.old_policy.score(rollouts, params) if staleness else None
     if cfg.max_staleness:
         metrics["staleness/versions"] = staleness
-    if isinstance(A_step, list):
-        A = [of_rollout for of_rollout, is_kept in zip(A_step, trained.flat, strict=True) if is_kept]
-    else:
-        A = of_tokens(A_step[trained].tolist(), lengths)
-    of_kl_term, of_critic = ref_logprobs if loss_cfg.kl_coef else None, critic[:2] if critic else ()
-    return Shard(rollouts, A, np.array(weights), old_logprobs, of_kl_term, *of_critic), A_step, metrics
+    rows = zip(A_step.of_tokens(batch.lengths.reshape(-1).tolist()), trained.flat, strict=True)
+    shard = Shard(
+        rollouts,
+        [A for A, is_kept in rows if is_kept],
+        np.array(weights),
+        old_logprobs,
+        ref_logprobs if loss_cfg.kl_coef else None,
+        critic and critic.values,
+        critic and critic.targets,
+    )
+    return Prepared(shard, A_step, metrics)
 
 
 def _critic(
@@ -67,17 +83,17 @@ def _critic(
 ) -> Critic:
     """Values, targets and advantages of the rollouts that are trained on. shaped [P, G]: rewards."""
     places, R = np.flatnonzero(batch.trained).tolist(), shaped.reshape(-1).tolist()
-    of_turns = batch.turn_rewards or [None] * len(batch.rollouts)
+    turn_rewards = batch.turn_rewards or [None] * len(batch.rollouts)
     rewards = [
-        token_rewards(r.drawn, r.turn_starts, of_turns[i], R[i])
+        token_rewards(r.drawn, r.turn_starts, turn_rewards[i], R[i])
         for r, i in zip(rollouts, places, strict=True)
     ]
     return critic_of(rewards, state.critic.values(rollouts), state.config.loss)
 
 
-def _of_all(batch: RolloutBatch, of_trained: Sequence[np.ndarray]) -> list[np.ndarray]:
+def _of_all(batch: RolloutBatch, A: Sequence[np.ndarray]) -> list[np.ndarray]:
     """Advantages [n][C] of the rollouts that are trained on, in their places of [P G]; 0 elsewhere."""
-    values, places = iter(of_trained), zip(batch.trained.flat, batch.lengths.flat, strict=True)
+    values, places = iter(A), zip(batch.trained.flat, batch.lengths.flat, strict=True)
     return [next(values) if is_kept else np.zeros(C) for is_kept, C in places]
 
 
@@ -94,20 +110,22 @@ def _advantages(
     where tokens are given, all are.
     """
     if loss.advantage == "dpo":
-        of_pairs = margins(logprobs, ref_logprobs, loss.beta)
-        return pair_advantages(of_pairs, loss.beta), dpo_metrics(of_pairs)
+        m = margins(logprobs, ref_logprobs, loss.beta)
+        return StepAdvantages.of_samples(pair_advantages(m, loss.beta)), dpo_metrics(m)
     if loss.advantage == "verifree":
         answers = [answer_length(rollout) for rollout in batch.rollouts]
         lengths = [len(logp) for logp in logprobs]
-        return answer_advantages(shaped, lengths, answers), answer_metrics(logprobs, answers)
+        A = StepAdvantages(answer_advantages(shaped, lengths, answers))
+        return A, answer_metrics(logprobs, answers)
     A = reward_advantages(loss, batch, shaped)
     if batch.classes is not None:
-        A = scaled_by_entropy(A, batch.classes, loss.semantic_entropy)
+        scaled = scaled_by_entropy(A.values, batch.classes, loss.semantic_entropy)
+        A = StepAdvantages.of_samples(scaled)
     return A, {}
 
 
 def reward_advantages(loss: LossConfig, episodes: Episodes, shaped: np.ndarray) -> StepAdvantages:
     """The advantages of a step that follow from its rewards alone. loss: resolved. shaped [P, G]: rewards."""
     if episodes.cuts is not None:
-        return cut_advantages(shaped, episodes.lengths, episodes.cuts)
-    return advantages(shaped, loss.advantage, episodes.trained, loss.k)
+        return StepAdvantages(cut_advantages(shaped, episodes.lengths, episodes.cuts))
+    return StepAdvantages.of_samples(advantages(shaped, loss.advantage, episodes.trained, loss.k))

@@ -58,9 +58,8 @@ def hash_rewards(
 
     What is of tokens is hashed one after another; the hash of the tokens has the number of each sample's.
     """
-    A = np.concatenate(A) if isinstance(A, list) else A
-    of_critic = {name: digest(np.concatenate(of_tokens)) for name, of_tokens in (critic or {}).items()}
-    return {"rewards": digest(rewards), **of_critic, "advantages": digest(A)}
+    hashes = {name: digest(np.concatenate(rows)) for name, rows in (critic or {}).items()}
+    return {"rewards": digest(rewards), **hashes, "advantages": digest(A.values)}
 
 
 class Recorder:

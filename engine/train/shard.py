@@ -3,11 +3,9 @@
 Shapes: n sequences in canonical order; C drawn tokens of a micro-batch.
 """
 
-import math
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from itertools import chain, compress, groupby, zip_longest
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain, compress, zip_longest
 
 import numpy as np
 import torch
@@ -27,7 +25,8 @@ from .losses.critic import value_loss
 from .losses.load_balance import load_balance
 from .losses.policy_loss import LossConfig, policy_loss
 from .parallel.partition import micro_batches, virtual_shards
-from .underflow import WATCHED, OnePassUnderflow, PromptUnderflow, Underflow, ZeroCounts
+from .scored import Scored
+from .underflow import OnePassUnderflow, PromptUnderflow, Underflow, ZeroCounts
 
 
 @dataclass(frozen=True)
@@ -47,18 +46,13 @@ class Shard:
 
     def part(self, index: slice) -> "Shard":
         """The sequences that `index` selects."""
-        optional = (None if column is None else column[index] for column in self._optional)
-        return Shard(self.rollouts[index], self.advantages[index], self.weights[index], *optional)
+        columns = {name: None if column is None else column[index] for name, column in vars(self).items()}
+        return Shard(**columns)
 
     @property
     def critic(self) -> dict[str, Sequence[np.ndarray]]:
         """What a critic adds to the ledger, by name, [n][C] fp32 each; empty without one."""
         return {} if self.targets is None else {"values": self.old_values, "targets": self.targets}
-
-    @property
-    def _optional(self) -> tuple[Sequence[np.ndarray] | None, ...]:
-        """The columns that not every loss has, in the order of the fields."""
-        return self.old_logprobs, self.ref_logprobs, self.old_values, self.targets
 
     def cut(self, shards: int) -> list["Shard | None"]:
         """Cut the sequences into `shards` virtual shards; an empty shard is None."""
@@ -68,46 +62,13 @@ class Shard:
 
 def _joined(shards: Sequence[Shard]) -> Shard:
     """The sequences of several shards, one shard after another."""
-
-    def joined(column: tuple[Sequence[np.ndarray] | None, ...]) -> list[np.ndarray] | None:
-        return None if column[0] is None else list(chain.from_iterable(column))
-
-    return Shard(
-        list(chain.from_iterable(shard.rollouts for shard in shards)),
-        list(chain.from_iterable(shard.advantages for shard in shards)),
-        np.concatenate([shard.weights for shard in shards]),
-        *map(joined, zip(*(shard._optional for shard in shards), strict=True)),
-    )
-
-
-@dataclass(frozen=True)
-class Scored:
-    """What a shard's sequences of a micro-batch leave behind.
-
-    One of a call's has only `underflow`, of all its passes; the rest is empty. The others have zeros there.
-    """
-
-    logp: torch.Tensor  # [C], the trainer's
-    losses: torch.Tensor  # [C], weighted
-    entropies: torch.Tensor  # [C]
-    # [C, L, k], the experts of the row that predicts each token (model/routing.py); None in a dense model
-    experts: torch.Tensor | None
-    underflow: dict[str, int]  # zeros in the watched gradients (underflow.py); empty unless ShardWork.watch
-    values: torch.Tensor | None = None  # [C], the critic's; None without one
-    load_balance: torch.Tensor | None = None  # of each sequence (losses/load_balance.py); None: it is off
-
-
-def mean_load_balance(parts: Sequence[Scored]) -> dict[str, float]:
-    """The metric of the load-balancing loss: its mean over sequences. Nothing where it is off."""
-    of_parts = [part.load_balance for part in parts if part.load_balance is not None]
-    values = torch.cat(of_parts).tolist() if of_parts else []
-    return {"router/load_balance": math.fsum(values) / len(values)} if values else {}
-
-
-def joined_experts(parts: Sequence[Scored]) -> torch.Tensor | None:
-    """The experts of the tokens of all parts, [C, L, k]; None in a dense model."""
-    of_parts = [part.experts for part in parts if part.experts is not None]
-    return torch.cat(of_parts) if of_parts else None
+    columns = {name: [vars(shard)[name] for shard in shards] for name in vars(shards[0])}
+    weights = np.concatenate(columns.pop("weights"))
+    lists = {
+        name: None if parts[0] is None else list(chain.from_iterable(parts))
+        for name, parts in columns.items()
+    }
+    return Shard(weights=weights, **lists)
 
 
 # Called before each forward with its ids, places and predicting rows (see StepObserver.forward).
@@ -136,15 +97,12 @@ class ShardWork:
     def __call__(
         self, decoder: Decoder, shards: Sequence[Shard | None], buffers: Buffers
     ) -> list[list[Scored] | None]:
-        """See shard_gradients."""
         return shard_gradients(decoder, shards, buffers, self)
 
     def has_gradient(self, shard: Shard) -> bool:
-        """See has_gradient."""
         return has_gradient(shard, self.loss)
 
     def one_pass(self, model: CausalLM, shard: Shard, backward: bool) -> list[Scored]:
-        """See shard_in_one_pass."""
         return shard_in_one_pass(model, shard, self, backward)
 
 
@@ -170,7 +128,8 @@ def shard_gradients(
         together = {i: part for i, part in enumerate(parts) if part is not None}
         _pass_gradient(decoder, together, buffers, work, scored, counts)
     if counts is not None:  # read at the end, because the host waits for the backward
-        next(filter(None, scored)).append(Scored(*[torch.empty(0)] * 3, None, counts.read()))
+        parts = next(filter(None, scored))
+        parts[-1] = replace(parts[-1], underflow=counts.read())
     return scored
 
 
@@ -189,10 +148,8 @@ def shard_in_one_pass(model: CausalLM, shard: Shard, work: ShardWork, backward: 
     counter = OnePassUnderflow(packed, counts, layout, inputs.one_pass) if counts else None
     with torch.set_grad_enabled(backward):
         scores = model.score_inputs(inputs, counter.hook if counter else no_hook)
-    scored = [_backward(scores, _MicroBatch(shard, packed, inputs, routing), work, counter)]
-    if counts is not None:
-        scored.append(Scored(*[torch.empty(0)] * 3, None, counts.read()))
-    return scored
+    scored = _backward(scores, _MicroBatch(shard, packed, inputs, routing), work, counter)
+    return [scored if counts is None else replace(scored, underflow=counts.read())]
 
 
 def _pass_gradient(
@@ -225,12 +182,13 @@ def _pass_gradient(
     for batch in batches:
         counter = Underflow(batch.packed, counts, underflow) if counts else None
         result = _micro_batch_gradient(decoder, batch, prompts, work, counter)
-        for i, part in _by_shard(result, batch.packed.shards, batch.packed.drawn_lengths):
+        for i, part in result.by_shard(batch.packed.shards, batch.packed.drawn_lengths):
             scored[i].append(part)
     prompts.backward()
 
 
-class _MicroBatch(NamedTuple):
+@dataclass(frozen=True)
+class _MicroBatch:
     """Sequences of one forward, ready for it: what it reads goes to the device with the pass's prompts."""
 
     shard: Shard  # the sequences
@@ -291,38 +249,14 @@ def _placed(observer: ForwardObserver | None, rollouts: Sequence[Rollout]) -> Ob
     return forward
 
 
-def _by_shard(
-    micro_batch: Scored, shard_of: Sequence[int], lengths: Sequence[int]
-) -> Iterator[tuple[int, Scored]]:
-    """The parts of a micro-batch that belong to one shard each.
-
-    shard_of [n]: the shard of each sequence. lengths [n]: its drawn tokens.
-    """
-    start = 0
-    for shard, group in groupby(range(len(shard_of)), key=shard_of.__getitem__):
-        members = list(group)
-        end = start + sum(lengths[i] for i in members)
-        tokens = slice(start, end)
-        # Copies, because a part of a tensor is pickled with all of it.
-        columns = (micro_batch.logp, micro_batch.losses, micro_batch.entropies)
-        experts, values = (
-            None if x is None else x[tokens].clone() for x in (micro_batch.experts, micro_batch.values)
-        )
-        balance = micro_batch.load_balance
-        balance = None if balance is None else balance[members[0] : members[-1] + 1].clone()
-        of_tokens = (x[tokens].clone() for x in columns)
-        yield shard, Scored(*of_tokens, experts, micro_batch.underflow, values, balance)
-        start = end
-
-
 def has_gradient(part: Shard, loss: LossConfig) -> bool:
     """Whether the loss of these sequences has a gradient.
 
     Tokens with advantage 0 have no policy gradient. Where all advantages are 0 and no other term of the
     loss has a gradient, the forward alone is enough: the monitor needs its logprobs.
     """
-    of_others = loss.square or loss.kl_coef or loss.router_aux_coef or part.targets is not None
-    return bool(of_others or any(A.any() for A in part.advantages))
+    has_other_terms = loss.square or loss.kl_coef or loss.router_aux_coef or part.targets is not None
+    return bool(has_other_terms or any(A.any() for A in part.advantages))
 
 
 def _concatenated(values: Sequence[np.ndarray] | None) -> torch.Tensor | None:
@@ -346,26 +280,30 @@ def _micro_batch_gradient(
 
 def _backward(scores: Scores, micro_batch: _MicroBatch, work: ShardWork, counter: Underflow | None) -> Scored:
     """The loss of a forward, and its backward where the scores have a graph."""
-    batch, packed, _, routing = micro_batch
-    lengths = packed.drawn_lengths
-    tokens = torch.tensor(lengths)
+    batch, routing = micro_batch.shard, micro_batch.routing
+    lengths = micro_batch.packed.drawn_lengths
     with torch.set_grad_enabled(scores.logp.requires_grad):
         # What follows is small. It is computed on the CPU, where its sums have one order. So the host has to
         # wait once in a micro-batch: the backward begins with the gradient of this loss.
         given = [x for x in scores if x is not None]
-        others = [] if routing is None else [routing.taken()]
-        logp, entropy, *rest = to_host(given, [counter] if counter else [], others)
-        values, experts = rest[: len(given) - 2], rest[-1] if others else None
-        sampling_logprobs = _concatenated([r.logprobs for r in batch.rollouts])
-        old_logprobs = logp.detach() if batch.old_logprobs is None else _concatenated(batch.old_logprobs)
-        ref_logprobs = _concatenated(batch.ref_logprobs)
-        A = _concatenated(batch.advantages).float()
-        of_tokens = logp, old_logprobs, sampling_logprobs, A
-        loss = policy_loss(*of_tokens, lengths, work.loss, ref_logprobs, work.directory)
+        taken = [] if routing is None else [routing.taken()]
+        logp, entropies, *rest = to_host(given, [counter] if counter else [], taken)
+        values = None if scores.values is None else rest[0]
+        experts = rest[-1] if taken else None
+        loss = policy_loss(
+            logp,
+            logp.detach() if batch.old_logprobs is None else _concatenated(batch.old_logprobs),
+            _concatenated([r.logprobs for r in batch.rollouts]),
+            _concatenated(batch.advantages).float(),
+            lengths,
+            work.loss,
+            _concatenated(batch.ref_logprobs),
+            work.directory,
+        )
         if batch.targets is not None:
-            of_critic = _concatenated(batch.old_values), _concatenated(batch.targets)
-            loss = loss + value_loss(*values, *of_critic, work.loss)
-        loss = loss * torch.from_numpy(batch.weights).float().repeat_interleave(tokens)
+            targets = _concatenated(batch.targets)
+            loss = loss + value_loss(values, _concatenated(batch.old_values), targets, work.loss)
+        loss = loss * torch.from_numpy(batch.weights).float().repeat_interleave(torch.tensor(lengths))
         balance = _load_balance(routing, experts, lengths, work.loss)
         total = loss.sum()
         if balance is not None:
@@ -374,11 +312,14 @@ def _backward(scores: Scores, micro_batch: _MicroBatch, work: ShardWork, counter
             if counter:
                 counter.watch(logp)
             (total * work.scale).backward()
-    underflow = dict.fromkeys(WATCHED, 0) if counter else {}
-    of_critic = values[0].detach() if values else None
-    balance = None if balance is None else balance.detach()
-    of_tokens = logp.detach(), loss.detach(), entropy
-    return Scored(*of_tokens, experts, underflow, of_critic, balance)
+    return Scored(
+        logp.detach(),
+        loss.detach(),
+        entropies,
+        experts,
+        None if values is None else values.detach(),
+        None if balance is None else balance.detach(),
+    )
 
 
 def _load_balance(
@@ -393,5 +334,5 @@ def _load_balance(
     """
     if routing is None or not loss.router_aux_coef:
         return None
-    of_sequences = zip(routing.logits().cpu().split(lengths), experts.split(lengths), strict=True)
-    return torch.stack([load_balance(z, ids) for z, ids in of_sequences])
+    sequences = zip(routing.logits().cpu().split(lengths), experts.split(lengths), strict=True)
+    return torch.stack([load_balance(z, ids) for z, ids in sequences])

@@ -65,17 +65,14 @@ class ShardedOptimizer(Optimizer):
 
     @torch.no_grad()
     def load_moments(self, moments: Sequence[torch.Tensor]) -> None:
-        """See Optimizer."""
         super().load_moments([self._pieces.from_slice(own.to(self.decoder.device)) for own in moments])
 
     def whole_master(self) -> torch.Tensor:
-        """See Optimizer."""
         flat = torch.zeros(self.layout.numel, device=self.decoder.device)
         self._model.gather_into(flat)
         return flat
 
     def collect_master(self) -> torch.Tensor | None:
-        """See Optimizer."""
         trained, frozen = self.slices.collect(self._master_slice()), self._collect_frozen()
         return None if trained is None else torch.cat([trained, frozen.to(trained.device)])
 
@@ -90,15 +87,12 @@ class ShardedOptimizer(Optimizer):
         return flat
 
     def collect_moments(self) -> list[torch.Tensor | None]:
-        """See Optimizer."""
         return [self.slices.collect(self._pieces.to_slice(moment)) for moment in self.moments]
 
     def hash_moments(self) -> Tree:
-        """See Optimizer."""
         return self.slices.hash_tree(self.slices.hashing(*map(self._pieces.to_slice, self.moments)))
 
     def hash_weights(self) -> Tree:
-        """See Optimizer."""
         return self.slices.hash_tree(self.slices.hashing(self._master_slice()))
 
     def hash_compute_weights(self) -> Tree | None:
@@ -137,7 +131,6 @@ class ShardedOptimizer(Optimizer):
         return {part.name: placed_like(like[part.name], local) for part, local in parts}
 
     def whole_policy(self) -> AbstractContextManager[None]:
-        """See Optimizer."""
         return self._whole.gathered()
 
     def _master_slice(self) -> torch.Tensor:
@@ -180,5 +173,4 @@ class ShardedAdapterOptimizer(AdapterOptimizer):
         return self.adapters.hash_merged()
 
     def whole_policy(self) -> AbstractContextManager[None]:
-        """See Optimizer."""
         return self._whole.gathered()

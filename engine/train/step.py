@@ -22,13 +22,14 @@ import torch
 
 from .collect import collect
 from .gradient_bias import step_bias
-from .metrics import rollout_metrics, step_losses
+from .metrics import rollout_metrics
 from .monitor import Monitor, check_values
 from .observer import StepObserver
 from .performance import performance
 from .prepare import prepare
 from .recorder import Recorder
-from .shard import ShardWork, joined_experts, mean_load_balance
+from .scored import joined_experts, step_losses
+from .shard import ShardWork
 from .state import StepRecord, TrainState
 
 
@@ -45,11 +46,11 @@ def train_step(
     batch = collect(state)  # P prompts x G generations: tokens, sampling logprobs, rewards
     sampled_s = time.perf_counter()
     with station("time/score_s"):
-        step, A, metrics = prepare(state, batch)  # advantages, loss weights, old and reference logprobs
-    rollouts = step.rollouts  # those that are trained on
+        prepared = prepare(state, batch)  # advantages, loss weights, old and reference logprobs
+    step, rollouts = prepared.shard, prepared.shard.rollouts  # those that are trained on
     lengths = [len(rollout.logprobs) for rollout in rollouts]
     bias = step_bias(state, step)  # nothing, unless monitor.gradient asks for it in this step
-    metrics, notes = metrics | bias.metrics, bias.notes
+    metrics, notes = prepared.metrics | bias.metrics, bias.notes
     monitor = Monitor(state.step, cfg.exact, state.version, cfg.max_staleness)
     for update in range(cfg.updates_per_rollout):
         params, scale = cfg.sampling.sampling_params, state.scaler.scale
@@ -76,7 +77,7 @@ def train_step(
             check_values(scored, step)
             old_logp = torch.from_numpy(np.concatenate(step.old_logprobs))
             monitor.compare(old_logp, rollouts)  # 0.0 everywhere, or stop and show where
-            metrics |= monitor.metrics() | step_losses(scored) | mean_load_balance(scored)
+            metrics |= monitor.metrics() | step_losses(scored)
             if state.compares_experts and rollouts[0].experts is not None:
                 metrics |= monitor.compare_experts(experts, rollouts)
         if stale:
@@ -95,7 +96,9 @@ def train_step(
         state.sampler.sync_weights(state.version)
     metrics |= rollout_metrics(batch) | {"tokens": monitor.tokens}
     if recorder:  # hashes of tokens, logprobs, gradients, weights
-        metrics["time/ledger_s"] = recorder.record(state.step, batch, A, state.scaler.state, step.critic)
+        metrics["time/ledger_s"] = recorder.record(
+            state.step, batch, prepared.advantages, state.scaler.state, step.critic
+        )
         recorder.check_ranks()
     trained_s = time.perf_counter() - sampled_s - bias.seconds
     times = {"time/sample_s": sampled_s - began_s, "time/train_s": trained_s}
@@ -104,13 +107,14 @@ def train_step(
     state.step += 1
     metrics = {"step": state.step - 1} | metrics
     old_logprobs = iter(step.old_logprobs)
-    own = None if cfg.exact else [next(old_logprobs) if is_kept else None for is_kept in batch.trained.flat]
-    return StepRecord(metrics, batch, A, own, notes)
+    kept = batch.trained.flat
+    by_rollout = None if cfg.exact else [next(old_logprobs) if is_kept else None for is_kept in kept]
+    return StepRecord(metrics, batch, prepared.advantages, by_rollout, notes)
 
 
 def _refuse_no_gradient(surrogate: str, A: Sequence[np.ndarray]) -> None:
     """Raise ValueError if there is an advantage that is not 0: a run would go on, and learn nothing."""
-    if count := sum(bool(of_completion.any()) for of_completion in A):
+    if count := sum(bool(row.any()) for row in A):
         raise ValueError(
             f"loss.surrogate: {surrogate} gave a gradient of exactly 0, although the advantages of {count} "
             f"of {len(A)} completions are not 0; its slope must be the derivative of its value by logp"

@@ -18,7 +18,7 @@ from tests.test_floors import FLOORS
 PROGRAMS = ("engine/tasks/try_tokenizer.py",)
 # What opens a file for reading, and readers of other libraries that are given a name: where each is allowed.
 READERS = {
-    "read_text": ("engine/processes/process.py",),  # the kernel's list of children
+    "read_text": ("engine/processes/keeper.py",),  # the kernel's list of children
     "read_bytes": (),
     "safe_open": ("model/weight_files.py",),  # after check_input
     "load_file": (),

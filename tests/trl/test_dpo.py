@@ -50,10 +50,10 @@ def ours(models, folder, beta: float):
     with open_judge(task, cfg.task, cfg.environment) as judge:
         state = make_state(cfg, models[0], task, judge)
     batch = collect(state)
-    step, _, metrics = prepare(state, batch)
+    prepared = prepare(state, batch)
     work = ShardWork(cfg.sampling.sampling_params, cfg.loss, 24)
-    _, gradient = state.parallel.sum_shards(work, step.cut(cfg.virtual_shards))
-    return batch.rollouts, metrics, state.policy.layout.checkpoint_views(gradient.clone())
+    _, gradient = state.parallel.sum_shards(work, prepared.shard.cut(cfg.virtual_shards))
+    return batch.rollouts, prepared.metrics, state.policy.layout.checkpoint_views(gradient.clone())
 
 
 def trls(models, folder, beta: float, rollouts):

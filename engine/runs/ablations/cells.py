@@ -1,13 +1,12 @@
-"""The processes of an ablation's cells: each runs `zerokl train`, and some run side by side (forks.py).
+"""The processes of an ablation's cells: each runs `zerokl train`, and some run side by side (command.py).
 
 A cell has a process of its own, because what an engine leaves behind (vLLM keeps threads and memory) would
 slow the cells after it. The threads of the machine are divided among the cells that run at once. By the law
 neither the threads nor the neighbours of a cell decide a bit of it.
 """
 
+import json
 import os
-import signal
-import sys
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -20,12 +19,14 @@ import torch
 from ....files.inputs import open_input
 from ....files.reading import one_line, parse_json, read_json
 from ...config.config_file import to_toml
-from ...processes.process import ending
+from ...processes.process import ForkServer, Process
 from ..folder import FAILED, METRICS
 from ..summary import SUMMARY
-from .forks import ForkServer
 from .grid import Cell
 
+# What a cell's process runs, and what is imported once for all: the imports are a tenth of a short run.
+_COMMAND = "zerokl.engine.runs.ablations.command:run_command"
+IMPORTS = "zerokl.engine.runs.ablations.command:import_what_every_run_imports"
 # How often the cells are looked at, in seconds.
 _POLL_S = 0.25
 
@@ -53,8 +54,7 @@ class CellRun:
         self.first_reward: float | None = None
         self.reward: float | None = None
         self._bytes_read, self._log_begins_at = 0, 0
-        self._process = 0
-        self._forks: ForkServer | None = None
+        self._process: Process | None = None
         self._began_s, self._was_interrupted = 0.0, False
         self._read_metrics()
         self.kept = self.steps
@@ -83,38 +83,33 @@ class CellRun:
         else:
             words = ["train", str(config), "--run_dir", str(self.path)]
         self._log_begins_at = self.log.stat().st_size if self.log.exists() else 0
-        path = os.pathsep.join(os.path.abspath(p) for p in sys.path)
-        environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": str(threads)}
-        # A process group of its own: Ctrl-C reaches the ablation alone, which decides what it means.
-        self._forks, self._process = forks, forks.start(words, self.log, environment, threads)
+        # Ctrl-C reaches the ablation alone, which decides what it means.
+        self._process = start_command(words, self.log, forks, threads)
         self.state, self._began_s = State.RUNNING, time.monotonic()
 
     def has_ended(self) -> bool:
         """Look at the process and at what it has written since. After the end, `state` says how it ended."""
-        code = self._forks.exit_code(self._process)
+        ending = self._process.ending(wait=False)
         self._read_metrics()
-        if code is None:
+        if ending is None:
             return False
+        self._process.close()
         self.seconds = time.monotonic() - self._began_s
         self.state = self._result() or (State.LEFT if self._was_interrupted else State.FAILED)
         if self.state is State.FAILED:
-            self.reason = self._last_words() or f"its process {ending(code)}; see {self.log}"
+            self.reason = self._last_words() or f"its process {ending}; see {self.log}"
         return True
 
     def interrupt(self) -> None:
         """Ask the process to end, as Ctrl-C does. The run is then one of those that are left."""
         self._was_interrupted = True
-        if self._process and self._forks.exit_code(self._process) is None:
-            with suppress(ProcessLookupError):  # it may end at any time
-                os.kill(self._process, signal.SIGINT)
+        if self._process:
+            self._process.interrupt()
 
     def kill(self) -> None:
         """End the process and those that it has started, now."""
-        if self._process and self._forks.exit_code(self._process) is None:
-            with suppress(ProcessLookupError):
-                os.killpg(self._process, signal.SIGKILL)
-            while self._forks.exit_code(self._process) is None:
-                time.sleep(_POLL_S)
+        if self._process:
+            self._process.close()
 
     def _result(self) -> State | None:
         if (self.path / SUMMARY).exists():
@@ -151,6 +146,18 @@ class CellRun:
         if lines:
             self.reward = _reward(lines[-1])
         self.steps += len(lines)
+
+
+def start_command(words: Sequence[str], log: Path, forks: ForkServer, threads: int) -> Process:
+    """Run `zerokl` with these words. log: the file to whose end it prints. threads: that torch computes with.
+
+    Raises OSError where the log cannot be written.
+    """
+    with open(log, "ab") as output:
+        process = Process(_COMMAND, output.fileno(), {"OMP_NUM_THREADS": str(threads)}, forks=forks)
+    with suppress(OSError):  # it has ended already, which its ending says
+        process.channel.send(json.dumps([threads, *words]).encode())
+    return process
 
 
 def _reward(line: bytes) -> float | None:
@@ -192,7 +199,7 @@ def run_cells(runs: Sequence[CellRun], jobs: int, watcher: Watcher) -> None:
     threads = max(1, torch.get_num_threads() // jobs)
     running: list[CellRun] = []
     watcher.begin(jobs)
-    forks = ForkServer() if left else None
+    forks = ForkServer(IMPORTS) if left else None
     try:
         while left or running:
             ended = [run for run in running if run.has_ended()]

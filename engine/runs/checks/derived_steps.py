@@ -157,7 +157,7 @@ def _advantages_fault(logged: LoggedStep, state: TrainState) -> str | None:
     shaped = shaped_rewards(episodes.rewards, episodes.lengths, loss, state.max_tokens, episodes.trained)
     derived = reward_advantages(loss, episodes, shaped)
     G = episodes.rewards.shape[1]
-    was, now = (A if isinstance(A, list) else A.reshape(-1, 1) for A in (logged.advantages, derived))
+    was, now = logged.advantages.rows, derived.rows
     if len(was) != len(now):
         return "there is not one advantage where the loss has one"
     for i, (x, y) in enumerate(zip(was, now, strict=True)):

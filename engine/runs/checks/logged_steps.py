@@ -54,7 +54,8 @@ def read_step(lines: Sequence[dict[str, Any]], G: int, cuts: Cuts | None = None)
 
 def _advantages(lines: Sequence[dict[str, Any]], rollouts: Sequence[Rollout], G: int) -> StepAdvantages:
     if not isinstance(lines[0].get("advantage"), list):
-        return np.array([_float(line, "advantage") for line in lines], np.float64).reshape(-1, G)
+        A = np.array([_float(line, "advantage") for line in lines], np.float64)
+        return StepAdvantages.of_samples(A.reshape(-1, G))
     A = []
     for line, rollout in zip(lines, rollouts, strict=True):
         values = json_number(line["advantage"])
@@ -64,7 +65,7 @@ def _advantages(lines: Sequence[dict[str, Any]], rollouts: Sequence[Rollout], G:
         if not all(type(x) is (float if d else type(None)) for x, d in places):
             raise ValueError("advantage is no list of numbers, with null for each token that was not drawn")
         A.append(np.array([x for x in values if x is not None], np.float64))
-    return A
+    return StepAdvantages(A)
 
 
 def _turn_rewards(line: dict[str, Any]) -> list[float]:

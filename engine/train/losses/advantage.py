@@ -25,15 +25,41 @@ in which all subsets have one reward has A = 0. So has a group of at most k samp
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
-# The advantages of a step, as ledger and log have them: one of each sample, [P, G]; or where the loss gives
-# each token its own, [P G] arrays of [C].
-StepAdvantages = np.ndarray | list[np.ndarray]
-
 # It keeps the division finite for an all-equal group. The value is TRL's.
 _EPS = 1e-4
+
+
+@dataclass(frozen=True)
+class StepAdvantages:
+    """The advantages of a step, as ledger and log have them.
+
+    rows [P G]: the one advantage of a sample, [1]; or where the loss gives each token its own, those of the
+    drawn tokens, [C]. shape: (P, G) in the first case, None in the second.
+    """
+
+    rows: Sequence[np.ndarray]
+    shape: tuple[int, ...] | None = None
+
+    @classmethod
+    def of_samples(cls, A: np.ndarray) -> "StepAdvantages":
+        """Those of a loss with one advantage of each sample, A [P, G]."""
+        return cls(list(A.reshape(-1, 1)), A.shape)
+
+    @property
+    def values(self) -> np.ndarray:
+        """All of them, [P, G] or one after another."""
+        values = np.concatenate(self.rows)
+        return values if self.shape is None else values.reshape(self.shape)
+
+    def of_tokens(self, lengths: Sequence[int]) -> list[np.ndarray]:
+        """The advantage of each drawn token, [P G][C] fp64. lengths [P G]: C of each sample."""
+        if self.shape is None:
+            return list(self.rows)
+        return of_tokens([float(row[0]) for row in self.rows], lengths)
 
 
 def _mean(values: Sequence[float]) -> float:

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from ...processes.orphans import end_with
+from ...processes.keeper import end_with
 
 X = TypeVar("X")
 

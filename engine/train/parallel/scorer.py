@@ -49,12 +49,11 @@ class Scorer:
     def _column(
         self, column: str, rollouts: Sequence[Rollout], sampling_params: SamplingParams
     ) -> list[np.ndarray]:
-        """See score_rollouts."""
         if not len(rollouts):
             return []
         parts = virtual_shards(rollouts, min(self.workers.n, len(rollouts)))
         items = [(list(part), sampling_params, self.micro_batch, column) for part in parts]
-        return [of_rollout for scores in self.workers.map(_score, items) for of_rollout in scores]
+        return [values for scores in self.workers.map(_score, items) for values in scores]
 
     def close(self) -> None:
         """End the workers."""
@@ -77,7 +76,6 @@ class WorkersSampler(ParallelSampler):
         self._scorer = Scorer(workers, micro_batch)
 
     def score(self, rollouts: Sequence[Rollout], sampling_params: SamplingParams) -> list[np.ndarray]:
-        """See ScoringSampler."""
         return self._scorer.score(rollouts, sampling_params)
 
 

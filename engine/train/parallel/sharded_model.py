@@ -182,7 +182,6 @@ class ShardedWorkers:
     def sum_shards(
         self, work: OnePassWork, shards: Sequence[X | None]
     ) -> tuple[list[Y | None], torch.Tensor | None]:
-        """See RankedWorkers.sum_shards."""
         results: list[Y | None] = []
         size = self._model.ranks.size
         for first in range(0, len(shards), size):
@@ -194,7 +193,6 @@ class ShardedWorkers:
     def _sum_round(
         self, work: OnePassWork, shards: Sequence[X | None]
     ) -> tuple[list[Y | None], torch.Tensor | None]:
-        """See ShardedModel.sum_round."""
         return self._model.sum_round(work, shards)
 
     def _slice_of(self, root: torch.Tensor | None) -> torch.Tensor | None:

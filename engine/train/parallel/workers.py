@@ -6,35 +6,26 @@ the operations are small. (Threads of one process would wait for the interpreter
 The number of processes decides no bit.
 
 All workers share the memory of the weights and of the gradients that they return. Worker 0 is the caller's
-process. The other workers wait for a pair (function, argument), and end when the caller ends.
+process. The other workers (worker.py) wait for a pair (function, argument), and end when the caller ends.
 """
 
 import os
-import pickle
-import signal
-import socket
-import subprocess
-import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
 from typing import TypeVar
 
 import torch
 
-from ....model.adapters import AdapterLayout, Adapters
+from ....model.adapters import Adapters
 from ....model.decoder import Decoder
-from ....model.weights import FlatLayout, Layout
 from ...config.run_config import NativeConfig
-from ...processes.allocator import keep_freed_memory
-from ...processes.process import ending, start_python
-from ...processes.shared_tensor import SharedTensor, map_tensor
-from ...rollout.native import NativeSampler
+from ...processes.shared_tensor import SharedTensor
 from ...rollout.stopwatch import Stopwatch
 from ...rollout.types import Completion, Request, RequestSource, check_requests, serve_in_waves
-from .gradient import ShardSum, ShardsWork, TrainedAdapters, add_roots
+from .gradient import ShardsWork, TrainedAdapters, add_roots
 from .partition import RequestParts, in_order
+from .worker import Failure, Host, OtherWorker, Share, attempt
 
 X = TypeVar("X")
 Y = TypeVar("Y")
@@ -89,38 +80,6 @@ def cpu_threads(n: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-class Host:
-    """What one worker computes with. Its gradient is made at the first use, because sampling needs none.
-
-    root: shared memory through which worker 0 reads this worker's gradient. Worker 0 itself has none.
-    adapters: see ShardSum.
-    """
-
-    def __init__(
-        self,
-        decoder: Decoder,
-        shards: int,
-        native: NativeConfig,
-        workers: int,
-        in_flight: int = 1,
-        root: torch.Tensor | None = None,
-        stopwatch: Stopwatch | None = None,
-        adapters: TrainedAdapters | None = None,
-    ):
-        keep_freed_memory()
-        self.decoder, self._shards, self._in_flight, self.root = decoder, shards, in_flight, root
-        self._adapters = adapters
-        self.sampler = NativeSampler(decoder, **native.model_dump(), workers=workers, stopwatch=stopwatch)
-        self._gradient: ShardSum | None = None
-
-    @property
-    def gradient(self) -> ShardSum:
-        """The sum of this worker's shards."""
-        if self._gradient is None:
-            self._gradient = ShardSum(self.decoder, self._shards, self._in_flight, self._adapters)
-        return self._gradient
-
-
 class Workers:
     """`n` workers, rounded down to a power of two that divides `shards`, over the CPU threads torch has now.
 
@@ -145,34 +104,28 @@ class Workers:
     ):
         _refuse_many("workers", min(n, shards))
         self.n, self.shards = 1 << (min(n, shards).bit_length() - 1), shards
-        self._own_threads = max(1, torch.get_num_threads() // self.n)
-        self._others: list[_Process] = []
+        threads = max(1, torch.get_num_threads() // self.n)
+        self._share = Share(self.n, shards // self.n, in_flight, threads, native)
+        self._others: list[OtherWorker] = []
         self.weights = SharedTensor(decoder.layout.numel, decoder.dtype) if self.n > 1 or share else None
         if self.weights is not None:
             decoder.move_to(self.weights.tensor)
-            head = (
-                decoder.layout,
-                decoder.dtype,
-                decoder.numerics,
-                decoder.recompute,
-                shards // self.n,
-                native,
-                self.n,
-                self._own_threads,
-                in_flight,
-            )
-            self._others = self._start_others(head, decoder.layout, adapters)
+            self._others = self._start_others(decoder, self.weights, adapters)
         trained = TrainedAdapters(adapters.layout, adapters.flat) if adapters else None
-        sizes = shards // self.n, native, self.n, in_flight
-        self.host = Host(decoder, *sizes, stopwatch=stopwatch, adapters=trained)
+        self.host = Host(decoder, self._share, stopwatch=stopwatch, adapters=trained)
 
-    def _start_others(self, head: tuple, layout: Layout, adapters: Adapters | None) -> list["_Process"]:
-        """Start the processes of the other workers, with which the adapters are shared."""
-        if self.n == 1 or adapters is None:
-            return [_Process(i, self.weights, None, head, layout) for i in range(1, self.n)]
-        shared = SharedTensor(adapters.layout.numel, torch.float32)
-        adapters.move_to(shared.tensor)
-        return [_Process(i, self.weights, shared, head, adapters.layout) for i in range(1, self.n)]
+    def _start_others(
+        self, decoder: Decoder, weights: SharedTensor, adapters: Adapters | None
+    ) -> list[OtherWorker]:
+        """Start the processes of the other workers, with which weights and adapters are shared."""
+        shared_adapters = None
+        if self.n > 1 and adapters is not None:
+            shared_adapters = SharedTensor(adapters.layout.numel, torch.float32)
+            adapters.move_to(shared_adapters.tensor)
+        trained = adapters.layout if adapters else decoder.layout
+        return [
+            OtherWorker(i, self._share, decoder, trained, weights, shared_adapters) for i in range(1, self.n)
+        ]
 
     def own_threads(self) -> AbstractContextManager[None]:
         """Inside this context torch runs on one worker's share of the threads.
@@ -180,7 +133,7 @@ class Workers:
         torch's other threads would spin for 10 ms after each operation, on cores that the other workers and
         the ledger need.
         """
-        return cpu_threads(self._own_threads)
+        return cpu_threads(self._share.threads)
 
     def map(self, work: Callable[[Host, X], Y], items: Sequence[X]) -> list[Y]:
         """The results of work(host, item) for at most n items, in order; each worker does one item.
@@ -192,10 +145,10 @@ class Workers:
         for process, item in zip(self._others, items[1:], strict=False):
             process.send((work, item))
         with self.own_threads():
-            results = [_attempt(work, self.host, items[0])]
+            results = [attempt(work, self.host, items[0])]
         results += [process.receive() for process, _ in zip(self._others, items[1:], strict=False)]
         for result in results:
-            if isinstance(result, _Failure):
+            if isinstance(result, Failure):
                 raise result.error
         return results
 
@@ -265,12 +218,10 @@ class ParallelSampler:
         return self.workers.host.sampler.samples_at_once * self.workers.n
 
     def sync_weights(self, version: int) -> None:
-        """See Sampler."""
         self._parts.forget()
         self.workers.map(_sync_weights, [version] * self.workers.n)
 
     def end_turns(self) -> None:
-        """See Sampler."""
         if self._parts.forget():
             self.workers.map(_end_turns, [None] * self.workers.n)
 
@@ -278,18 +229,16 @@ class ParallelSampler:
         """Do nothing: the owner of the workers closes them."""
 
     def generate(self, requests: Sequence[Request]) -> list[Completion]:
-        """See Sampler, NativeSampler.generate."""
         config = self.workers.host.decoder.config
         check_requests(requests, config.max_positions, config.vocab_size)
         parts = self._parts.cut(requests)
         outcomes = self.workers.map(_generate, [[requests[i] for i in part] for part in parts])
-        self.tokens_read = sum(read for _, read, _ in outcomes)
-        self.tokens_cached = sum(cached for _, _, cached in outcomes)
-        return in_order(parts, [completions for completions, _, _ in outcomes])
+        self.tokens_read = sum(drawn.tokens_read for drawn in outcomes)
+        self.tokens_cached = sum(drawn.tokens_cached for drawn in outcomes)
+        return in_order(parts, [drawn.completions for drawn in outcomes])
 
     def serve(self, source: RequestSource) -> None:
-        """See ContinuousSampler. Several workers draw in waves."""
-        if self.workers.n > 1:
+        if self.workers.n > 1:  # several workers draw in waves
             serve_in_waves(self, source)
             return
         sampler = self.workers.host.sampler
@@ -309,120 +258,15 @@ def _end_turns(host: Host, _: None) -> None:
     host.sampler.end_turns()
 
 
-def _generate(host: Host, requests: list[Request]) -> tuple[list[Completion], int, int]:
-    """The completions, and how many tokens were read and were cached."""
-    completions, sampler = host.sampler.generate(requests), host.sampler
-    return completions, sampler.tokens_read, sampler.tokens_cached
-
-
 @dataclass(frozen=True)
-class _Failure:
-    """An exception on its way to the caller."""
+class _Drawn:
+    """What one worker has drawn. tokens_read, tokens_cached: see NativeSampler."""
 
-    error: BaseException
-
-
-def _attempt(work: Callable[[Host, X], Y], host: Host, item: X) -> Y | _Failure:
-    try:
-        return work(host, item)
-    except Exception as error:
-        return _Failure(error)
+    completions: list[Completion]
+    tokens_read: int
+    tokens_cached: int
 
 
-class _Process:
-    """One of the other workers, as the caller sees it."""
-
-    def __init__(
-        self,
-        index: int,
-        weights: SharedTensor,
-        adapters: SharedTensor | None,
-        head: tuple,
-        trained: FlatLayout,
-    ):
-        """trained: the layout of what is trained, that of the adapters where there are some."""
-        self.index, root = index, SharedTensor(trained.trained_numel, torch.float32)
-        shared = [weights, root] if adapters is None else [weights, root, adapters]
-        self.root = root.tensor
-        caller_end, worker_end = socket.socketpair()
-        with worker_end:
-            fd = worker_end.fileno()
-            code = f"from zerokl.engine.train.parallel.workers import serve; serve({fd})"
-            with _interrupts_blocked():
-                self._process = start_python(
-                    code, fds=[fd, *(x.fd for x in shared)], stdin=subprocess.DEVNULL
-                )
-        self._connection = Connection(caller_end.detach())
-        self.send(([x.inherited for x in shared], trained, *head))
-
-    def send(self, message: object) -> None:
-        try:
-            self._connection.send_bytes(pickle.dumps(message))
-        except BrokenPipeError:
-            raise self._died() from None
-
-    def receive(self) -> object:
-        try:
-            return pickle.loads(self._connection.recv_bytes())
-        except (EOFError, ConnectionResetError):
-            raise self._died() from None
-
-    def _died(self) -> ChildProcessError:
-        return ChildProcessError(
-            f"worker {self.index} (process {self._process.pid}) {ending(self._process.wait())}; "
-            "with workers = 1 there is no other process"
-        )
-
-    def close(self) -> None:
-        self._connection.close()
-        self._process.wait()
-
-
-@contextmanager
-def _interrupts_blocked() -> Iterator[None]:
-    """Processes that are started inside this context never see Ctrl-C, from their first instruction on.
-
-    Ctrl-C reaches all processes of a terminal. The caller alone decides what it means. It sees a Ctrl-C of
-    this time afterwards.
-    """
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-def serve(connection_fd: int) -> None:
-    """What the process of another worker runs: it answers until the caller closes the connection."""
-    connection = Connection(connection_fd)
-    try:
-        layout: Layout
-        trained: FlatLayout
-        (weights, root, *shared), trained, layout, dtype, numerics, recompute, *sizes, threads, in_flight = (
-            pickle.loads(connection.recv_bytes())
-        )
-        torch.set_num_threads(threads)
-        flat = map_tensor(weights, layout.numel, dtype)
-        decoder = Decoder(layout.config, flat, layout, numerics, recompute)
-        adapters = None
-        if isinstance(trained, AdapterLayout):
-            adapters = TrainedAdapters(trained, map_tensor(*shared, trained.numel, torch.float32))
-        own_root = map_tensor(root, trained.trained_numel, torch.float32)
-        host = Host(decoder, *sizes, in_flight, own_root, adapters=adapters)
-        while True:
-            work, item = pickle.loads(connection.recv_bytes())
-            connection.send_bytes(_pickled(_attempt(work, host, item)))
-    except (EOFError, ConnectionResetError, BrokenPipeError):
-        pass  # the caller has ended, so nobody waits for an answer
-
-
-def _pickled(result: object) -> bytes:
-    """The result as bytes, by plain pickle: multiprocessing's pickler would send tensors as descriptors."""
-    if isinstance(result, _Failure):
-        origin = "in another worker:\n" + "".join(traceback.format_exception(result.error))
-        result.error.add_note(origin)
-        try:
-            pickle.loads(pickle.dumps(result))
-        except Exception:
-            result = _Failure(RuntimeError(origin))
-    return pickle.dumps(result)
+def _generate(host: Host, requests: list[Request]) -> _Drawn:
+    completions, sampler = host.sampler.generate(requests), host.sampler
+    return _Drawn(completions, sampler.tokens_read, sampler.tokens_cached)

@@ -1,35 +1,164 @@
-"""The descriptors that tell of a child's end: their owner reads them, and its forks let go of them."""
+"""Processes that a run starts: how they end, what ends with them, and what a channel carries."""
 
+import os
+import signal
+import socket
 import subprocess
 import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
+from zerokl.engine.processes.channel import Channel
+from zerokl.engine.processes.process import ForkServer, Process
 
-_CODE = """
-import os, select, signal
-from zerokl.engine.processes.process import end_wakes, ended_children, wake_at_the_end_of_a_child
+# Functions of processes. A stray has a session of its own, and its parent ends before it.
+_PLANTED = """
+import os, signal, subprocess, sys, time
+from zerokl.engine.processes.keeper import accept_interrupts
 
-{planted}
-wake, writer = wake_at_the_end_of_a_child()
-child = os.fork()
-if child == 0:
-    end_wakes(wake, writer)
-    assert signal.set_wakeup_fd(-1) == -1
-    assert signal.getsignal(signal.SIGCHLD) is signal.SIG_DFL
-    for fd in (wake, writer):
-        try:
-            os.fstat(fd)
-        except OSError:
-            continue
-        os._exit(1)
-    os._exit(7)
-assert select.select([wake], [], [], 20)[0]
-assert list(ended_children()) == [(child, 7)]
+def nothing(*_):
+    pass
+
+def exits(channel):
+    sys.exit(7)
+
+def echoes(channel):
+    channel.send(channel.receive())
+
+def starts_a_stray(channel):
+    code = "import subprocess; subprocess.Popen(['sleep', '600'], start_new_session=True)"
+    subprocess.run([sys.executable, "-c", code], start_new_session=True)
+    channel.send(b"started")
+    time.sleep(600)
+
+def is_interrupted(channel):
+    accept_interrupts()
+    try:
+        channel.send(b"ready")
+        time.sleep(600)
+    except KeyboardInterrupt:
+        sys.exit(3)
+
+def is_not_interrupted(channel):
+    os.kill(os.getpid(), signal.SIGINT)
+    channel.send(channel.receive())
+
+def owns(words):
+    from zerokl.engine.processes.process import ForkServer, Process
+    forks = ForkServer("planted:nothing") if words == "forked" else None
+    process = Process("planted:starts_a_stray", sys.stdout.fileno(), forks=forks)
+    process.channel.receive()
+    print(flush=True)
+    time.sleep(600)
 """
-# What asyncio does from Python 3.12 on, once it is imported.
-_AS_ASYNCIO_DOES = "os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))"
 
 
-@pytest.mark.parametrize("planted", ["", "import asyncio", _AS_ASYNCIO_DOES])
-def test_a_fork_lets_go_of_both_descriptors(planted):
-    subprocess.run([sys.executable, "-c", _CODE.format(planted=planted)], check=True)
+@pytest.fixture
+def marked(monkeypatch, tmp_path) -> Callable[[], set[int]]:
+    """marked(): all processes that a test has started, whoever their parents are now."""
+    (tmp_path / "planted.py").write_text(_PLANTED)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("ZEROKL_TEST_MARK", str(tmp_path))
+
+    def processes() -> set[int]:
+        mark, pids = f"ZEROKL_TEST_MARK={tmp_path}\0".encode(), set()
+        for folder in Path("/proc").glob("[0-9]*"):
+            try:
+                if mark in (folder / "environ").read_bytes():
+                    pids.add(int(folder.name))
+            except OSError:
+                continue
+        return pids
+
+    return processes
+
+
+@pytest.fixture(params=["spawned", "forked"])
+def start(request, marked) -> Iterator[Callable[[str], Process]]:
+    """Starts a process by either way; nothing is left behind."""
+    forks, processes = ForkServer("planted:nothing") if request.param == "forked" else None, []
+
+    def started(name: str) -> Process:
+        with open(os.devnull, "wb") as output:
+            processes.append(Process(f"planted:{name}", output.fileno(), forks=forks))
+        return processes[-1]
+
+    yield started
+    for process in processes:
+        process.close()
+    if forks:
+        forks.close()
+    assert not marked()
+
+
+def test_a_process_answers_and_says_how_it_ended(start):
+    process = start("echoes")
+    message = bytes(3 << 20)
+    process.channel.send(message)
+    assert process.channel.receive() == message
+    assert process.ending().code == process.ending().code == 0  # it may be asked again
+    assert str(start("exits").ending()) == "ended with exit code 7"
+    killed = start("is_interrupted")
+    killed.channel.receive()
+    assert killed.ending(wait=False) is None
+
+
+def test_an_interrupt_reaches_a_function_that_accepts_it_and_no_other(start):
+    process = start("is_interrupted")
+    process.channel.receive()
+    process.interrupt()
+    assert process.ending().code == 3
+    process = start("is_not_interrupted")
+    process.interrupt()
+    process.channel.send(b"goes on")
+    assert process.channel.receive() == b"goes on"
+
+
+def test_a_process_that_is_closed_takes_along_what_it_has_started(start, marked):
+    process = start("starts_a_stray")
+    process.channel.receive()
+    before = len(marked())
+    process.close()
+    deadline = time.monotonic() + 10
+    while len(marked()) != before - 3:  # the keeper, its child and the stray
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize("way", ["spawned", "forked"])
+def test_neither_a_process_nor_what_it_has_started_outlives_a_killed_owner(way, marked, tmp_path):
+    code = f"import planted; planted.owns({way!r})"
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
+    owner = subprocess.Popen([sys.executable, "-c", code], env=environment, stdout=subprocess.PIPE)
+    owner.stdout.readline()
+    assert len(marked()) == (4 if way == "spawned" else 5)
+    owner.send_signal(signal.SIGKILL)
+    owner.communicate(timeout=20)
+    deadline = time.monotonic() + 10
+    while marked():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def test_a_channel_gives_one_message_at_a_time_and_refuses_one_that_is_too_long():
+    ends = socket.socketpair()
+    reader, writer = Channel(ends[0], longest_bytes=5), Channel(ends[1])
+    writer.send(b"one")
+    writer.send(b"three")
+    assert reader.receive() == b"one"
+    assert reader.has_more
+    assert reader.receive() == b"three"
+    assert not reader.has_more
+    writer.send(b"longer")
+    with pytest.raises(ValueError, match="6 bytes; 5 at most"):
+        reader.receive()
+    writer.close()
+    reader.close()
+
+
+def test_a_process_that_does_not_read_holds_nobody_up():
+    ends = socket.socketpair()
+    with pytest.raises(TimeoutError):
+        Channel(ends[0], timeout_s=0.05).send(bytes(1 << 24))

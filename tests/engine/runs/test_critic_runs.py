@@ -110,7 +110,8 @@ def test_the_gradient_is_that_of_transformers_and_a_linear_head_in_fp64(ppo):
     cfg = ppo(loss__value_clip=0.0)
     with _state(cfg) as (state, weight):
         batch = collect(state)
-        step, _, metrics = prepare(state, batch)
+        prepared = prepare(state, batch)
+        step, metrics = prepared.shard, prepared.metrics
         work = ShardWork(cfg.sampling.sampling_params, cfg.loss, 16)
         _, gradient = state.parallel.sum_shards(work, step.cut(cfg.virtual_shards))
     views, rewards = state.policy.layout.trained_views(gradient), batch.rewards.reshape(-1).tolist()

@@ -126,7 +126,8 @@ def test_the_gradient_is_that_of_transformers_in_fp64(dpo, tmp_path):
     with open_judge(task, cfg.task, cfg.environment) as judge:
         state = make_state(cfg, Path(cfg.model), task, judge)
     batch = collect(state)
-    step, A, _ = prepare(state, batch)
+    prepared = prepare(state, batch)
+    step, A = prepared.shard, prepared.advantages.values
     work = ShardWork(cfg.sampling.sampling_params, cfg.loss, 16)
     _, gradient = state.parallel.sum_shards(work, step.cut(cfg.virtual_shards))
     views = state.policy.layout.checkpoint_views(gradient)

@@ -123,7 +123,7 @@ def test_the_gradient_is_that_of_transformers_in_fp64(verifree):
     with open_judge(task, cfg.task, cfg.environment) as judge:
         state = make_state(cfg, Path(cfg.model), task, judge)
     batch = collect(state)
-    step, _, _ = prepare(state, batch)
+    step = prepare(state, batch).shard
     work = ShardWork(cfg.sampling.sampling_params, cfg.loss, 16)
     _, gradient = state.parallel.sum_shards(work, step.cut(cfg.virtual_shards))
     views = state.policy.layout.checkpoint_views(gradient)

@@ -61,19 +61,19 @@ class Dice:
             raise SystemExit
 
     def waits_for_more(self):
-        self.writes((100_000).to_bytes(4, "big"))
+        self.writes((100_000).to_bytes(8, "big"))
 
     def claims_much(self):
-        self.writes((1 << 30).to_bytes(4, "big"))
+        self.writes((1 << 30).to_bytes(8, "big"))
 
     def answers_twice(self):
         answer = b'{"value": {"content": "x", "rewards": [1.0], "done": true, "player": 0, "history": ""}}'
-        self.writes((len(answer).to_bytes(4, "big") + answer) * 2)
+        self.writes((len(answer).to_bytes(8, "big") + answer) * 2)
 
     def answers_for_it(self):
         value = {"content": self.content, "rewards": [1.0], "done": False, "player": 0}
         answer = json.dumps({"value": value | {"history": ""}}).encode()
-        self.writes(len(answer).to_bytes(4, "big") + answer)
+        self.writes(len(answer).to_bytes(8, "big") + answer)
         time.sleep(60)
 
     def writes(self, text):

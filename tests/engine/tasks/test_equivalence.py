@@ -45,7 +45,7 @@ def sleeps(a, b):
 def writes(a, b):
     for fd in range(3, 64):
         try:
-            os.write(fd, (14).to_bytes(4, "big") + b'{"value": [0]}')
+            os.write(fd, (14).to_bytes(8, "big") + b'{"value": [0]}')
         except OSError:
             pass
     return True

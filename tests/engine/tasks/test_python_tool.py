@@ -6,8 +6,12 @@ The programs here do no harm where a limit is missing: they then print something
 import json
 import os
 import re
+import shutil
 import string
+import subprocess
+import sys
 import tempfile
+import time
 from pathlib import Path
 
 import pytest
@@ -119,6 +123,31 @@ def test_a_program_prints_the_same_again(monkeypatch, has_root, program, printed
 )
 def test_whatever_a_program_does_is_one_observation(program, said):
     assert re.search(said, run_python(program, LIMITS))
+
+
+def test_a_program_does_not_outlive_the_process_that_runs_it():
+    code = "from zerokl.engine.tasks.run_python import ToolLimits, run_python\n"
+    code += "run_python('while True: pass', ToolLimits(60, 1 << 28, 9))"
+    environment = os.environ | {"TMPDIR": tempfile.tempdir}
+    owner = subprocess.Popen([sys.executable, "-c", code], env=environment)
+    children, deadline = Path(f"/proc/{owner.pid}/task/{owner.pid}/children"), time.monotonic() + 30
+    while not (programs := [int(pid) for pid in children.read_text().split() if _is_program(pid)]):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    owner.kill()
+    owner.wait()
+    shutil.rmtree(next(Path(tempfile.tempdir).iterdir()))
+    while any(_is_program(pid) for pid in programs):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def _is_program(pid: int | str) -> bool:
+    """Whether a process is a program that runs."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().endswith(b"\0-X\0utf8\0-\0")
+    except OSError:
+        return False
 
 
 @pytest.mark.parametrize(

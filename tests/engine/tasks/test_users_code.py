@@ -136,7 +136,7 @@ def closes_all(problem, completion):
 def writes_to_all(problem, completion):
     for fd in range(3, 64):
         try:
-            os.write(fd, (5).to_bytes(4, "big") + b"[1,2]")
+            os.write(fd, (5).to_bytes(8, "big") + b"[1,2]")
         except OSError:
             pass
     return 1.0

@@ -11,7 +11,8 @@ from zerokl.engine.config.loss_section import LossConfig
 from zerokl.engine.rollout.types import Rollout
 from zerokl.engine.train.losses.advantage import of_tokens
 from zerokl.engine.train.parallel.gradient import ShardSum
-from zerokl.engine.train.shard import Scored, Shard, ShardWork
+from zerokl.engine.train.scored import Scored
+from zerokl.engine.train.shard import Shard, ShardWork
 from zerokl.kernels.sampling_params import SamplingParams
 from zerokl.model import prompts
 from zerokl.model.decoder import Decoder

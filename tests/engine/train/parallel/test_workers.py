@@ -11,7 +11,8 @@ from zerokl.engine.config.run_config import NativeConfig
 from zerokl.engine.processes.shared_tensor import Handle, SharedTensor, map_tensor
 from zerokl.engine.rollout.native import NativeSampler
 from zerokl.engine.rollout.types import GenerationParams, RngKey, complete
-from zerokl.engine.train.parallel.workers import Host, ParallelSampler, Workers, _Failure, _pickled
+from zerokl.engine.train.parallel.worker import Failure, Host, _pickled
+from zerokl.engine.train.parallel.workers import ParallelSampler, Workers
 from zerokl.kernels.attention_plan import KEY_TILE
 from zerokl.kernels.sampling_params import SamplingParams
 from zerokl.model.checkpoint import load_decoder
@@ -146,7 +147,7 @@ def test_an_exception_that_does_not_survive_pickle_is_told_as_text():
     class LocalError(Exception):
         pass
 
-    assert b"LocalError" in _pickled(_Failure(LocalError("reason")))
+    assert b"LocalError" in _pickled(Failure(LocalError("reason")))
 
 
 def test_a_worker_that_dies_is_named(model):
