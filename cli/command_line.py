@@ -70,10 +70,10 @@ def given_settings(settings: Config) -> dict[str, Any]:
 def version_line() -> str:
     """The version of zerokl, and those of what decides bits beside it. Nothing is loaded for it."""
     names = ("torch", "triton", "transformers", "vllm")
-    others = [f"{name} {found}" for name in names if (found := installed_version(name))]
-    own = "zerokl" if has_trainer() else "zerokl-audit"
+    others = [f"{name} {version}" for name in names if (version := installed_version(name))]
+    package = "zerokl" if has_trainer() else "zerokl-audit"
     versions = ", ".join([f"Python {python_version()}", *others])
-    return f"{own} {installed_version(own) or _source_version()} ({versions})"
+    return f"{package} {installed_version(package) or _source_version()} ({versions})"
 
 
 def _source_version() -> str:

@@ -72,8 +72,8 @@ class Episodes:
         """The mean reward of the answers after each budget of tokens; empty where no reasoning was cut."""
         if self.cuts is None:
             return {}
-        of_budgets = self.cuts.at_budgets(self.rewards).reshape(-1, len(self.cuts.budgets)).T.tolist()
-        means = [math.fsum(rewards) / len(rewards) for rewards in of_budgets]
+        by_budget = self.cuts.at_budgets(self.rewards).reshape(-1, len(self.cuts.budgets)).T.tolist()
+        means = [math.fsum(rewards) / len(rewards) for rewards in by_budget]
         return dict(zip(self.cuts.budgets, means, strict=True))
 
     @property
