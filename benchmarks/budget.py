@@ -200,16 +200,16 @@ def read_budget(path: Path) -> dict[str, dict[str, Counts]]:
 
 def rises(recorded: Mapping[str, Any], now: Mapping[str, Any], part: float) -> list[str]:
     """The counts that are more than `part` above the recorded ones, and what has no record, a line each."""
-    found = []
+    differences = []
     for model, parts in now.items():
         for what, counts in parts.items():
             before = recorded.get(model, {}).get(what, {})
             for name, n in counts.items():
                 if name not in before:
-                    found.append(f"{model}, {what}: {name} ({n}) is not recorded")
+                    differences.append(f"{model}, {what}: {name} ({n}) is not recorded")
                 elif n > before[name] * (1 + part):
-                    found.append(f"{model}, {what}: {name} ({n}), recorded {before[name]}")
-    return found
+                    differences.append(f"{model}, {what}: {name} ({n}), recorded {before[name]}")
+    return differences
 
 
 def main() -> None:

@@ -77,10 +77,10 @@ class Step:
             config.sampling.max_tokens,
         )
         A = advantages(batch.rewards, self.loss.advantage).reshape(-1)
-        of_step = Shard(
+        step_shard = Shard(
             batch.rollouts, of_tokens(A, [len(r.logprobs) for r in batch.rollouts]), np.array(weights)
         )
-        self.shards = of_step.cut(config.virtual_shards)
+        self.shards = step_shard.cut(config.virtual_shards)
         # Elements that were not zero at some scale, by place (see _backward) and operation.
         self.nonzero: dict[tuple[int, int, str, str], torch.Tensor] = {}
 

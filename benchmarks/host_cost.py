@@ -143,7 +143,7 @@ def main() -> None:
                 run()
                 if turn:
                     milliseconds[way].append(1000 * (time.perf_counter() - began))
-    ratios = sorted(kept / found for kept, found in zip(*milliseconds.values(), strict=True))
+    ratios = sorted(kept / searched for kept, searched in zip(*milliseconds.values(), strict=True))
     report = {
         "what": f"host time of a pass of {options.layers} layers, {active.launched} launches",
         "triton": triton.__version__,

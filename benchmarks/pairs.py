@@ -62,7 +62,7 @@ def audit(model: Path, dtype: str, pair: tuple[str, str]) -> dict:
         return json.loads((out / "audit.json").read_text())
 
 
-def row(report: dict, pair: tuple[str, str], of_model: str) -> dict:
+def row(report: dict, pair: tuple[str, str], model_digest: str) -> dict:
     """What is kept of a report."""
     first = report["first_divergence"]
     return {
@@ -75,7 +75,7 @@ def row(report: dict, pair: tuple[str, str], of_model: str) -> dict:
         "k3": report["k3"]["value"],
         "first_divergence": first["op"] if first else None,
         "versions": versions(pair),
-        "model": of_model,
+        "model": model_digest,
         "machine": machine(),
         "date": datetime.date.today().isoformat(),
     }
@@ -86,12 +86,12 @@ def machine() -> str:
     return f"{cpu_name()}, {torch.backends.cpu.get_cpu_capability()}"
 
 
-def is_current(file: Path, pair: tuple[str, str], of_model: str) -> bool:
+def is_current(file: Path, pair: tuple[str, str], model_digest: str) -> bool:
     """Whether a row need not be made again."""
     if not file.exists():
         return False
     kept = json.loads(file.read_text())
-    return kept["versions"] == versions(pair) and kept["model"] == of_model
+    return kept["versions"] == versions(pair) and kept["model"] == model_digest
 
 
 def main() -> None:
@@ -99,17 +99,17 @@ def main() -> None:
     model, out = map(Path, sys.argv[1:3])
     again = "--again" in sys.argv[3:]
     out.mkdir(parents=True, exist_ok=True)
-    of_model = model_hash(model)
+    model_digest = model_hash(model)
     for dtype in DTYPES:
         for pair in PAIRS:
             file = out / f"{dtype}-{pair[0]}-{pair[1]}.json"
             try:
-                if is_current(file, pair, of_model) and not again:
+                if is_current(file, pair, model_digest) and not again:
                     continue
             except PackageNotFoundError as missing:
                 print(f"{dtype} {' '.join(pair)}: {missing.name} is not installed", flush=True)
                 continue
-            kept = row(audit(model, dtype, pair), pair, of_model)
+            kept = row(audit(model, dtype, pair), pair, model_digest)
             file.write_text(json.dumps(kept, indent=1) + "\n")
 
 

@@ -118,11 +118,11 @@ def simulate(actors: int, trainers: int, samples: int, k: int, r: Rates, tree: b
     for t in range(STEPS):
         start, tokens, done = ended[max(0, t - k)] + publish_s, 0, []
         for kind in draw.integers(KINDS, size=samples // BATCH):
-            seconds, of_batch = r.batches[kind]
+            seconds, batch_tokens = r.batches[kind]
             end = max(start, heapq.heappop(free)) + seconds
             heapq.heappush(free, end)
             done.append(end)
-            busy_s, tokens = busy_s + seconds, tokens + of_batch
+            busy_s, tokens = busy_s + seconds, tokens + batch_tokens
         for end in sorted(done):  # the driver takes one answer at a time
             driver_free = max(driver_free, end) + BATCH * r.sample_s
             driver_s += BATCH * r.sample_s
@@ -135,13 +135,13 @@ def simulate(actors: int, trainers: int, samples: int, k: int, r: Rates, tree: b
 
 def best(gpus: int, samples_per_actor: int, k: int, r: Rates, tree: bool) -> tuple[float, int, Outcome]:
     """Samples a second of the best split, its trainer's GPUs, and its outcome."""
-    found = []
+    candidates = []
     for trainers in (1 << i for i in range(int(math.log2(gpus)))):
         actors = gpus - trainers
         samples = actors * samples_per_actor // BATCH * BATCH
         outcome = simulate(actors, trainers, samples, k, r, tree)
-        found.append((samples / outcome.step_s, trainers, outcome))
-    return max(found)
+        candidates.append((samples / outcome.step_s, trainers, outcome))
+    return max(candidates)
 
 
 def main() -> None:

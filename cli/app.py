@@ -40,11 +40,11 @@ def listed(name: str) -> dict[str, Any]:
     return {"group": group, "sort_key": names.index(name)}
 
 
-def command(example: str, name: str | None = None, of: App = app) -> Callable[[F], F]:
+def command(example: str, name: str | None = None, parent: App = app) -> Callable[[F], F]:
     """Make a function a subcommand whose help opens with an example. name: by default the function's."""
 
     def registered(function: F) -> F:
-        place = listed(name or function.__name__) if of is app else {}
-        return of.command(function, name=name, help_prologue=f"Example: {example}", **place)
+        place = listed(name or function.__name__) if parent is app else {}
+        return parent.command(function, name=name, help_prologue=f"Example: {example}", **place)
 
     return registered

@@ -85,8 +85,8 @@ def audit(
         from ..audit.over_run import audit_run, sentences
 
         with Stages("audit") as stage:
-            of_run = audit_run(Path(target), every, n, settings, folder, stage)
-        return _show_run(of_run, list(sentences(of_run)), folder)
+            audited = audit_run(Path(target), every, n, settings, folder, stage)
+        return _show_run(audited, list(sentences(audited)), folder)
     try:
         with Stages("audit") as stage:
             if gradient:
@@ -127,11 +127,11 @@ def _with_gradient(
     from ..verify.gradient_bias import check_draws
 
     check_draws(draws)
-    of_run = find_target(target)
-    config = pair_config(of_run.run, Pair(settings.sampler, **vars(settings.dtypes)))
-    stage(f"auditing {of_run.model}")
-    report = audit_apart(of_run.model, n, settings)
-    return replace(report, gradient=run_gradient_bias(of_run, config, draws, settings.seed, stage))
+    audited = find_target(target)
+    config = pair_config(audited.run, Pair(settings.sampler, **vars(settings.dtypes)))
+    stage(f"auditing {audited.model}")
+    report = audit_apart(audited.model, n, settings)
+    return replace(report, gradient=run_gradient_bias(audited, config, draws, settings.seed, stage))
 
 
 def _show(report: "Report", folder: Path, settings: AuditSettings, summary: str, junit: str) -> int:

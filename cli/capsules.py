@@ -26,7 +26,7 @@ app.command(capsule_app)
 _OF_A_CAPSULE = "capsule"
 
 
-@command("zerokl capsule make vllm --model MODEL --out c.zkc", of=capsule_app)
+@command("zerokl capsule make vllm --model MODEL --out c.zkc", parent=capsule_app)
 def make(
     source: str,
     /,
@@ -96,7 +96,7 @@ def make(
     return ExitCode.DONE
 
 
-@command("zerokl capsule replay c.zkc --sampler vllm --trainer hf", of=capsule_app)
+@command("zerokl capsule replay c.zkc --sampler vllm --trainer hf", parent=capsule_app)
 def replay(
     capsule: str,
     /,
@@ -157,7 +157,7 @@ def replay(
     return _show(result, summary, junit)
 
 
-@command("zerokl capsule check captures/*.zkc", of=capsule_app)
+@command("zerokl capsule check captures/*.zkc", parent=capsule_app)
 def check(capsules: tuple[str, ...] = (), /, *, summary: str = "", junit: str = "") -> int:
     """Check that capsules are whole, and that their own two columns lie within their own tolerances.
 

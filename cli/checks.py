@@ -66,7 +66,7 @@ def verify(
     return ExitCode.DONE if all(check.holds for check in checks) else ExitCode.DIFFERS
 
 
-@command("zerokl verify binaries --targets sm_90", name="binaries", of=verify_app)
+@command("zerokl verify binaries --targets sm_90", name="binaries", parent=verify_app)
 def verify_binaries(*, targets: tuple[str, ...] = (), table: str | None = None, record: bool = False) -> int:
     """Compile every Triton kernel for GPUs, and check that the binaries have no atomics and no spills.
 
@@ -84,7 +84,7 @@ def verify_binaries(*, targets: tuple[str, ...] = (), table: str | None = None, 
     return verify_binaries(targets, Path(table) if table else None, record)
 
 
-@command("zerokl verify run runs/demo --replays 5", name="run", of=verify_app)
+@command("zerokl verify run runs/demo --replays 5", name="run", parent=verify_app)
 def verify_run(
     path: str,
     /,
@@ -151,7 +151,7 @@ def attest(run: str, /, *, key: str, out: str, replays: int = 3) -> int:
     return ExitCode.DONE
 
 
-@command("zerokl attest verify B --signers allowed_signers", name="verify", of=attest_app)
+@command("zerokl attest verify B --signers allowed_signers", name="verify", parent=attest_app)
 def attest_verify(bundle: str, /, *, signers: str = "", settings: Settings = NO_SETTINGS) -> int:
     """Check a bundle: the signature, every byte, the run, and the sampled steps, done again here.
 

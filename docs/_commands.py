@@ -33,7 +33,7 @@ def _place(name: str) -> tuple[int, int]:
 
 def _command(title: str, function) -> list[str]:
     text, _, arguments = inspect.cleandoc(function.__doc__ or "").partition("\nArgs:\n")
-    said = dict(re.findall(r"^    (\w+): (.*(?:\n {8}.*)*)", arguments, re.M))
+    described = dict(re.findall(r"^    (\w+): (.*(?:\n {8}.*)*)", arguments, re.M))
     hints = typing.get_type_hints(function, include_extras=True)
     usage, rows, settings = [title], [], False
     for parameter in inspect.signature(function).parameters.values():
@@ -56,9 +56,9 @@ def _command(title: str, function) -> list[str]:
                 usage.append(f"{shown} VALUE")
             shown += "".join(f", {alias}" for alias in (extra.alias if extra else None) or ())
         default = "required" if required else _argument_default(parameter.default)
-        if parameter.name not in said:
+        if parameter.name not in described:
             raise ValueError(f"cli: {title}: the docstring says nothing of {parameter.name}")
-        rows.append([f"`{shown}`", _argument_type(hint), default, prose(said[parameter.name])])
+        rows.append([f"`{shown}`", _argument_type(hint), default, prose(described[parameter.name])])
     usage += ["[options]"] if any(row[0].startswith("`--") for row in rows) else []
     usage += ["[--KEY VALUE ...]"] if settings else []
     parts = [f"## {title}", "", "```text", " ".join(usage), "```", ""]

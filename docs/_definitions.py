@@ -16,12 +16,12 @@ def definitions(path: str) -> dict[str, int]:
     function before it (`Policy.sample`). Of several definitions of one name the outermost one counts, then
     the first. The line is that of `def`, `class` or the assignment, decorators not counted.
     """
-    found: dict[str, tuple[int, int]] = {}
+    lines: dict[str, tuple[int, int]] = {}
     for depth, qualified, line in _walk(ast.parse((ROOT / path).read_text()), "", 0):
         for name in {qualified, qualified.rpartition(".")[2]}:
-            if name not in found or (depth, line) < found[name]:
-                found[name] = depth, line
-    return {name: line for name, (_, line) in found.items()}
+            if name not in lines or (depth, line) < lines[name]:
+                lines[name] = depth, line
+    return {name: line for name, (_, line) in lines.items()}
 
 
 def _walk(node: ast.AST, prefix: str, depth: int) -> Iterator[tuple[int, str, int]]:

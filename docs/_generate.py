@@ -130,8 +130,8 @@ def _type_name(annotation: object) -> str:
     if typing.get_origin(annotation) is typing.Literal:
         return "one of " + ", ".join(f"`{json.dumps(v)}`" for v in typing.get_args(annotation))
     if typing.get_origin(annotation) is tuple:
-        of = typing.get_args(annotation)[0]
-        return f"list of {_type_name(of).removeprefix('one of ')}{'s' if of in (str, int, float) else ''}"
+        item = typing.get_args(annotation)[0]
+        return f"list of {_type_name(item).removeprefix('one of ')}{'s' if item in (str, int, float) else ''}"
     if typing.get_origin(annotation) is dict or annotation is dict:
         return "table"
     names = {str: "text", int: "whole number", float: "number", bool: "`true` or `false`"}
@@ -280,8 +280,8 @@ def places() -> str:
         path = place.replace(".", "/")
         path += "" if (ROOT / path).is_dir() else ".py"
         file = ROOT / path if path.endswith(".py") else ROOT / path / "__init__.py"
-        said = " ".join(ast.get_docstring(ast.parse(file.read_text())).split())
-        rows.append([f"[`{path}`](../{path})", prose(re.split(r"(?<=\.) ", said)[0])])
+        docstring = " ".join(ast.get_docstring(ast.parse(file.read_text())).split())
+        rows.append([f"[`{path}`](../{path})", prose(re.split(r"(?<=\.) ", docstring)[0])])
     return table(["place", "what lives there"], rows)
 
 

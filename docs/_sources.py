@@ -202,21 +202,21 @@ def metric_names() -> set[str]:
     import numpy as np
     from zerokl.verify.mismatch import mismatch_metrics
 
-    found = set(_PLAIN)
+    names = set(_PLAIN)
     for file in sorted((ROOT / "engine").rglob("*.py")):
         # trackers.py has the names of other frameworks.
-        if "commands" not in file.parts and file.name != "trackers.py":
-            found |= {name for name in _METRIC.findall(file.read_text()) if not name.endswith("/")}
+        if not {"ablations", "checks", "report"} & {*file.parts} and file.name != "trackers.py":
+            names |= {name for name in _METRIC.findall(file.read_text()) if not name.endswith("/")}
     # A metric for each of a run's budgets, of N tokens.
-    found |= {"brpo/reward_at_N", "eval/reward_at_N"}
+    names |= {"brpo/reward_at_N", "eval/reward_at_N"}
     # A metric for each loss that the gradient is compared under.
-    found |= {f"gradient/{figure}_LOSS" for figure in ("cosine", "distance", "inner", "norm")}
-    found |= {f"gradient/{figure}_floor" for figure in ("cosine", "distance")}
-    found |= {f"gradient/{figure}_exact" for figure in ("inner", "norm")}
+    names |= {f"gradient/{figure}_LOSS" for figure in ("cosine", "distance", "inner", "norm")}
+    names |= {f"gradient/{figure}_floor" for figure in ("cosine", "distance")}
+    names |= {f"gradient/{figure}_exact" for figure in ("inner", "norm")}
     watched = re.search(r"^WATCHED = \((.*)\)$", (ROOT / "engine/train/underflow.py").read_text(), re.M)[1]
-    found |= {f"scaling/underflow_{name}" for name in re.findall(r'"(\w+)"', watched)}
+    names |= {f"scaling/underflow_{name}" for name in re.findall(r'"(\w+)"', watched)}
     one = np.zeros(1, np.float32)
-    return found.union(
+    return names.union(
         *(mismatch_metrics(one, one, [1], prefix) for prefix in ("mismatch/", "staleness/", "ref/"))
     )
 

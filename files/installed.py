@@ -46,9 +46,9 @@ def check_together() -> None:
     if whole is None or audit is None:
         return
     if whole != audit or not has_trainer():
-        of = f"are of versions {whole} and {audit}" if whole != audit else "lie in two folders"
+        reason = f"are of versions {whole} and {audit}" if whole != audit else "lie in two folders"
         raise ValueError(
-            f"zerokl and zerokl-audit share their files, and here they {of}; "
+            f"zerokl and zerokl-audit share their files, and here they {reason}; "
             "pip uninstall zerokl-audit, then, in the checkout, pip install --force-reinstall --no-deps ."
         )
 

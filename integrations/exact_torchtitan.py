@@ -107,14 +107,14 @@ def _after_each_token(
     model: CausalLM, tokens: torch.Tensor, labels: torch.Tensor, starts: list[int]
 ) -> torch.Tensor:
     """log_probs of CausalLM, whose labels stand at their own places: each sequence is one place longer."""
-    ids, own, places = [], [], []
+    ids, shifted, places = [], [], []
     for a, b in pairwise(starts):
         line, wanted = tokens.flatten()[a:b], labels.flatten()[a:b]
         ids += [line, line[:1]]  # nothing reads the last id: the label's own place
-        own += [wanted.new_full((1,), -100), wanted]
+        shifted += [wanted.new_full((1,), -100), wanted]
         places.append(torch.arange(a, b) + len(places) + 1)
     cu_seqlens = [start + i for i, start in enumerate(starts)]
-    output = CausalLM.forward(model, torch.cat(ids), labels=torch.cat(own), cu_seqlens=cu_seqlens)
+    output = CausalLM.forward(model, torch.cat(ids), labels=torch.cat(shifted), cu_seqlens=cu_seqlens)
     return output.log_probs[torch.cat(places).to(tokens.device)].view(tokens.shape)
 
 
@@ -156,13 +156,13 @@ class ExactTrainer(Trainer):
         """See Trainer. After the last backward of a step, the gradients are the tree's root."""
         loss = super().forward_backward_step(**named)
         model = self.model_parts[0]
-        own = [p.grad.to_local() for p in model.parameters()]
-        self._tree.push(torch.cat([gradient.reshape(-1) for gradient in own]))
+        gradients = [p.grad.to_local() for p in model.parameters()]
+        self._tree.push(torch.cat([gradient.reshape(-1) for gradient in gradients]))
         if self._tree.pushed < self._tree.shards:
             model.zero_grad(set_to_none=True)  # else FSDP adds the next backward to this one
             return loss
-        parts = self._tree.take().split([gradient.numel() for gradient in own])
-        for gradient, part in zip(own, parts, strict=True):
+        parts = self._tree.take().split([gradient.numel() for gradient in gradients])
+        for gradient, part in zip(gradients, parts, strict=True):
             gradient.copy_(part.view(gradient.shape))
         return loss
 

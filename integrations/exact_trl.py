@@ -253,8 +253,8 @@ class ExactRLOOTrainer(_ExactTrainer, RLOOTrainer):
         known = differences if len(differences) else differences.new_zeros(1)
         metrics = self._metrics["train" if self.model.training else "eval"]
         for name, value in (("mean", known.mean()), ("max", known.max())):
-            of_ranks = self.accelerator.gather(value)
-            whole = of_ranks.mean() if name == "mean" else of_ranks.max()
+            gathered = self.accelerator.gather(value)
+            whole = gathered.mean() if name == "mean" else gathered.max()
             metrics[f"sampling/sampling_logp_difference/{name}"].append(whole.item())
         return differences
 

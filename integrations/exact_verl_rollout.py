@@ -258,9 +258,9 @@ def check_config(config: Any) -> None:
         "calculate_log_probs": (True, "without them nothing is compared"),
     }
     for name, (value, reason) in needed.items():
-        found = getattr(config, name)
-        if found != value:
-            raise ValueError(f"exact_verl: rollout.{name} ({found!r}) must be {value!r}: {reason}")
+        given = getattr(config, name)
+        if given != value:
+            raise ValueError(f"exact_verl: rollout.{name} ({given!r}) must be {value!r}: {reason}")
     if config.top_k not in (-1, 0):
         raise ValueError(f"exact_verl: rollout.top_k ({config.top_k}) must be -1: {needed['top_p'][1]}")
     if config.checkpoint_engine.backend != "naive":

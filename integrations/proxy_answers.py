@@ -129,7 +129,7 @@ def _events(body: bytes) -> Iterator[Any]:
 
 def _openai(asked: dict[str, Any], events: Iterator[dict[str, Any]]) -> Iterator[Completion]:
     """An answer of vLLM, whole or as events: each adds to the completions of its choices."""
-    found: dict[int, Completion] = {}
+    by_index: dict[int, Completion] = {}
     shared: list[int] | None = None  # a chat has one prompt, which stands beside the choices
     request_id = None
     for event in events:
@@ -138,14 +138,14 @@ def _openai(asked: dict[str, Any], events: Iterator[dict[str, Any]]) -> Iterator
         request_id = request_id or event.get("id")
         shared = shared or event.get("prompt_token_ids")
         for choice in event.get("choices") or ():
-            completion = found.setdefault(choice.get("index", 0), Completion())
+            completion = by_index.setdefault(choice.get("index", 0), Completion())
             completion.prompt_ids = completion.prompt_ids or choice.get("prompt_token_ids")
             ids = choice.get("token_ids") or []
             completion.completion_ids += ids
             completion.logprobs += _openai_logprobs(choice.get("logprobs"), len(ids))
     if asked.get("echo"):
         raise NotRecordedError("the request echoes the prompt")
-    for index, completion in sorted(found.items()):
+    for index, completion in sorted(by_index.items()):
         completion.prompt_ids = completion.prompt_ids or shared
         # The server chooses what a request does not say of its distribution; no line has that.
         completion.fields = sampling_fields(asked.get) | {"sample": index, "prompt": request_id}
@@ -163,14 +163,14 @@ def _openai_logprobs(logprobs: Any, count: int) -> list[float | None]:
 
 def _sglang(asked: dict[str, Any], events: Iterator[dict[str, Any]]) -> Iterator[Completion]:
     """An answer of SGLang: one object or event for each prompt, by index, with all tokens or the new ones."""
-    found: dict[int, Completion] = {}
+    by_index: dict[int, Completion] = {}
     streamed = bool(asked.get("stream"))
     for position, event in enumerate(events):
         if "error" in event:
             raise NotRecordedError("the answer is an error")
         meta = event.get("meta_info") or {}
         index = event.get("index", 0 if streamed else position)
-        completion = found.setdefault(index, Completion())
+        completion = by_index.setdefault(index, Completion())
         pairs = meta.get("output_token_logprobs") or []
         if len(pairs) == meta.get("completion_tokens"):
             completion.completion_ids, completion.logprobs = [], []
@@ -182,12 +182,12 @@ def _sglang(asked: dict[str, Any], events: Iterator[dict[str, Any]]) -> Iterator
         if str(version := meta.get("weight_version", "")).isdecimal():
             completion.fields["weight_version"] = int(version)
     params = asked.get("sampling_params") or {}
-    for index, completion in sorted(found.items()):
-        own = params[index] if isinstance(params, list) else params
+    for index, completion in sorted(by_index.items()):
+        fields = params[index] if isinstance(params, list) else params
         given = asked.get("input_ids")
         if given:
             completion.prompt_ids = given[index] if isinstance(given[0], list) else given
-        completion.fields |= sampling_fields(own.get)
+        completion.fields |= sampling_fields(fields.get)
         yield _checked(completion, "return_logprob, and input_ids in place of text")
 
 

@@ -190,8 +190,8 @@ class ExactModel:
         lines = (t.detach().to(self.decoder.dtype).reshape(-1) for t in tensors)
         return torch.cat([block_digests(x, blocks) for x, blocks in zip(lines, self._blocks, strict=True)])
 
-    def _compare(self, of_parameters: torch.Tensor, of_weights: torch.Tensor) -> None:
-        differs = unequal(of_parameters, of_weights).any(dim=1)
+    def _compare(self, parameter_digests: torch.Tensor, copy_digests: torch.Tensor) -> None:
+        differs = unequal(parameter_digests, copy_digests).any(dim=1)
         if not differs.any():
             return
         counts = [len(blocks) for blocks in self._blocks]
@@ -258,7 +258,7 @@ def _device_and_dtype(
     parameters: Iterable[torch.Tensor], dtype: torch.dtype | None
 ) -> tuple[torch.device, torch.dtype]:
     """The device and the compute dtype. Raises ValueError for several devices or dtypes, and for another."""
-    devices, dtypes = ({getattr(p, of) for p in parameters} for of in ("device", "dtype"))
+    devices, dtypes = ({getattr(p, name) for p in parameters} for name in ("device", "dtype"))
     if len(devices) > 1 or next(iter(devices)).type not in ("cpu", "cuda"):
         raise ValueError(
             f"exact: Parameters lie on {sorted(map(str, devices))}; they need one CPU or one GPU"

@@ -58,13 +58,18 @@ def _forward_plan(plan: AttentionPlan, D: int) -> CppPlan:
     """
     queries, contexts = (np.asarray(x, np.int64) for x in (plan.query_lengths, plan.contexts))
     most = np.maximum(1, _SCORES // (plan.heads * (queries + contexts + KEY_TILE)))
-    of = None
+    sequence_of_piece = None
     if (queries > most).any():
         pieces = -(-queries // most)
-        of = np.repeat(np.arange(len(queries)), pieces)
-        begin = (np.arange(len(of)) - np.repeat(np.cumsum(pieces) - pieces, pieces)) * most[of]
-        queries, contexts = np.minimum(most[of], queries[of] - begin), contexts[of] + begin
-    on = _cpp_plan(plan, queries, contexts, D, of)
+        sequence_of_piece = np.repeat(np.arange(len(queries)), pieces)
+        begin = (np.arange(len(sequence_of_piece)) - np.repeat(np.cumsum(pieces) - pieces, pieces)) * most[
+            sequence_of_piece
+        ]
+        queries, contexts = (
+            np.minimum(most[sequence_of_piece], queries[sequence_of_piece] - begin),
+            contexts[sequence_of_piece] + begin,
+        )
+    on = _cpp_plan(plan, queries, contexts, D, sequence_of_piece)
     bounds = on.first[np.append(on.arrays[0], on.first.size - 1)]
     return on._replace(parts=list(_parts(np.diff(bounds) * plan.heads * KEY_TILE)))
 
@@ -100,11 +105,15 @@ def _kept(make: Callable[[AttentionPlan, int], CppPlan], plan: AttentionPlan, D:
 
 
 def _cpp_plan(
-    plan: AttentionPlan, queries: np.ndarray, contexts: np.ndarray, D: int, of: np.ndarray | None = None
+    plan: AttentionPlan,
+    queries: np.ndarray,
+    contexts: np.ndarray,
+    D: int,
+    sequence_of_piece: np.ndarray | None = None,
 ) -> CppPlan:
     """A plan without parts, of pieces with these queries and contexts.
 
-    of: the sequence of each piece; None where each is whole.
+    sequence_of_piece: the sequence of each piece; None where each is whole.
     """
     starts = np.cumsum(queries) - queries
     position = np.arange(queries.sum()) + np.repeat(contexts - starts, queries)
@@ -115,7 +124,7 @@ def _cpp_plan(
     else:
         keys, pages = np.ascontiguousarray(plan.tables, np.int64), plan.tables.shape[1]
         lowest, highest = int(keys.min()), int(keys.max())
-    arrays = [starts, queries, contexts, keys if of is None else keys[of]]
+    arrays = [starts, queries, contexts, keys if sequence_of_piece is None else keys[sequence_of_piece]]
     places = [a.ctypes.data for a in arrays]
     places.insert(4 if plan.tables is None else 3, 0)
     return CppPlan(_Plan(*places, pages, plan.heads, plan.kv_heads, D), arrays, lowest, highest, first, [])

@@ -40,7 +40,7 @@ def _forward(h: torch.Tensor, w: torch.Tensor, q: torch.Tensor, rows: Rows) -> t
     from .expert_rows_triton import sum_slots
     from .grouped_linear_triton import grouped_matmul
 
-    return sum_slots(grouped_matmul(h, experts_of(w, rows), rows, of_tokens=False, q_Tk=q), rows)
+    return sum_slots(grouped_matmul(h, experts_of(w, rows), rows, x_of_tokens=False, q_Tk=q), rows)
 
 
 def combine_bwd_ref(
@@ -65,7 +65,7 @@ def _backward(
     from .grouped_linear_triton import grouped_matmul
 
     w_EKN = experts_of(w, rows).transpose(1, 2)
-    dot = grouped_matmul(dy, w_EKN, rows, of_tokens=True, dtype=torch.float32)
+    dot = grouped_matmul(dy, w_EKN, rows, x_of_tokens=True, dtype=torch.float32)
     return *combine_bwd(dot, h, q, rows), rows_of_tokens(dy, rows, q)
 
 

@@ -127,7 +127,7 @@ def _adapters_of_experts() -> Iterator[Case]:
     padded to one (low_rank.padded_rank).
     """
     x, a = _meta(FP32, 256, 2048), _meta(FP32, 128, 2, 16, 2048)[:, 0]
-    yield "adapters of experts", lambda: grouped_matmul(x, a, _rows(32), of_tokens=False)
+    yield "adapters of experts", lambda: grouped_matmul(x, a, _rows(32), x_of_tokens=False)
 
 
 def _meta(dtype: torch.dtype, *shape: int) -> torch.Tensor:

@@ -19,13 +19,13 @@ from .qk_norm_triton import BYTES, HEAD_COLUMNS, WARPS
 
 
 @triton.jit
-def _normed(x_ptr, wq_ptr, wk_ptr, place, cols, of_keys, mask, r, HAS_NORM: tl.constexpr):
+def _normed(x_ptr, wq_ptr, wk_ptr, place, cols, is_key, mask, r, HAS_NORM: tl.constexpr):
     """One half of some heads, normalised and rounded, in fp32. The same columns of both weights."""
     x = tl.load(x_ptr + place, mask=mask, other=0.0)
     if HAS_NORM:
         same_w = tl.zeros([x.shape[0], 1], dtype=tl.int32) + cols[None, :]
-        w = tl.load(wq_ptr + same_w, mask=mask & ~of_keys, other=1.0)
-        w = tl.load(wk_ptr + same_w, mask=mask & of_keys, other=w)
+        w = tl.load(wq_ptr + same_w, mask=mask & ~is_key, other=1.0)
+        w = tl.load(wk_ptr + same_w, mask=mask & is_key, other=w)
         x = (x.to(tl.float32) * r[:, None] * w.to(tl.float32)).to(x.dtype)
     return x.to(tl.float32)
 
@@ -71,20 +71,20 @@ def _queries_and_keys(
         r = _r_of_heads(x_ptr, h, H, D, eps, HEADS, TILE)
     cols = tl.arange(0, HALF)
     mask = (h < H)[:, None] & (cols < half)[None, :]
-    of_keys = tl.broadcast_to((h >= heads)[:, None], [HEADS, HALF])
+    is_key = tl.broadcast_to((h >= heads)[:, None], [HEADS, HALF])
     place = h[:, None] * D + cols[None, :]
-    x1 = _normed(x_ptr, wq_ptr, wk_ptr, place, cols, of_keys, mask, r, HAS_NORM)
-    x2 = _normed(x_ptr + half, wq_ptr + half, wk_ptr + half, place, cols, of_keys, mask, r, HAS_NORM)
+    x1 = _normed(x_ptr, wq_ptr, wk_ptr, place, cols, is_key, mask, r, HAS_NORM)
+    x2 = _normed(x_ptr + half, wq_ptr + half, wk_ptr + half, place, cols, is_key, mask, r, HAS_NORM)
     cos = tl.load(cos_ptr + cols, mask=cols < half, other=0.0).to(tl.float32)[None, :]
     sin = tl.load(sin_ptr + cols, mask=cols < half, other=0.0).to(tl.float32)[None, :]
     cos, sin = tl.broadcast_to(cos, HEADS, HALF), tl.broadcast_to(sin, HEADS, HALF)
     y1 = tl.fma(x1, cos, x2 * (-1.0 * sin)).to(q_ptr.dtype.element_ty)
     y2 = tl.fma(x1, sin, x2 * cos).to(q_ptr.dtype.element_ty)
-    tl.store(q_ptr + place, y1, mask=mask & ~of_keys)
-    tl.store(q_ptr + half + place, y2, mask=mask & ~of_keys)
+    tl.store(q_ptr + place, y1, mask=mask & ~is_key)
+    tl.store(q_ptr + half + place, y2, mask=mask & ~is_key)
     key_place = (h - heads)[:, None] * (2 * KEY_TILE * D) + cols[None, :]
-    tl.store(k_ptr + key_place, y1.to(k_ptr.dtype.element_ty), mask=mask & of_keys)
-    tl.store(k_ptr + half + key_place, y2.to(k_ptr.dtype.element_ty), mask=mask & of_keys)
+    tl.store(k_ptr + key_place, y1.to(k_ptr.dtype.element_ty), mask=mask & is_key)
+    tl.store(k_ptr + half + key_place, y2.to(k_ptr.dtype.element_ty), mask=mask & is_key)
 
 
 @triton.jit

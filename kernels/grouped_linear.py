@@ -166,10 +166,10 @@ def add_grouped_low_rank_ref(
         x, dy = x_of_all[start:end], dy_RN[start:end, first : first + len(adapter.b)]
         dy = dy.to(x.dtype).contiguous()
         x_a, dy_b = low_rank_rows(adapter, dy, x)
-        for shard, of_expert in bounds:
-            own = [(a - start, b - start) for a, b in of_expert[expert]]
-            add_outer_ref(adapter.db.zeroed([shard])[shard], dy, x_a, own)
-            add_outer_ref(adapter.da.zeroed([shard])[shard], dy_b, x, own)
+        for shard, by_expert in bounds:
+            expert_runs = [(a - start, b - start) for a, b in by_expert[expert]]
+            add_outer_ref(adapter.db.zeroed([shard])[shard], dy, x_a, expert_runs)
+            add_outer_ref(adapter.da.zeroed([shard])[shard], dy_b, x, expert_runs)
 
 
 def add_grouped(
@@ -195,7 +195,7 @@ def _forward(x: torch.Tensor, w_ENK: torch.Tensor, rows: Rows) -> torch.Tensor:
         return grouped_matmul_ref(x[rows.tokens], w_ENK, rows)
     from .grouped_linear_triton import grouped_matmul
 
-    return grouped_matmul(x, w_ENK, rows, of_tokens=True)
+    return grouped_matmul(x, w_ENK, rows, x_of_tokens=True)
 
 
 def _dx(dy: torch.Tensor, w_ENK: torch.Tensor, rows: Rows) -> torch.Tensor:
@@ -206,7 +206,7 @@ def _dx(dy: torch.Tensor, w_ENK: torch.Tensor, rows: Rows) -> torch.Tensor:
     from .expert_rows_triton import sum_slots
     from .grouped_linear_triton import grouped_matmul
 
-    return sum_slots(grouped_matmul(dy, w_ENK.transpose(1, 2), rows, of_tokens=False), rows)
+    return sum_slots(grouped_matmul(dy, w_ENK.transpose(1, 2), rows, x_of_tokens=False), rows)
 
 
 def _rows_of(x: torch.Tensor, rows: Rows) -> torch.Tensor:

@@ -88,14 +88,14 @@ def grouped_matmul(
     x: torch.Tensor,
     w_ENK: torch.Tensor,
     rows: ExpertTables,
-    of_tokens: bool,
+    x_of_tokens: bool,
     q_Tk: torch.Tensor | None = None,
     dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
     """Each row times the matrix of its expert, transposed, and times q. -> [R, N].
 
-    of_tokens: x is [T, K], and a row takes its token's; otherwise x is [R, K]. dtype: of the result, None is
-    that of x.
+    x_of_tokens: x is [T, K], and a row takes its token's; otherwise x is [R, K]. dtype: of the result, None
+    is that of x.
     """
     (_, N, K), R = w_ENK.shape, rows.shape.numel()
     y = torch.empty(R, N, dtype=dtype or x.dtype, device=x.device)
@@ -119,7 +119,7 @@ def grouped_matmul(
         w_ENK.stride(0),
         w_ENK.stride(2),
         w_ENK.stride(1),
-        SLOTS=rows.shape[1] if of_tokens else 0,
+        SLOTS=rows.shape[1] if x_of_tokens else 0,
         HAS_WEIGHT=q_Tk is not None,
         EVEN_K=K % t.block_k == 0,
         BLOCK_M=t.block_m,

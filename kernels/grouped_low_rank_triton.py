@@ -41,8 +41,8 @@ def add_grouped_low_rank(
         padding = -a.shape[1] % ALIGN  # of the rank: see low_rank.padded_rank
         if padding:
             a, b = F.pad(a, (0, 0, 0, padding)), F.pad(b, (0, padding))
-        x_a = grouped_matmul(x, a, rows, of_tokens=False).mul_(adapters[0].scale)
-        dy_b = grouped_matmul(dy, b.transpose(1, 2), rows, of_tokens=False).mul_(adapters[0].scale)
+        x_a = grouped_matmul(x, a, rows, x_of_tokens=False).mul_(adapters[0].scale)
+        dy_b = grouped_matmul(dy, b.transpose(1, 2), rows, x_of_tokens=False).mul_(adapters[0].scale)
         _add([adapter.db for adapter in adapters], dy, x_a, runs, blocks)
         _add([adapter.da for adapter in adapters], dy_b, x, runs, blocks)
 
@@ -76,13 +76,13 @@ def _add(
     """buffers[e] [shards, N, K] += dy^T x of each expert's rows."""
     for buffer in buffers:
         buffer.zeroed(blocks.shards)
-    for shard, of_experts in runs:
+    for shard, by_expert in runs:
         sums = stacked([buffer.sums[shard] for buffer in buffers])
         _, N, K = sums.shape
         padded = sums
         if (dy.shape[1], x.shape[1]) != (N, K):
             padded = F.pad(sums, (0, x.shape[1] - K, 0, dy.shape[1] - N))
-        add_expert_runs(padded, dy, x, of_experts, False)
+        add_expert_runs(padded, dy, x, by_expert, False)
         if padded is not sums:
             sums.copy_(padded[:, :N, :K])
 

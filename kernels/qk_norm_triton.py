@@ -67,10 +67,10 @@ def _qk_norm_fwd(
         place = h[:, None] * D + cols[None, :]
         x = tl.load(x_ptr + token * x_stride_t + place, mask=mask, other=0.0).to(tl.float32)
         # Two loads, each for its own heads. Triton 3.6 and 3.7 fail for AMD on a choice between two pointers.
-        of_keys = tl.broadcast_to((h >= heads)[:, None], [HEADS, TILE])
+        is_key = tl.broadcast_to((h >= heads)[:, None], [HEADS, TILE])
         same_w = tl.zeros([HEADS, 1], dtype=tl.int32) + cols[None, :]
-        w = tl.load(wq_ptr + same_w, mask=mask & ~of_keys, other=1.0)
-        w = tl.load(wk_ptr + same_w, mask=mask & of_keys, other=w)
+        w = tl.load(wq_ptr + same_w, mask=mask & ~is_key, other=1.0)
+        w = tl.load(wk_ptr + same_w, mask=mask & is_key, other=w)
         y = x * r[:, None] * w.to(tl.float32)
         tl.store(y_ptr + token * H * D + place, y.to(y_ptr.dtype.element_ty), mask=mask)
 

@@ -56,9 +56,9 @@ def upload_tables(
     """The tensors on `device`, as `upload`, and by the same copy what the tables hold."""
     if device.type == "cpu":
         return tensors
-    of_tables = [table.host_tensors for table in tables]
-    placed = iter(upload(device, *tensors, *(x for group in of_tables for x in group)))
+    host_tensors = [table.host_tensors for table in tables]
+    placed = iter(upload(device, *tensors, *(x for group in host_tensors for x in group)))
     result = tuple(next(placed) for _ in tensors)
-    for table, group in zip(tables, of_tables, strict=True):
+    for table, group in zip(tables, host_tensors, strict=True):
         table.arrived(device, [next(placed) for _ in group])
     return result

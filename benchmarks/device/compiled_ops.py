@@ -48,9 +48,9 @@ def _silu_mul(m: Machine, dtype: torch.dtype) -> tuple[int, int]:
     gate = patterns.contiguous().view(dtype)
     up = torch.randn(rows, D, generator=generator).to(dtype)
     x = torch.cat([gate, up], dim=1).to(m.device)
-    theirs = torch.empty(rows, D, dtype=dtype, device=m.device)
-    torch.ops._C.silu_and_mul(theirs, x)
-    return rows * D, count_unequal(silu_mul(x), theirs)
+    vllm_rows = torch.empty(rows, D, dtype=dtype, device=m.device)
+    torch.ops._C.silu_and_mul(vllm_rows, x)
+    return rows * D, count_unequal(silu_mul(x), vllm_rows)
 
 
 def _rope(m: Machine, dtype: torch.dtype, heads: int, kv_heads: int, D: int) -> tuple[int, int]:
@@ -58,29 +58,29 @@ def _rope(m: Machine, dtype: torch.dtype, heads: int, kv_heads: int, D: int) -> 
     frequencies = _THETA ** (-torch.arange(0, D, 2, dtype=torch.float32) / D)
     angles = torch.arange(positions).float().unsqueeze(1) * frequencies
     table = torch.cat([angles.cos(), angles.sin()], dim=1).to(m.device, dtype)  # [positions, D]
-    at = torch.randperm(positions, generator=torch.Generator().manual_seed(4))[:T].to(m.device)
+    positions_T = torch.randperm(positions, generator=torch.Generator().manual_seed(4))[:T].to(m.device)
     x = m.randn(T, heads + kv_heads, D, dtype=dtype)
     q, k = (part.reshape(T, -1).clone() for part in x.split([heads, kv_heads], dim=1))
-    torch.ops._C.rotary_embedding(at, q, k, D, table, True)
-    theirs = torch.cat([q.view(T, heads, D), k.view(T, kv_heads, D)], dim=1)
-    cos, sin = (part.contiguous() for part in table[at].chunk(2, dim=1))
-    return x.numel(), count_unequal(rope(x, cos, sin), theirs)
+    torch.ops._C.rotary_embedding(positions_T, q, k, D, table, True)
+    vllm_rows = torch.cat([q.view(T, heads, D), k.view(T, kv_heads, D)], dim=1)
+    cos, sin = (part.contiguous() for part in table[positions_T].chunk(2, dim=1))
+    return x.numel(), count_unequal(rope(x, cos, sin), vllm_rows)
 
 
 def _add_norm(m: Machine, dtype: torch.dtype, name: str, D: int) -> Iterator[Row]:
     many, few = 300, 100
     x, residual, w = m.randn(many, D, dtype=dtype), m.randn(many, D, dtype=dtype), m.randn(D, dtype=dtype)
 
-    def theirs(rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def vllm_rows(rows: int) -> tuple[torch.Tensor, torch.Tensor]:
         y, r = x[:rows].clone(), residual[:rows].clone()
         torch.ops._C.fused_add_rms_norm(y, r, w, _EPS)
         return y, r
 
     what = f"vLLM's fused_add_rms_norm {name_of(dtype)} {name}"
-    differ = sum(count_unequal(a[:few], b) for a, b in zip(theirs(many), theirs(few), strict=True))
+    differ = sum(count_unequal(a[:few], b) for a, b in zip(vllm_rows(many), vllm_rows(few), strict=True))
     yield {"what": f"{what}: rows of a call of {many} beside one of {few}", "differ": differ}
     ours = add_rms_norm(x, residual, w, _EPS)[:2]
-    differ = sum(count_unequal(a, b) for a, b in zip(ours, theirs(many), strict=True))
+    differ = sum(count_unequal(a, b) for a, b in zip(ours, vllm_rows(many), strict=True))
     yield {"what": f"{what}: beside our addition and norm", "differ": differ}
 
 

@@ -94,11 +94,11 @@ class _Job:
         except subprocess.TimeoutExpired:
             code = None
         lines = [line.removeprefix("turn ") for line in self._stdout.read_text().splitlines()]
-        found = [json.loads(line) for line in lines if line.startswith('{"')]
-        yield from found
+        rows = [json.loads(line) for line in lines if line.startswith('{"')]
+        yield from rows
         if code is None:
             yield {"what": f"{name}: not compared further (no time left)"}
-        elif code or not found:
+        elif code or not rows:
             reason = (self._stderr.read_text().strip().splitlines() or ["no output"])[-1][:160]
             yield {"what": f"{name}: ended with {code}: {reason}", "failed": True}
 

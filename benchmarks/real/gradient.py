@@ -75,21 +75,21 @@ def cosines(rows: list[dict]) -> dict[str, list[float]]:
     return {name: [row[f"gradient/cosine_{name}"] for row in rows] for name in ("floor", *LOSSES)}
 
 
-def mismatches(found: dict[str, dict]) -> str:
+def mismatches(by_sampler: dict[str, dict]) -> str:
     """Of `figures` by sampler, in Markdown: a row for each sampler."""
     lines = ["| sampler | k3, nats a token | a sequence | floor |", "| --- " * 4 + "|"]
-    for name, x in found.items():
+    for name, x in by_sampler.items():
         lines.append(f"| `{name}` | {x['k3']:.2g} | {x['k3_sequence']:.2g} | {x['floor']:.3f} |")
     return "\n".join(lines)
 
 
-def corrections(found: dict[str, dict]) -> str:
+def corrections(by_sampler: dict[str, dict]) -> str:
     """Of `figures` by sampler, in Markdown: a row for each correction."""
-    columns = [f"{name}: {what}" for name in found for what in ("below the floor", "length")]
+    columns = [f"{name}: {what}" for name in by_sampler for what in ("below the floor", "length")]
     lines = [f"| correction | {' | '.join(columns)} |", "| --- " * (1 + len(columns)) + "|"]
     for loss in LOSSES:
-        of_samplers = [x["losses"][loss] for x in found.values()]
-        cells = [_cell(x[what], n) for x in of_samplers for what, n in (("below", 3), ("length", 2))]
+        losses = [x["losses"][loss] for x in by_sampler.values()]
+        cells = [_cell(x[what], n) for x in losses for what, n in (("below", 3), ("length", 2))]
         lines.append(f"| `{loss}` | {' | '.join(cells)} |")
     return "\n".join(lines)
 
@@ -118,9 +118,9 @@ def main() -> None:
         return figures(rows[1:] or rows) | {"cosines": cosines(rows)}
 
     with ThreadPoolExecutor(jobs) as pool:
-        found = dict(zip(wanted, pool.map(measure, wanted), strict=True))
-    print(mismatches(found), corrections(found), sep="\n\n")
-    result = {"settings": {"config": config} | settings, "samplers": found} | made_with()
+        by_sampler = dict(zip(wanted, pool.map(measure, wanted), strict=True))
+    print(mismatches(by_sampler), corrections(by_sampler), sep="\n\n")
+    result = {"settings": {"config": config} | settings, "samplers": by_sampler} | made_with()
     (Path(out) / "gradient.json").write_text(json.dumps(result, indent=1) + "\n")
 
 

@@ -41,6 +41,6 @@ def score_rollouts(
     for start in range(0, len(rollouts), micro_batch):
         part = rollouts[start : start + micro_batch]
         batch = pack([r.pair for r in part], masks=[r.mask for r in part])
-        of_batch = getattr(scores(decoder, batch, sampling_params), column)
-        scored += [x.numpy() for x in of_batch.cpu().split(batch.drawn_lengths)]
+        batch_scores = getattr(scores(decoder, batch, sampling_params), column)
+        scored += [x.numpy() for x in batch_scores.cpu().split(batch.drawn_lengths)]
     return scored

@@ -90,9 +90,9 @@ def call(name: str, dtype: torch.dtype | None, *arguments: torch.Tensor | int | 
 
 @cache
 def _function(name: str, dtype: torch.dtype | None) -> Callable[..., int | None]:
-    found = getattr(library(), name + ("" if dtype is None else _DTYPES[dtype]))
-    found.argtypes, found.restype = [_TYPES[letter] for letter in _ARGUMENTS[name]], _RESULTS.get(name)
-    return found
+    function = getattr(library(), name + ("" if dtype is None else _DTYPES[dtype]))
+    function.argtypes, function.restype = [_TYPES[letter] for letter in _ARGUMENTS[name]], _RESULTS.get(name)
+    return function
 
 
 def _target(compiler: list[str]) -> str:

@@ -161,7 +161,7 @@ def expert_launches(module: Any, dtype: torch.dtype, target: str) -> tuple[Launc
             per_channel_quant=False,
         ),
     )
-    ours = our_launch(target, lambda: grouped_matmul(x, w, rows, of_tokens=False, q_Tk=q))
+    ours = our_launch(target, lambda: grouped_matmul(x, w, rows, x_of_tokens=False, q_Tk=q))
     tiles = {f"BLOCK_{a}": vllm.options[f"BLOCK_SIZE_{a}"] for a in "MN"}
     tiles |= {name: vllm.options[name] for name in ("num_warps", "num_stages")}
     return vllm, ours._replace(options=ours.options | tiles)

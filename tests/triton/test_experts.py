@@ -51,8 +51,8 @@ def experts(
     x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, q: torch.Tensor, ids: torch.Tensor
 ) -> torch.Tensor:
     rows = sort_slots(ids, EXPERTS)
-    h = silu_mul_fwd(grouped_matmul(x, gate_up, rows, of_tokens=True))
-    return sum_slots(grouped_matmul(h, down, rows, of_tokens=False, q_Tk=q), rows)
+    h = silu_mul_fwd(grouped_matmul(x, gate_up, rows, x_of_tokens=True))
+    return sum_slots(grouped_matmul(h, down, rows, x_of_tokens=False, q_Tk=q), rows)
 
 
 def aligned(ids: torch.Tensor, block: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -103,9 +103,9 @@ def vllm_experts(
     ids: torch.Tensor,
     **config: int,
 ) -> torch.Tensor:
-    gu = vllm_product(module, x, gate_up, q, ids, of_tokens=True, weigh=False, **config)
+    gu = vllm_product(module, x, gate_up, q, ids, x_of_tokens=True, weigh=False, **config)
     h = silu_mul_fwd(gu.view(-1, gu.shape[-1]))
-    y = vllm_product(module, h, down, q, ids, of_tokens=False, weigh=True, **config)
+    y = vllm_product(module, h, down, q, ids, x_of_tokens=False, weigh=True, **config)
     total = torch.zeros(len(x), D)
     for slot in y.unbind(1):  # as vLLM's compiled moe_sum
         total += slot.float()
@@ -130,11 +130,11 @@ def test_control_another_tile_along_k_gives_other_bits(fused_moe):
 def test_control_a_rounding_before_the_weight_or_another_order_of_the_slots_gives_other_bits():
     (x, gate_up, down), (q, ids) = inputs(40, torch.bfloat16), routed(40, torch.bfloat16)
     rows, y = sort_slots(ids, EXPERTS), experts(x, gate_up, down, q, ids)
-    h = silu_mul_fwd(grouped_matmul(x, gate_up, rows, of_tokens=True))
-    by_slot = grouped_matmul(h, down, rows, of_tokens=False)[rows.places.long()]  # rounded
+    h = silu_mul_fwd(grouped_matmul(x, gate_up, rows, x_of_tokens=True))
+    by_slot = grouped_matmul(h, down, rows, x_of_tokens=False)[rows.places.long()]  # rounded
     weighed = (by_slot.float() * q.unsqueeze(2)).to(x.dtype).float()
     assert total_unequal([y], [((weighed[:, 0] + weighed[:, 1]) + weighed[:, 2]).to(x.dtype)]) > 0
-    wide = grouped_matmul(h.float(), down.float(), rows, of_tokens=False, q_Tk=q)
+    wide = grouped_matmul(h.float(), down.float(), rows, x_of_tokens=False, q_Tk=q)
     backwards = wide[rows.places.flip(1).long()]
     other = (backwards[:, 0] + backwards[:, 1]) + backwards[:, 2]
     assert total_unequal([sum_slots(wide, rows)], [other]) > 0

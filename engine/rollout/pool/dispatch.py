@@ -275,8 +275,8 @@ class Dispatcher:
         self._actors[self._actors.index(actor)] = self._start(actor.number)
 
     def _fail_all(self, error: Exception) -> None:
-        of_actors = [batch for actor in self._actors for batch in actor.open]
-        for batch in [*of_actors, *self._waiting]:
+        open_batches = [batch for actor in self._actors for batch in actor.open]
+        for batch in [*open_batches, *self._waiting]:
             batch.future.set_exception(error)
         for actor in self._actors:
             actor.open = []

@@ -205,9 +205,9 @@ class KeyedSampler:
             return completions
         (answers,) = self.llm.collective_rpc("zerokl_take_experts", args=(numbers,))
         dtype = id_dtype(self._experts.number)
-        of_number = {n: experts_of(answer, dtype) for n, answer in zip(numbers, answers, strict=True)}
+        experts_by_number = {n: experts_of(answer, dtype) for n, answer in zip(numbers, answers, strict=True)}
         return [
-            replace(completion, experts=of_number.get(number))
+            replace(completion, experts=experts_by_number.get(number))
             for completion, (number, *_) in zip(completions, ended, strict=True)
         ]
 

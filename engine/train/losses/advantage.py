@@ -83,8 +83,8 @@ def advantages(rewards: np.ndarray, kind: str, trained: np.ndarray | None = None
         A[trained] = _whitened(rewards[trained].tolist())
         return A
     for row, group, members in zip(A, rewards, trained, strict=True):
-        of_group = group[members].tolist()
-        row[members] = _pass_at_k(of_group, k) if kind == "pass_at_k" else _of_group(of_group, kind)
+        group_rewards = group[members].tolist()
+        row[members] = _pass_at_k(group_rewards, k) if kind == "pass_at_k" else _of_group(group_rewards, kind)
     return A
 
 

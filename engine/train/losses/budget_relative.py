@@ -53,8 +53,8 @@ def budget_relative_advantages(
     for j in range(m):  # from 0 here, and from 1 in the equations
         returns = [_dot(share[j:], thought[j:]) for thought in thoughts]
         mean, left = math.fsum(returns) / len(returns), math.fsum(share[j:])
-        own = [_so_far(thought[:j]) * left for thought in thoughts]
-        A[trained, j] = [R - (j * E + (m - j) * mean) / m for R, E in zip(returns, own, strict=True)]
+        answered = [_so_far(thought[:j]) * left for thought in thoughts]
+        A[trained, j] = [R - (j * E + (m - j) * mean) / m for R, E in zip(returns, answered, strict=True)]
     return A
 
 
@@ -65,15 +65,18 @@ def cut_advantages(rewards: np.ndarray, lengths: np.ndarray, cuts: Cuts) -> list
     budget. A token of a thought counts for each cut that holds it: it has the advantage of the first of them.
     """
     A: list[np.ndarray] = []
-    for means, answers, of_prompt in zip(
+    for means, answers, lengths_of_prompt in zip(
         cuts.at_budgets(rewards), cuts.by_cut(rewards), lengths.tolist(), strict=True
     ):
-        of_segments = budget_relative_advantages(means, cuts.weights)
-        thoughts = of_prompt[: cuts.reasonings]
-        for of_budgets, C in zip(of_segments, thoughts, strict=True):
-            A.append(np.repeat(of_budgets, np.diff(_ends(cuts, C), prepend=0)))
-        of_answers = [a for C, r in zip(thoughts, answers, strict=True) for a in _centred(cuts, C, r)]
-        A += [np.full(n, a) for a, n in zip(of_answers, of_prompt[cuts.reasonings :], strict=True)]
+        thought_advantages = budget_relative_advantages(means, cuts.weights)
+        thoughts = lengths_of_prompt[: cuts.reasonings]
+        for segments, C in zip(thought_advantages, thoughts, strict=True):
+            A.append(np.repeat(segments, np.diff(_ends(cuts, C), prepend=0)))
+        answer_advantages = [a for C, r in zip(thoughts, answers, strict=True) for a in _centred(cuts, C, r)]
+        A += [
+            np.full(n, a)
+            for a, n in zip(answer_advantages, lengths_of_prompt[cuts.reasonings :], strict=True)
+        ]
     return A
 
 
@@ -86,7 +89,7 @@ def _centred(cuts: Cuts, length: int, rewards: np.ndarray) -> Iterator[float]:
     """The advantages of a thought's answers, budget by budget. rewards [m, n]."""
     pairs = zip(_ends(cuts, length), rewards.tolist(), strict=True)
     for _, same_cut in groupby(pairs, key=lambda pair: pair[0]):
-        group = [r for _, of_budget in same_cut for r in of_budget]
+        group = [r for _, rewards_of_budget in same_cut for r in rewards_of_budget]
         mean = group[0] if all_equal(group) else math.fsum(group) / len(group)
         yield from (r - mean for r in group)
 

@@ -102,11 +102,13 @@ def critic_metrics(critic: Critic) -> dict[str, float]:
     """
     v, targets = (np.concatenate(x).astype(np.float64).tolist() for x in (critic.values, critic.targets))
     errors = [target - value for target, value in zip(targets, v, strict=True)]
-    of_targets = _variance(targets)
+    target_variance = _variance(targets)
     return {
         "critic/value_mean": math.fsum(v) / len(v),
         "critic/value_loss": math.fsum(e * e for e in errors) / (2 * len(errors)),
-        "critic/explained_variance": 1.0 - _variance(errors) / of_targets if of_targets else math.nan,
+        "critic/explained_variance": 1.0 - _variance(errors) / target_variance
+        if target_variance
+        else math.nan,
     }
 
 

@@ -29,8 +29,8 @@ import numpy as np
 
 def margins(logprobs: Sequence[np.ndarray], ref_logprobs: Sequence[np.ndarray], beta: float) -> list[float]:
     """m [P]. logprobs, ref_logprobs: [2 P][C] fp32, of a pair's chosen completion, then its rejected one."""
-    of_sequences = zip(logprobs, ref_logprobs, strict=True)
-    terms = [[*logp.tolist(), *(-ref).tolist()] for logp, ref in of_sequences]
+    pairs = zip(logprobs, ref_logprobs, strict=True)
+    terms = [[*logp.tolist(), *(-ref).tolist()] for logp, ref in pairs]
     return [
         beta * math.fsum([*chosen, *(-x for x in rejected)])
         for chosen, rejected in zip(terms[::2], terms[1::2], strict=True)

@@ -37,8 +37,8 @@ def answer_advantages(
 ) -> list[np.ndarray]:
     """A [P G][C] fp64. rewards [P, G]: R. lengths, answer_lengths [P G]: C, and how many the answer has."""
     A = advantages(rewards, "leave_one_out").reshape(-1).tolist()
-    of_sequences = zip(A, rewards.reshape(-1).tolist(), lengths, answer_lengths, strict=True)
-    return [np.repeat([a, R], [C - answer, answer]) for a, R, C, answer in of_sequences]
+    sequences = zip(A, rewards.reshape(-1).tolist(), lengths, answer_lengths, strict=True)
+    return [np.repeat([a, R], [C - answer, answer]) for a, R, C, answer in sequences]
 
 
 def answer_metrics(logprobs: Sequence[np.ndarray], answer_lengths: Sequence[int]) -> dict[str, float]:

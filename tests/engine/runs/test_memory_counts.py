@@ -196,9 +196,9 @@ def _passes(layout: Layout, gib: int, max_tokens: int, ranks: int) -> tuple[int,
     )
     run, free = RunShape(config, layout, ranks, 128), gib * GIB
     try:
-        found = fit_into(run, free)
+        fitted = fit_into(run, free)
     except ValueError:
-        found = PassSizes(0, 0, 0)
+        fitted = PassSizes(0, 0, 0)
     most = max(1, int(0.25 * free) // (4 * (layout.trained_numel + run.lm_head_elements)))
     numbers = [1, 2, 4, 8, 16, 32, 64]
     fitting = [
@@ -210,17 +210,22 @@ def _passes(layout: Layout, gib: int, max_tokens: int, ranks: int) -> tuple[int,
         and (ranks > 1 or sizes.shards_at_once == 8)
         and sum(footprint(run, sizes, free)) <= 0.92 * free
     ]
-    return min(found[0], found[1] * 8), max(fitting, default=0)
+    return min(fitted[0], fitted[1] * 8), max(fitting, default=0)
 
 
-PASSES = [(SMALL, 79, 8192, 1), (SMALL, 40, 1024, 1), (LARGE, 79, 2048, 1), (LARGE, 79, 1024, 2)]
-PASSES += [(SMALL, 24, 1024, 4), (LARGE, 40, 1024, 4), (LARGE, 16, 1024, 1)]
+# Weights, GiB, tokens of a sample, ranks, and the sequences of the pass.
+PASSES = [
+    (SMALL, 79, 8192, 1, 2),
+    (SMALL, 40, 1024, 1, 16),
+    (LARGE, 79, 2048, 1, 8),
+    (LARGE, 79, 1024, 2, 16),
+]
+PASSES += [(SMALL, 24, 1024, 4, 16), (LARGE, 40, 1024, 4, 8), (LARGE, 16, 1024, 1, 0)]
 
 
-@pytest.mark.parametrize(("layout", "gib", "max_tokens", "ranks"), PASSES)
-def test_no_pass_is_shorter_than_the_memory_asks_for(layout, gib, max_tokens, ranks):
-    found, most = _passes(layout, gib, max_tokens, ranks)
-    assert found == most
+@pytest.mark.parametrize(("layout", "gib", "max_tokens", "ranks", "sequences"), PASSES)
+def test_no_pass_is_shorter_than_the_memory_asks_for(layout, gib, max_tokens, ranks, sequences):
+    assert _passes(layout, gib, max_tokens, ranks) == (sequences, sequences)
 
 
 def test_control_passes_that_become_shorter_first_are_too_short(monkeypatch):
@@ -231,7 +236,7 @@ def test_control_passes_that_become_shorter_first_are_too_short(monkeypatch):
         return sizes._replace(shards_in_flight=fewer) if fewer else None
 
     monkeypatch.setattr(memory, "_smaller", shorter_first)
-    assert any(found < most for found, most in (_passes(*case) for case in PASSES))
+    assert any(fitted < most for fitted, most in (_passes(*case[:4]) for case in PASSES))
 
 
 def test_long_samples_are_not_refused_for_a_cache_that_the_sampler_never_makes():
