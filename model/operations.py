@@ -14,7 +14,7 @@ from .operation import Equation, Operation, Shown, Site, Size, Work
 if TYPE_CHECKING:
     import torch
 
-    from ..verify.trace import Trace
+    from ..verify.operation_outputs import Trace
     from .config import ModelConfig
 
 # Read by an operation: the residual stream before its layer, or after the last one.

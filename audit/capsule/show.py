@@ -5,8 +5,8 @@ from dataclasses import asdict
 from ..figures.bands import band_lines
 from ..junit import Case
 from ..markdown import escaped
-from .pairs import Pair
-from .replay import Replay
+from .asked_again import Replay
+from .column_pairs import Pair
 
 # Changed settings that the terminal and the summary list at most.
 _LISTED = 40

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ...files.inputs import read_text
-from .metrics import number
+from .metric_rows import number
 from .side import Digest, Side
 
 # `seed = 3`, `"seed": 3,` and `seed: 3`, in TOML, JSON and YAML alike.

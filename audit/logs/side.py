@@ -15,7 +15,7 @@ import numpy as np
 
 from ..formats.record import LoggedRollout
 from ..formats.registry import log_files, read_rollouts
-from .metrics import Row, equal, is_metrics, metric_files, read_metrics
+from .metric_rows import Row, equal, is_metrics, metric_files, read_metrics
 
 Placed = tuple[str, LoggedRollout]
 

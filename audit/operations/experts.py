@@ -16,7 +16,7 @@ import torch
 from ...model.config import ModelConfig
 from ...model.decoder import Decoder, PackedContext
 from ...model.routing import RecordedRouting
-from ...verify.trace import Trace
+from ...verify.operation_outputs import Trace
 from ..engines.engine import Pair
 from ..formats.record import LoggedRollout
 from ..sections import ExpertsDifference

@@ -11,7 +11,7 @@ import torch
 
 from ...kernels.sampling_params import SamplingParams
 from ...model.operations import STREAM, operation, operation_names, split_name
-from ...verify.trace import Trace, compare_traces, first_divergence, one_sided
+from ...verify.operation_outputs import Trace, compare_traces, first_divergence, one_sided
 from ..engines.engine import Engine, Pair
 from ..sections import Jump, TraceSection
 from .checkpoints import compare_checkpoints, have_one_shape

@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from ...verify.gradient_bias import DrawnBias
+from ...verify.bias_figures import DrawnBias
 from ..conclusion.outcome import Outcome
 from ..conclusion.verdict import cause_heading, headline, jump, parting
 from ..report import Report

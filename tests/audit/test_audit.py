@@ -25,7 +25,7 @@ from zerokl.engine.rollout.types import GenerationParams, RngKey, complete
 from zerokl.kernels.sampling_params import SamplingParams
 from zerokl.model.checkpoint import load_decoder
 from zerokl.model.operations import operation_names
-from zerokl.verify.trace import compare_traces, first_divergence
+from zerokl.verify.operation_outputs import compare_traces, first_divergence
 
 from tests.audit.settings import audit_config, audit_json
 

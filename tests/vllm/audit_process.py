@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from zerokl.audit.engines.vllm import VllmEngine
 from zerokl.kernels.sampling_params import SamplingParams
-from zerokl.verify.trace import compare_traces, first_divergence
+from zerokl.verify.operation_outputs import compare_traces, first_divergence
 
 PAIR = ((5, 6, 7, 8, 9), (10, 11, 12, 13, 14, 15))
 

@@ -23,7 +23,7 @@ from ....files.inputs import check_folder, read_bytes
 from ....files.reading import parse_json
 from ....files.writing import MANIFEST, check_writable, hash_json, write_manifest, write_whole
 from ....model.checkpoint import resolve_model
-from ....verify.divergence import open_run
+from ....verify.compare_runs import open_run
 from ....verify.ledger import LedgerFile
 from ....verify.run_files import LEDGER
 from ...config.run_config import Config
@@ -32,8 +32,9 @@ from ..checkpoints import checkpoint_folders
 from ..folder import METRICS, ROLLOUTS
 from ..resume import run_config
 from ..summary import SUMMARY
+from .replayed_steps import drawn_steps
 from .signature import sign
-from .verify_run import drawn_steps, verify_run
+from .verify_run import verify_run
 
 FORMAT = 2
 STATEMENT, CONTENTS = "statement.json", "contents"

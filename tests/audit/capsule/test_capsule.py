@@ -16,9 +16,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from zerokl.audit.capsule.capsule import Header, read_capsule, write_capsule
-from zerokl.audit.capsule.weights import weight_hashes
+from zerokl.audit.capsule.folder_hashes import weight_hashes
 from zerokl.cli import main
-from zerokl.engine.runs.checks.weights import tensor_hashes
+from zerokl.engine.runs.checks.tensor_hashes import tensor_hashes
 from zerokl.files.writing import hash_json
 
 from tests.helpers import property_settings

@@ -22,7 +22,7 @@ from zerokl.engine.display.progress import Display, Stages, duration, packed, sp
 from zerokl.engine.display.terminal import Printer, console
 from zerokl.engine.runs.ablations.figures import FIGURES, PLOTS, spread
 from zerokl.engine.runs.ablations.report import write_report
-from zerokl.engine.runs.checks.trace import write_trace
+from zerokl.engine.runs.checks.step_trace import write_trace
 from zerokl.engine.runs.run import _fields
 
 ESCAPE = re.compile(r"\x1b\[[\d;?]*[A-Za-z]")

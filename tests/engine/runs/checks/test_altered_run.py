@@ -17,11 +17,12 @@ from safetensors.torch import load_file, save_file
 from zerokl.cli import main
 from zerokl.engine.runs import run as run_module
 from zerokl.engine.runs.checkpoints import open_checkpoint
-from zerokl.engine.runs.checks.verify_run import Finding, verify_run
+from zerokl.engine.runs.checks.verify_run import verify_run
 from zerokl.engine.runs.resume import derived_summary
 from zerokl.engine.runs.run import resume, train
 from zerokl.engine.runs.summary import write_summary
 from zerokl.files.writing import MANIFEST, hash_json, write_manifest
+from zerokl.verify.check_result import CheckResult, Mark
 from zerokl.verify.ledger import read_ledger
 
 from tests.forged_run import all_solved, chain_again, forge_file, forge_rollouts, forge_weight
@@ -51,7 +52,7 @@ def cut(run, tmp_path_factory) -> Path:
     return path
 
 
-def failed(findings: list[Finding]) -> list[str]:
+def failed(findings: list[CheckResult]) -> list[str]:
     return [f"{f.what}: {f.result}" for f in findings if not f.holds]
 
 
@@ -115,7 +116,9 @@ def test_a_replay_of_the_first_step_evaluates_the_base_model_again(cut, tmp_path
     metrics |= {} if value is None else {"eval/base_reward": value}
     (path / "metrics.jsonl").write_text("".join([json.dumps(metrics) + "\n", *others]))
     (line,) = [f for f in failed(verify_run(path, STEPS, 0, {})) if f.startswith("replay of step")]
-    assert line.startswith(f"replay of step 0: metrics.jsonl has eval/base_reward = {value}, the step has 0.")
+    assert line.startswith(
+        f"replay of step 0: metrics.jsonl: eval/base_reward is {value or 'nothing'}, and the step gives 0."
+    )
 
 
 @pytest.mark.full
@@ -310,9 +313,7 @@ def test_a_scale_that_is_forged_in_checkpoint_and_ledger_is_found_by_the_replay(
     lines[4]["sum"] = hash_json({name: value for name, value in lines[4].items() if name != "sum"})
     (path / "ledger.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     faults = failed(verify_run(path, STEPS, 0, {}))
-    assert any(line.startswith("replay of step 3: the ledger notes another scaler") for line in faults), (
-        faults
-    )
+    assert any(line.startswith("replay of step 3: the ledger's notes: scaler is ") for line in faults), faults
 
 
 @pytest.mark.full
@@ -322,7 +323,7 @@ def test_held_out_rewards_of_a_run_that_was_evaluated_in_several_ways_are_checke
     resume(path, {"evaluation.every": 1, "evaluation.num_generations": 2, "evaluation.temperature": 1.0})
     findings = list(verify_run(path, STEPS, 0, {}))
     assert failed(findings) == []
-    assert [f.what for f in findings if not f.checked] == ["replays"]
+    assert [f.what for f in findings if f.mark is Mark.NOT_COMPARED] == ["replays"]
     for step in (0, 4):  # evaluated in the first way, and in the second
         forged = tmp_path / f"step {step}"
         shutil.copytree(path, forged)
@@ -405,7 +406,7 @@ def test_final_weights_without_a_hash_are_those_of_the_last_step(unhashed, tmp_p
     forge_weight(path, STEPS)
     assert failed(verify_run(path, 0, draw, {})) == []  # it is noted that nothing was compared
     assert failed(verify_run(path, 1, draw, {})) == [
-        f"step-{STEPS:06d}: its weights are not those of step {STEPS - 1}, done again"
+        f"step-{STEPS:06d}: step {STEPS - 1}: weights, done again, are not the checkpoint's"
     ]
 
 
@@ -417,7 +418,7 @@ def test_the_newest_checkpoint_of_a_run_that_was_cut_is_bound_too(unhashed, tmp_
     assert failed(verify_run(path, 1, 0, {})) == []
     forge_weight(path, 4)
     (path / "summary.json").unlink()
-    assert "step-000004: its weights are not those of step 3, done again" in failed(
+    assert "step-000004: step 3: weights, done again, are not the checkpoint's" in failed(
         verify_run(path, 1, 0, {})
     )
 

@@ -13,10 +13,10 @@ from zerokl.engine.config.run_config import Config
 from zerokl.engine.runs.checks import attest_check
 from zerokl.engine.runs.checks.attest_bundle import digest_of, environments, needed_code, sampled_steps
 from zerokl.engine.runs.checks.signature import sign
-from zerokl.engine.runs.checks.verify_run import Finding
 from zerokl.engine.runs.run import train
 from zerokl.files.writing import MANIFEST, hash_json, write_manifest
-from zerokl.verify.divergence import Divergence
+from zerokl.verify.check_result import CheckResult, Mark
+from zerokl.verify.difference import Difference
 from zerokl.verify.ledger import Line, read_ledger
 
 from tests.forged_run import all_solved, forge_rollouts
@@ -239,13 +239,13 @@ def test_a_forged_chain_is_found_where_the_hash_looks(bundle, check, keys):
     assert any("replay of step" in line and "gradient" in line for line in failures(words)), words
 
 
-def differs(quantity: str) -> Callable[..., Iterator[Finding]]:
-    """Findings of a run in which one step differs, and another is the same."""
-    where = Divergence(1, quantity)
+def differs(quantity: str) -> Callable[..., Iterator[CheckResult]]:
+    """Results of a run in which one step differs, and another is the same."""
+    where = Difference(quantity, step=1)
     return lambda *_: iter(
         [
-            Finding("replay of step 0", "the same bits", True),
-            Finding("replay of step 1", f"differs at {where}", False, divergence=where),
+            CheckResult("replay of step 0", "the same bits", Mark.EQUAL),
+            CheckResult("replay of step 1", f"differs at {where}", Mark.DIFFERENT, where),
         ]
     )
 
@@ -309,9 +309,9 @@ def test_a_run_that_went_on_elsewhere_is_judged_by_the_machine_of_each_step(
     assert check(bundle)[0] == 0
     monkeypatch.setattr(attest_check, "verify_run", differs("tokens"))
     assert check(bundle)[0] == 3
-    where = Divergence(2, "tokens")
-    finding = Finding("replay of step 2", f"differs at {where}", False, divergence=where)
-    monkeypatch.setattr(attest_check, "verify_run", lambda *_: iter([finding]))
+    where = Difference("tokens", step=2)
+    result = CheckResult("replay of step 2", f"differs at {where}", Mark.DIFFERENT, where)
+    monkeypatch.setattr(attest_check, "verify_run", lambda *_: iter([result]))
     assert check(bundle)[0] == 1
 
 

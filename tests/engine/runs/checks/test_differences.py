@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 from zerokl.cli import main
-from zerokl.engine.runs.checks import replay as replay_module
-from zerokl.engine.runs.checks.replay import Replayer
-from zerokl.engine.runs.checks.trace import read_trace
-from zerokl.engine.runs.checks.verify_run import drawn_steps
+from zerokl.engine.runs.checks import replayer as replayer_module
+from zerokl.engine.runs.checks.replayed_steps import drawn_steps
+from zerokl.engine.runs.checks.replayer import Replayer
+from zerokl.engine.runs.checks.step_trace import read_trace
 from zerokl.engine.runs.run import train
 from zerokl.engine.tasks.rewards import Reward
 from zerokl.engine.train import collect
@@ -20,7 +20,7 @@ from zerokl.engine.train.optimizer import Optimizer
 from zerokl.engine.train.parallel.workers import ParallelSampler, Workers
 from zerokl.engine.train.step import train_step
 from zerokl.model import decoder as decoder_module
-from zerokl.verify.divergence import compare_runs, open_run
+from zerokl.verify.compare_runs import compare_runs, open_run
 from zerokl.verify.ledger import Ledger, Line
 
 STEPS = 5
@@ -43,7 +43,7 @@ def _first(a: Path, b: Path):
     """The first difference of two runs."""
     comparison = compare_runs(open_run(a), open_run(b))
     assert not comparison.equal
-    return comparison.divergence
+    return comparison.difference
 
 
 def _flip(flat: torch.Tensor, draw: random.Random, layout) -> str:
@@ -417,7 +417,7 @@ def test_verify_run_reaches_its_steps_in_one_pass(plain, tmp_path, monkeypatch, 
         done.append(state.step)
         return train_step(state, recorder)
 
-    monkeypatch.setattr(replay_module, "train_step", counted)
+    monkeypatch.setattr(replayer_module, "train_step", counted)
     with Replayer(tmp_path / "run") as replayer:
         for steps, passes in (
             ([0, 1, 2], [(0, 2)]),
@@ -426,7 +426,7 @@ def test_verify_run_reaches_its_steps_in_one_pass(plain, tmp_path, monkeypatch, 
             ([2, 0], [(0, 2), (0, 0)]),
         ):
             done.clear()
-            assert all(replayer.replay(step).divergence is None for step in steps)
+            assert all(replayer.replay(step).difference is None for step in steps)
             again = [step for first, last in passes for step in range(first, last + 1)]
             assert done == again
             if steps == sorted(steps):
@@ -440,13 +440,13 @@ def test_verify_run_reaches_its_steps_in_one_pass(plain, tmp_path, monkeypatch, 
     assert re.fullmatch(r"\d to \d( and \d to \d)?", note[2])
 
 
-def test_control_after_a_divergence_nothing_goes_on_from_the_wrong_state(good, monkeypatch):
+def test_control_after_a_difference_nothing_goes_on_from_the_wrong_state(good, monkeypatch):
     with Replayer(good) as replayer:
         values = Reward.values
         monkeypatch.setattr(Reward, "values", lambda *args: values(*args) * 2)
-        assert replayer.replay(0).divergence
+        assert replayer.replay(0).difference
         monkeypatch.setattr(Reward, "values", values)
-        assert replayer.replay(1).divergence is None
+        assert replayer.replay(1).difference is None
 
 
 def test_control_verify_run_sees_a_machine_that_computes_otherwise(good, monkeypatch, capsys):

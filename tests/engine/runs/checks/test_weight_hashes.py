@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 from zerokl.cli import main
-from zerokl.engine.runs.checks.weights import tensor_hashes
+from zerokl.engine.runs.checks.tensor_hashes import tensor_hashes
 from zerokl.integrations.weights import write_weight_hashes
 
 from tests.helpers import property_settings, randn

@@ -35,7 +35,7 @@ from ....model.config import ModelConfig
 from ....model.decoder import Hook, no_hook
 from ....model.operations import in_order, split_fused
 from ....model.weight_files import open_tensors
-from ....verify.trace import OpDifference, Trace, compare_traces, first_divergence
+from ....verify.operation_outputs import OpDifference, Trace, compare_traces, first_divergence
 from ...train.recorder import Recorder
 from ...train.state import StepRecord, TrainState
 from ...train.step import train_step

@@ -4,7 +4,7 @@ import math
 
 import numpy as np
 import pytest
-from zerokl.verify.gradient_bias import estimate, figures_of_step, floor_of_step
+from zerokl.verify.bias_figures import estimate, figures_of_step, floor_of_step
 
 D, N = 6, 60
 EXACT, OWN = np.array([1.0, -2, 0.5, 0, 1, 0]), np.array([0.5, -1, 0.5, 2, 1, 0])

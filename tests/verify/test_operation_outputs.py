@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from zerokl.verify.trace import compare_traces, first_divergence
+from zerokl.verify.operation_outputs import compare_traces, first_divergence
 
 
 def _trace(**changes: torch.Tensor) -> dict[str, torch.Tensor]:
