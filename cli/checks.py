@@ -54,7 +54,8 @@ def verify(
     """
     from ..engine.display.progress import Display
     from ..engine.display.terminal import check_table, console
-    from ..engine.runs.checks.verify import check_case, check_law, count_checks
+    from ..engine.runs.checks.mismatch_case import check_case
+    from ..engine.runs.checks.verify import check_law, count_checks
     from ..kernels.backend import find_device
 
     if case:
