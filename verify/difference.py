@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from ..files.reading import shown
+from ..files.reading import one_line, shown
 
 T = TypeVar("T")
 # Characters of a text that a difference shows.
@@ -44,6 +44,11 @@ class Difference:
         """The side that lacks the quantity, 0 or 1; None where both have it."""
         return next((i for i, x in enumerate(self.values or ()) if x is ABSENT), None)
 
+    @property
+    def one_sided(self) -> str:
+        """Which side alone has the quantity, in words; empty where both have it."""
+        return "" if self.missing is None else f"only the {('second', 'first')[self.missing]} has it"
+
     def __str__(self) -> str:
         place = self.place or (f"step {self.step}" if self.step is not None else "")
         text = f"{place}: " if place else ""
@@ -60,7 +65,7 @@ class Difference:
     def beside(self, source: str) -> str:
         """The first side's value, beside what it must be: "reward is 0.0, and the tokens give 1.0"."""
         x, y = map(shown, self.values)
-        return f"{self.quantity} is {x}, and {source} {y}"
+        return f"{one_line(self.quantity)} is {x}, and {source} {y}"
 
 
 def differences(
@@ -106,8 +111,8 @@ def first_in_order(
 
 
 def same_json(x: Any, y: Any) -> bool:
-    """Whether two values are one text in JSON: 1 is not 1.0, and NaN is NaN."""
-    return json.dumps(x) == json.dumps(y)
+    """Whether two values are one text in JSON: 1 is not 1.0, NaN is NaN, and an object has no order."""
+    return json.dumps(x, sort_keys=True) == json.dumps(y, sort_keys=True)
 
 
 def first_unequal(x: Sequence[Any], y: Sequence[Any]) -> int | None:

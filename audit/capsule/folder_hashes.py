@@ -91,5 +91,5 @@ def model_differences(
     elif then_all != hash_of_all(now):
         lines = ["weights: they differ"]
     for d in differences(files, files_now):
-        lines.append(f"{d.quantity} {'differs' if d.missing is None else 'is there on one side only'}")
+        lines.append(f"{d.quantity}: {d.one_sided}" if d.one_sided else f"{d.quantity} differs")
     return lines

@@ -53,12 +53,11 @@ def locate(
     """
     traces = sampler.trace(pair, params), trainer.trace(pair, params)
     same_shape = {n for n in traces[0].keys() & traces[1].keys() if traces[0][n].shape == traces[1][n].shape}
-    differences = compare_traces(*({n: x for n, x in t.items() if n in same_shape} for t in traces))
-    first = first_divergence(differences)
+    comparable = [{n: x for n, x in t.items() if n in same_shape} for t in traces]
     only = one_sided(*traces)
     section = TraceSection(
-        operations=differences,
-        first_divergence=first,
+        operations=compare_traces(*comparable),
+        first_divergence=first_divergence(*comparable),
         one_sided={"sampler": only[0], "trainer": only[1]},
         other_shapes=[n for n in traces[0] if n in traces[1] and n not in same_shape],
         jump=None,

@@ -125,24 +125,24 @@ def test_a_replay_of_the_first_step_evaluates_the_base_model_again(cut, tmp_path
 @given(st.integers(0, 10**9))
 @property_settings(300)
 def test_whatever_is_altered_after_the_last_checkpoint_is_found(cut, tmp_path_factory, seed):
-    for what, found in _alterations(cut, tmp_path_factory.mktemp("a"), seed, replays=0):
-        assert found, what
+    for what, faults in _alterations(cut, tmp_path_factory.mktemp("a"), seed, replays=0):
+        assert faults, what
 
 
 @pytest.mark.full
 @given(st.integers(0, 10**9))
 @property_settings(20)
 def test_a_replay_finds_what_only_a_replay_can_derive(cut, tmp_path_factory, seed):
-    for what, found in _alterations(cut, tmp_path_factory.mktemp("r"), seed, replays=STEPS):
-        assert found, what
+    for what, faults in _alterations(cut, tmp_path_factory.mktemp("r"), seed, replays=STEPS):
+        assert faults, what
 
 
 @pytest.mark.proof
 @given(st.integers(0, 10**9))
 @settings(parent=property_settings(10_000), max_examples=10_000)
 def test_ten_thousand_alterations_are_found(cut, tmp_path_factory, seed):
-    for what, found in _alterations(cut, tmp_path_factory.mktemp("p"), seed, replays=0):
-        assert found, what
+    for what, faults in _alterations(cut, tmp_path_factory.mktemp("p"), seed, replays=0):
+        assert faults, what
 
 
 @pytest.mark.full

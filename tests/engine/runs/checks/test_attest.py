@@ -183,19 +183,19 @@ def forge_checkpoint(run: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("forge", "found"),
+    ("forge", "fault"),
     [
         (forge_metrics, "FAIL  metrics.jsonl: "),
         (forge_ledger, "the chain does not fit"),
         (forge_checkpoint, f"FAIL  step-{STEPS:06d}: "),
     ],
 )
-def test_the_signer_cannot_forge_the_run_either(bundle, check, keys, forge, found):
+def test_the_signer_cannot_forge_the_run_either(bundle, check, keys, forge, fault):
     forge(bundle / "contents" / "run")
     sign_again(bundle, keys / "mine")
     code, words = check(bundle)
     assert code == 1
-    assert any(found in line for line in failures(words)), words
+    assert any(fault in line for line in failures(words)), words
 
 
 def test_the_signer_does_not_choose_the_steps(bundle, check, keys):
