@@ -10,6 +10,7 @@ import torch
 
 from ..files.bitwise import ulp_distance, unequal
 from .difference import differences
+from .distance import ulp_words
 
 Trace = dict[str, torch.Tensor]
 
@@ -24,6 +25,12 @@ class OpDifference:
     max_ulp: int | None  # the largest distance in representable numbers; None for different dtypes
     max_abs: float
     relative: float  # root mean square of the difference, divided by the root mean square of the first output
+
+    @property
+    def words(self) -> str:
+        """How many outputs differ, and by how much."""
+        ulp = f" ({words})" if (words := ulp_words(self.max_ulp)) else ""
+        return f"{self.unequal} of {self.elements} outputs differ, by up to {self.max_abs:.3g}{ulp}"
 
 
 def compare_traces(a: Trace, b: Trace) -> list[OpDifference]:

@@ -73,25 +73,22 @@ def _at_moment(a: Side, b: Side, moment: int, shift: int) -> LogDifference | Non
 
 def _lost(a: Side, b: Side, moment: int, shift: int) -> LogDifference | None:
     """A step that one log has and the other lacks, where both have steps of its kind."""
-    for tables, step, what in (
-        ((a.steps, b.steps), moment, "rollouts"),
-        ((a.metrics, b.metrics), moment + shift, "metrics"),
-    ):
+    for kind, step in (("steps", moment), ("metrics", moment + shift)):
+        tables = getattr(a, kind), getattr(b, kind)
         if not all(tables) or (step in tables[0]) == (step in tables[1]):
             continue
         longer, shorter = (a, b) if step in tables[0] else (b, a)
-        if step < min(tables[0 if longer is b else 1]):
+        if step < min(getattr(shorter, kind)):
             continue
-        if what == "metrics":
-            if not a.numbered:
-                words = f"after row {step}: {len(a.metrics)} and {len(b.metrics)} rows"
-            else:
-                words = f"at step {step}: {longer.path} has metrics, and {shorter.path} has none"
-        else:
+        if kind == "steps":
             count = sum(len(s.rollouts) for n, s in shorter.steps.items() if n < step)
             (place, _), *_ = rollouts_of(longer, step)
             ends = "ends" if step > max(shorter.steps) else f"lacks step {step}"
             words = f"after {count} completions: {shorter.path} {ends}, and {longer.path} goes on at {place}"
+        elif a.numbered:
+            words = f"at step {step}: {longer.path} has metrics, and {shorter.path} has none"
+        else:
+            words = f"after row {step}: {len(a.metrics)} and {len(b.metrics)} rows"
         return LogDifference("length", moment, words)
     return None
 

@@ -19,21 +19,12 @@ from ....files.writing import MANIFEST, manifest_damage
 from ....kernels.backend import find_device
 from ....verify.check_result import CheckResult, Mark
 from ....verify.compare_runs import open_run
-from ....verify.difference import differences, first_wrong
+from ....verify.difference import differences, first_difference
 from ....verify.environment import DECIDES, PACKAGE_ROOT, environment
 from ....verify.ledger import LedgerFile
+from ...config.run_config import Config
 from ..resume import run_config
-from .attest_bundle import (
-    CONTENTS,
-    FORMAT,
-    STATEMENT,
-    bundle_settings,
-    digest_of,
-    draw_of,
-    environments,
-    needed_code,
-    sampled_steps,
-)
+from .attest_bundle import CONTENTS, FORMAT, STATEMENT, bundle_settings, draw_of, statement_of
 from .signature import SUFFIX, SignatureError, check_signature
 from .verify_run import verify_run
 
@@ -74,7 +65,7 @@ def check_bundle(bundle: Path, signers: Path | None, given: Mapping[str, Any]) -
     except ValueError as error:
         yield CheckResult.judged("ledger", error)
         return
-    if fault := _statement_fault(statement, ledger, needed_code(config)):
+    if fault := _statement_fault(statement, ledger, config, bundle / CONTENTS):
         yield CheckResult.judged("statement", fault)
         return
     yield CheckResult.judged("digest", None, f"{statement['digest']}, of the fingerprint and its machines")
@@ -113,20 +104,14 @@ def _bytes_fault(bundle: Path, statement: dict[str, Any]) -> str | None:
     return None
 
 
-def _statement_fault(statement: dict[str, Any], ledger: LedgerFile, code: list[str]) -> str | None:
+def _statement_fault(
+    statement: dict[str, Any], ledger: LedgerFile, config: Config, contents: Path
+) -> str | None:
     """What the signer says of the run and its ledger does not."""
     replays = statement["replays"]
     if type(replays) is not int or replays < 1:
         return f"replays is {shown(replays)}"
-    derived = {
-        "fingerprint": ledger.chain,
-        "digest": digest_of(ledger),
-        "steps": len(ledger.lines),
-        "sampled": sampled_steps(ledger, replays),
-        "needs": code,
-        "environments": environments(ledger),
-    }
-    wrong = first_wrong(statement, derived)
+    wrong = first_difference(statement, statement_of(ledger, replays, config, contents))
     return wrong and wrong.beside("the ledger's is")
 
 

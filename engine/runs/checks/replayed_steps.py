@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from ....kernels.philox import Stream, permutation
-from ....verify.check_result import CheckResult, Mark
+from ....verify.check_result import CheckResult
 from ....verify.difference import Difference, first_difference, same_json
 from ...display.progress import duration
 from ...train.state import StepRecord, TrainState
@@ -38,38 +38,42 @@ def check_replays(
     # A run that was cut may have gone on after its newest checkpoint.
     newest = {max(left) - 1} if left and max(left) == run.checkpoints[0].step and max(left) else set()
     steps = sorted({*drawn, *newest}) if drawn else []
-    if steps:
+    if not steps:
+        yield CheckResult.note("replays", "none: no step is done again, nor is the last one")
+    else:
         # No step is done yet, so this evaluates the model that the run began with.
         base = held_out(0).base_metrics() if steps[0] == 0 else {}
         yield CheckResult.note("replays", _plan(run, steps, replayer.passes(steps)))
-    else:
-        yield CheckResult.note("replays", "none: no step is done again, nor is the last one")
     for step in steps:
-        faults: list[str] = []
-        reached: list[CheckResult] = []
-
-        def compare(
-            record: StepRecord,
-            step: int = step,
-            faults: list[str] = faults,
-            reached: list[CheckResult] = reached,
-        ) -> None:
-            if record.metrics["step"] == step:
-                metrics = record.metrics | (base if step == 0 else {}) | held_out(step).metrics()[0]
-                notes = replayer.last_line.notes
-                faults += filter(None, [_logged_fault(run, replace(record, metrics=metrics), notes)])
-            if checkpoint := left.pop(replayer.state.step, None):
-                reached.append(_reached(run, checkpoint, replayer.state))
-
-        what, difference = f"replay of step {step}", replayer.replay(step, after=compare).difference
-        if difference:
-            yield CheckResult(what, f"differs at {difference}", Mark.DIFFERENT, difference)
-        else:
-            yield CheckResult.judged(what, next(iter(faults), None), "the same bits")
-        yield from reached
+        yield from _replayed(run, replayer, step, held_out(step), base if step == 0 else {}, left)
     for checkpoint in left.values():
         words = f"not checked: {', '.join(unchecked(checkpoint, run.ledger))}"
         yield CheckResult.note(checkpoint.folder.name, words)
+
+
+def _replayed(
+    run: CheckedRun,
+    replayer: Replayer,
+    step: int,
+    held_out: HeldOut,
+    base: Mapping[str, Any],
+    left: dict[int, Checkpoint],
+) -> Iterator[CheckResult]:
+    """One step, done again, and the checkpoints of `left` that are reached on the way; those leave it."""
+    fault, reached = None, []
+
+    def compare(record: StepRecord) -> None:
+        nonlocal fault
+        if record.metrics["step"] == step:
+            record = replace(record, metrics=record.metrics | base | held_out.metrics()[0])
+            fault = _logged_fault(run, record, replayer.last_line.notes)
+        if checkpoint := left.pop(replayer.state.step, None):
+            reached.append(_reached(run, checkpoint, replayer.state))
+
+    difference = replayer.replay(step, after=compare).difference
+    result = CheckResult.judged(f"replay of step {step}", difference or fault, "the same bits")
+    yield replace(result, result=f"differs at {difference}") if difference else result
+    yield from reached
 
 
 def _reached(run: CheckedRun, checkpoint: Checkpoint, state: TrainState) -> CheckResult:
@@ -122,22 +126,17 @@ def _logged_fault(run: CheckedRun, record: StepRecord, notes: Mapping[str, Any])
 
     record: with the metrics of the step's evaluations. notes: of its line of the ledger.
     """
-    for place, was, now in _logged(run, record, notes):
-        if difference := first_difference(was, now, same_json):
-            return f"{place}: {difference.beside('the step gives')}"
-    return None
-
-
-def _logged(
-    run: CheckedRun, record: StepRecord, notes: Mapping[str, Any]
-) -> Iterator[tuple[str, Mapping[str, Any], Mapping[str, Any]]]:
-    """What the run's files hold of a step and what the step gives, done again, each with its place."""
     step, G = record.metrics["step"], record.episodes.rewards.shape[1]
-    if (logged := run.rollouts.get(step)) is not None:
-        for i, line in enumerate(logged.lines):
-            p, g = divmod(i, G)
-            yield f"{ROLLOUTS}, prompt {p}, sample {g}", line, rollout_line(record, p, g, G)
-    if (line := run.metrics.get(step)) is not None:
-        sides = line, finite(record.metrics | record.notes)
-        yield METRICS, *({n: x for n, x in side.items() if not n.startswith(_MEASURED)} for side in sides)
-    yield "the ledger's notes", run.ledger.lines[step].notes, notes
+    lines = run.rollouts[step].lines if step in run.rollouts else []
+    places = [divmod(i, G) for i in range(len(lines))]
+    records = [
+        (f"{ROLLOUTS}, prompt {p}, sample {g}", line, rollout_line(record, p, g, G))
+        for (p, g), line in zip(places, lines, strict=True)
+    ]
+    if step in run.metrics:
+        sides = run.metrics[step], finite(record.metrics | record.notes)
+        kept = ({n: x for n, x in side.items() if not n.startswith(_MEASURED)} for side in sides)
+        records.append((METRICS, *kept))
+    records.append(("the ledger's notes", run.ledger.lines[step].notes, notes))
+    each = ((place, first_difference(was, now, same_json)) for place, was, now in records)
+    return next((f"{place}: {wrong.beside('the step gives')}" for place, wrong in each if wrong), None)

@@ -6,38 +6,25 @@ from pathlib import Path
 from typing import Any
 
 from ....files.inputs import read_bytes
-from ....files.reading import one_line, shown
+from ....files.reading import shown
 from ....verify.compare_runs import Comparison, compare_runs, open_run
 from ....verify.difference import ABSENT, Difference, compare_values, first_in_order
-from ....verify.distance import ulp_words
 from ...display.terminal import console
 from ..folder import ROLLOUTS
 from ..rollout_lines import parse_rollout
-from .step_trace import compare_trace_files, is_trace
+from .step_trace import is_trace, trace_differences
 
 
 def diff(a: Path, b: Path) -> bool:
     """Print the first difference. Returns whether there is none. Raises ValueError for bad input."""
     if is_trace(a) != is_trace(b):
         raise ValueError(f"diff: {a} and {b} must both be runs or both be traces")
-    return _diff_traces(a, b) if is_trace(a) else _diff_runs(a, b)
-
-
-def _diff_traces(a: Path, b: Path) -> bool:
-    comparison = compare_trace_files(a, b)
-    if comparison.moments[0] != comparison.moments[1]:
-        console.print("the traces are of " + " and of ".join(comparison.moments))
-    if comparison.first is None:
-        console.print(f"equal to the bit: {comparison.operations} operations")
-        return True
-    d = comparison.first
-    row = f", {comparison.row}" if comparison.row else ""
-    ulp = f" ({words})" if (words := ulp_words(d.max_ulp)) else ""
-    console.print(
-        f"first difference: {one_line(d.op)}{row}; {d.unequal} of {d.elements} outputs differ, "
-        f"by up to {d.max_abs:.3g}{ulp}"
-    )
-    return False
+    if not is_trace(a):
+        return _diff_runs(a, b)
+    equal, lines = trace_differences(a, b)
+    for line in lines:
+        console.print(line)
+    return equal
 
 
 def _diff_runs(a: Path, b: Path) -> bool:

@@ -30,12 +30,12 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from ....files.bitwise import unequal
-from ....files.reading import parse_json
+from ....files.reading import one_line, parse_json
 from ....model.config import ModelConfig
 from ....model.decoder import Hook, no_hook
 from ....model.operations import in_order, split_fused
 from ....model.weight_files import open_tensors
-from ....verify.operation_outputs import OpDifference, Trace, first_divergence
+from ....verify.operation_outputs import Trace, first_divergence
 from ...train.recorder import Recorder
 from ...train.state import StepRecord, TrainState
 from ...train.step import train_step
@@ -161,24 +161,9 @@ class TraceFile:
     step: int
     update: int  # of the step, from 0
 
-    @property
-    def moment(self) -> str:
-        """What was traced, in words."""
-        return f"step {self.step}, update {self.update}"
 
-
-@dataclass(frozen=True)
-class TraceComparison:
-    """What `compare_trace_files` finds."""
-
-    moments: tuple[str, str]  # the step and update of each
-    operations: int  # compared
-    first: OpDifference | None  # the first operation that differs; None where all are equal
-    row: str = ""  # the first row of that operation that differs, in words
-
-
-def compare_trace_files(a: Path, b: Path) -> TraceComparison:
-    """The first operation that differs between two traces.
+def trace_differences(a: Path, b: Path) -> tuple[bool, list[str]]:
+    """Whether two traces are equal, and what is said of them: the first operation that differs.
 
     Raises ValueError for a file that is no trace, and for traces of different tokens.
     """
@@ -189,9 +174,14 @@ def compare_trace_files(a: Path, b: Path) -> TraceComparison:
                 f"trace: {a} and {b} are of different tokens; "
                 "`zerokl diff` of the two runs finds their first difference"
             )
+    moments = dict.fromkeys(f"step {trace.step}, update {trace.update}" for trace in (x, y))
+    lines = ["the traces are of " + " and of ".join(moments)] if len(moments) > 1 else []
     first = first_divergence(x.operations, y.operations)
-    row = _first_row(first.op, x.operations[first.op], y.operations[first.op], x.places) if first else ""
-    return TraceComparison((x.moment, y.moment), len(x.operations.keys() & y.operations.keys()), first, row)
+    if first is None:
+        shared = x.operations.keys() & y.operations.keys()
+        return True, [*lines, f"equal to the bit: {len(shared)} operations"]
+    row = _first_row(first.op, x.operations[first.op], y.operations[first.op], x.places)
+    return False, [*lines, f"first difference: {one_line(first.op)}{row}; {first.words}"]
 
 
 def _first_row(op: str, x: torch.Tensor, y: torch.Tensor, places: list[torch.Tensor]) -> str:
@@ -204,7 +194,7 @@ def _first_row(op: str, x: torch.Tensor, y: torch.Tensor, places: list[torch.Ten
     else:
         place = rows if len(x) == len(rows) else sample_rows
     index = int(unequal(x, y).reshape(len(x), -1).any(1).nonzero()[0])
-    return "prompt {}, sample {}, position {}".format(*place[index].tolist())
+    return ", prompt {}, sample {}, position {}".format(*place[index].tolist())
 
 
 def is_trace(path: Path) -> bool:

@@ -59,43 +59,26 @@ def check_law(
     for dtype in dtypes:
         if dtype not in DTYPES:
             raise ValueError(f"dtype ({dtype}) must be one of {', '.join(DTYPES)}")
+    if sequences < 1 or longest < 2:
+        raise ValueError(
+            f"verify: sequences ({sequences}) must be at least 1 and longest ({longest}) at least 2 tokens"
+        )
     folder, checks = None if model is None else resolve_model(model), []
-    for check in run_checks(folder, dtypes, sequences, longest, seed, find_device(device)):
-        checks.append(check)
-        if progress:
-            progress(
-                [check.dtype, check.name, f"{check.comparisons:,} comparisons, {check.unequal:,} unequal"]
-            )
+    for dtype in dtypes:
+        decoder = _decoder(folder, DTYPES[dtype], seed, find_device(device))
+        length = min(longest, decoder.config.max_positions)
+        pairs = random_pairs(sequences, length, decoder.config.vocab_size, seed)
+        for name, ways in _CHECKS.items():
+            check = Check.between(name, dtype, ways(decoder, pairs, seed))
+            checks.append(check)
+            if progress:
+                progress([dtype, name, f"{check.comparisons:,} comparisons, {check.unequal:,} unequal"])
     return checks
 
 
 def count_checks(dtypes: Sequence[str]) -> int:
     """The number of checks that check_law does."""
     return len(_CHECKS) * len(dtypes)
-
-
-def run_checks(
-    model: Path | None,
-    dtypes: Sequence[str],
-    sequences: int = 12,
-    longest: int = 80,
-    seed: int = 0,
-    device: torch.device | None = None,
-) -> Iterator[Check]:
-    """Run every check in every dtype. Yields each check when it has finished.
-
-    model: a model folder; None takes a tiny random model. Raises ValueError.
-    """
-    if sequences < 1 or longest < 2:
-        raise ValueError(
-            f"verify: sequences ({sequences}) must be at least 1 and longest ({longest}) at least 2 tokens"
-        )
-    for dtype in dtypes:
-        decoder = _decoder(model, DTYPES[dtype], seed, device)
-        length = min(longest, decoder.config.max_positions)
-        pairs = random_pairs(sequences, length, decoder.config.vocab_size, seed)
-        for name, ways in _CHECKS.items():
-            yield Check.between(name, dtype, ways(decoder, pairs, seed))
 
 
 def _decoder(model: Path | None, dtype: torch.dtype, seed: int, device: torch.device | None) -> Decoder:
