@@ -38,7 +38,11 @@ def compare(name: str, before: Column, now: Column, rollouts: Sequence[LoggedRol
         both = ~(np.isnan(b) | np.isnan(n)) & rollout.drawn()
         position = first_unequal_bits(*(np.where(both, column, np.nan) for column in (b, n)))
         if first is None and position is not None:
-            first = _difference(index, position, rollout, b[position], n[position])
+            values, token = (float(b[position]), float(n[position])), rollout.completion_ids[position]
+            # Two numbers of other bits may look alike.
+            bits = " and ".join(f"{np.float32(x).view(np.uint32):08x}" for x in values)
+            place = f"completion {index}, position {position}"
+            first = Difference(place, values, f"(token {token})", note=f" (bits {bits})")
         if both.any():
             kept_before.append(b[both])
             kept_now.append(n[both])
@@ -46,13 +50,3 @@ def compare(name: str, before: Column, now: Column, rollouts: Sequence[LoggedRol
         raise ValueError(f"capsule: {name}: no token has both logprobs")
     figures, corrections = measure(kept_now, kept_before), band_figures(kept_now, kept_before)
     return Pair(name, figures, corrections, first, gate)
-
-
-def _difference(
-    index: int, position: int, rollout: LoggedRollout, before: np.float32, now: np.float32
-) -> Difference:
-    """The first logprob that differs, with its bits: two of them may look alike."""
-    bits = " and ".join(f"{np.float32(x).view(np.uint32):08x}" for x in (before, now))
-    token = f"(token {rollout.completion_ids[position]})"
-    values = float(before), float(now)
-    return Difference(f"completion {index}, position {position}", values, token, note=f" (bits {bits})")

@@ -155,7 +155,7 @@ def _numbers(x: LoggedRollout, y: LoggedRollout) -> Difference | None:
     if logprob is None or (token is not None and token <= logprob):
         return None
     later = "" if token is None else f"; the first other token follows at position {token}"
-    return _number("sampler's logprob", x.logprobs, y.logprobs, logprob, later)
+    return replace(_number("sampler's logprob", x.logprobs, y.logprobs), note=later)
 
 
 def _draws(x: LoggedRollout, y: LoggedRollout) -> Difference | None:
@@ -179,10 +179,7 @@ def _masks(x: LoggedRollout, y: LoggedRollout) -> Difference | None:
 
 
 def _trainer(x: LoggedRollout, y: LoggedRollout) -> Difference | None:
-    position = _first_number(x.trainer_logprobs, y.trainer_logprobs)
-    if position is None:
-        return None
-    return _number("trainer's logprob", x.trainer_logprobs, y.trainer_logprobs, position)
+    return _number("trainer's logprob", x.trainer_logprobs, y.trainer_logprobs)
 
 
 def _values(x: LoggedRollout, y: LoggedRollout) -> Difference | None:
@@ -222,10 +219,9 @@ def _size(pairs: list[tuple[Placed, Placed]]) -> str:
     return f"{gap.mean():.2g} nats a token on average and {gap.max():.2g} at most, in {len(gap)} tokens"
 
 
-def _number(quantity: str, x: np.ndarray, y: np.ndarray, position: int, note: str = "") -> Difference:
-    return Difference(
-        quantity, (float(x[position]), float(y[position])), f"at position {position}", note=note
-    )
+def _number(quantity: str, x: np.ndarray | None, y: np.ndarray | None) -> Difference | None:
+    i = _first_number(x, y)
+    return None if i is None else Difference(quantity, (float(x[i]), float(y[i])), f"at position {i}")
 
 
 def _first_number(x: np.ndarray | None, y: np.ndarray | None) -> int | None:

@@ -128,18 +128,14 @@ def _steps(
     same, is_open = [], []
     for result in verify_run(run, statement["replays"], draw_of(ledger), settings):
         where = result.difference
-        if where and where.quantity not in _OF_TOKENS and _is_elsewhere(others, where.step):
+        elsewhere = where and next(other for first, other in reversed(others) if first <= where.step)
+        if elsewhere and where.quantity not in _OF_TOKENS:
             is_open.append(result.what)
             result = replace(result, mark=Mark.OPEN)
         elif result.what.startswith(_REPLAY) and result.holds:
             same.append(result.what.removeprefix(_REPLAY))
         yield result
     yield from _shown(statement, same, is_open)
-
-
-def _is_elsewhere(others: list[tuple[int, list[str]]], step: int) -> bool:
-    """Whether a step was done on another kind of machine. others: by the first step of each start."""
-    return bool(next(other for first, other in reversed(others) if first <= step))
 
 
 def _other_machine(here: Mapping[str, Any], was: Mapping[str, Any]) -> list[str]:

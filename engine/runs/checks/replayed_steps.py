@@ -91,19 +91,15 @@ def _reached(run: CheckedRun, checkpoint: Checkpoint, state: TrainState) -> Chec
 
 def _plan(run: CheckedRun, steps: Sequence[int], passes: Sequence[tuple[int, int]]) -> str:
     """Which steps are compared, what must be done again for it, and how long that takes."""
-    again = [step for first, last in passes for step in range(first, last + 1)]
-    seconds = [_seconds(run.metrics.get(step, {}), name) for step in again for name in _STEP_SECONDS]
+    again = [run.metrics.get(step, {}) for first, last in passes for step in range(first, last + 1)]
+    times = [metrics.get(name) for metrics in again for name in _STEP_SECONDS]
+    # metrics.jsonl may be damaged.
+    seconds = sum(x for x in times if isinstance(x, float) and 0 <= x < math.inf)
     ranges = " and ".join(f"{first} to {last}" for first, last in passes)
     return (
         f"{', '.join(map(str, steps))}, drawn at random, and the last; to reach them, steps {ranges} are "
-        f"done again, {duration(sum(seconds))} at the run's own speed"
+        f"done again, {duration(seconds)} at the run's own speed"
     )
-
-
-def _seconds(metrics: Mapping[str, Any], name: str) -> float:
-    """A time of a step, s; 0 where metrics.jsonl, which may be damaged, has none."""
-    value = metrics.get(name)
-    return value if isinstance(value, float) and 0 <= value < math.inf else 0.0
 
 
 def evaluations_of(run: CheckedRun, replayer: Replayer) -> Callable[[int], HeldOut]:

@@ -17,7 +17,7 @@ from safetensors import SafetensorError
 from ....files.reading import read_json, shown
 from ....model.checkpoint import resolve_model
 from ....model.weight_files import open_tensors
-from ....verify.difference import ABSENT, Difference, differences
+from ....verify.difference import differences
 
 # Dtype of a tensor -> the dtypes in which it is hashed.
 _HASHED = {
@@ -115,26 +115,22 @@ def write_hashes(hashes: Hashes, path: Path) -> None:
 
 def compare_hashes(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]:
     """One line for each tensor that differs; empty where both models are equal."""
-    names = _names_by_hash(b)
-    # Two rows are never one object, so each pair is looked at.
-    words = ((d.quantity, _words(d, names)) for d in differences(a, b, operator.is_))
-    return [f"{name}: {text}" for name, text in words if text]
-
-
-def _words(difference: Difference, names: Mapping[str, str]) -> str:
-    """How the rows of one tensor differ; empty where they do not, and where a model may lack it."""
-    x, y = difference.values
-    if difference.missing is not None:
-        tied = difference.quantity == "lm_head.weight"
-        buffer = x is not ABSENT and not x["shape"]
-        return "" if tied or buffer else difference.one_sided
-    if x["shape"] != y["shape"]:
-        return f"shape {x['shape']} and {y['shape']}"
-    return _difference(difference.quantity, x, y, names)
+    names, lines = _names_by_hash(b), []
+    for d in differences(a, b, operator.is_):  # two rows are never one object, so each pair is looked at
+        x, y = d.values
+        if d.missing is None:
+            words = _difference(d.quantity, x, y, names)
+        else:  # tied to the embedding, or a buffer
+            may_lack = d.quantity == "lm_head.weight" or (d.missing == 1 and not x["shape"])
+            words = "" if may_lack else d.one_sided
+        lines += [f"{d.quantity}: {words}"] if words else []
+    return lines
 
 
 def _difference(name: str, x: Mapping[str, Any], y: Mapping[str, Any], names: Mapping[str, str]) -> str:
     """How two tensors of one name differ; empty where they are equal in every dtype that both have."""
+    if x["shape"] != y["shape"]:
+        return f"shape {x['shape']} and {y['shape']}"
     shared = [dtype for dtype in x["sha256"] if dtype in y["sha256"]]
     if not shared:
         return f"{x['dtype']} and {y['dtype']} have no dtype in common"
