@@ -55,13 +55,13 @@ def verify(
     from ..engine.display.progress import Display
     from ..engine.display.terminal import check_table, console
     from ..engine.runs.checks.mismatch_case import check_case
-    from ..engine.runs.checks.verify import check_law, count_checks
+    from ..engine.runs.checks.verify import CHECKS, check_law
     from ..kernels.backend import find_device
 
     if case:
         checks = check_case(Path(case), find_device(device))
     else:
-        with Display(count_checks(dtype), "verify", transient=True) as display:
+        with Display(len(CHECKS) * len(dtype), "verify", transient=True) as display:
             checks = check_law(model, dtype, sequences, longest, seed, device, display.step)
     console.print(check_table(checks))
     return ExitCode.of(all(check.holds for check in checks))

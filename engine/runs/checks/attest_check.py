@@ -33,8 +33,7 @@ _DECIDES = (*DECIDES, "vllm", "device")
 # Quantities that follow from the tokens, whatever machine computes.
 _OF_TOKENS = ("random keys", "prompts", "between_turns", "ends", "rewards", "advantages")
 _REPLAY = "replay of step "
-_FIELDS = {"format", "fingerprint", "digest", "steps", "replays", "sampled", "contents", "needs"}
-_FIELDS |= {"environments"}
+_FIELDS = set("format fingerprint digest steps replays sampled contents needs environments".split())
 
 
 def check_bundle(bundle: Path, signers: Path | None, given: Mapping[str, Any]) -> Iterator[CheckResult]:

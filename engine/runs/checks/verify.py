@@ -68,17 +68,12 @@ def check_law(
         decoder = _decoder(folder, DTYPES[dtype], seed, find_device(device))
         length = min(longest, decoder.config.max_positions)
         pairs = random_pairs(sequences, length, decoder.config.vocab_size, seed)
-        for name, ways in _CHECKS.items():
+        for name, ways in CHECKS.items():
             check = Check.between(name, dtype, ways(decoder, pairs, seed))
             checks.append(check)
             if progress:
                 progress([dtype, name, f"{check.comparisons:,} comparisons, {check.unequal:,} unequal"])
     return checks
-
-
-def count_checks(dtypes: Sequence[str]) -> int:
-    """The number of checks that check_law does."""
-    return len(_CHECKS) * len(dtypes)
 
 
 def _decoder(model: Path | None, dtype: torch.dtype, seed: int, device: torch.device | None) -> Decoder:
@@ -216,7 +211,7 @@ def _gradient_threads(decoder: Decoder, pairs: Sequence[Pair], seed: int) -> Way
         yield [expected], [gradient]
 
 
-_CHECKS: dict[str, Callable[[Decoder, Sequence[Pair], int], Ways]] = {
+CHECKS: dict[str, Callable[[Decoder, Sequence[Pair], int], Ways]] = {
     "batch composition": _composition,
     "order in the batch": _order,
     "padding": _padding,
