@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from ..files.reading import one_line, shown
+from ..files.reading import printable, shown
 
 T = TypeVar("T")
 # Characters of a text that a difference shows.
@@ -56,16 +56,14 @@ class Difference:
             text += self.quantity.replace("_", " ") + (f" of {self.part}" if self.part else "")
             text += f" and {self.others} other weights" if self.others else ""
         else:
-            x, y = map(shown, self.values)
-            text += (
-                f"{self.quantity} {self.part}: {x} and {y}" if self.part else f"{self.quantity} {x} and {y}"
-            )
-        return text + self.note
+            part = f" {self.part}:" if self.part else ""
+            text += f"{self.quantity}{part} {' and '.join(map(shown, self.values))}"
+        return printable(text + self.note, keep="")
 
     def beside(self, source: str) -> str:
         """The first side's value, beside what it must be: "reward is 0.0, and the tokens give 1.0"."""
         x, y = map(shown, self.values)
-        return f"{one_line(self.quantity)} is {x}, and {source} {y}"
+        return printable(f"{self.quantity} is {x}, and {source} {y}", keep="")
 
 
 def differences(

@@ -33,7 +33,8 @@ _DECIDES = (*DECIDES, "vllm", "device")
 # Quantities that follow from the tokens, whatever machine computes.
 _OF_TOKENS = ("random keys", "prompts", "between_turns", "ends", "rewards", "advantages")
 _REPLAY = "replay of step "
-_FIELDS = set("format fingerprint digest steps replays sampled contents needs environments".split())
+_FIELDS = {"format", "fingerprint", "digest", "steps", "replays", "sampled", "contents", "needs"}
+_FIELDS |= {"environments"}
 
 
 def check_bundle(bundle: Path, signers: Path | None, given: Mapping[str, Any]) -> Iterator[CheckResult]:

@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from zerokl.cli import main
 from zerokl.engine.runs import run as run_module
 from zerokl.engine.runs.checkpoints import open_checkpoint
+from zerokl.engine.runs.checks.checked_run import fault_in
 from zerokl.engine.runs.checks.verify_run import verify_run
 from zerokl.engine.runs.resume import derived_summary
 from zerokl.engine.runs.run import resume, train
@@ -101,6 +102,11 @@ def check_alteration(cut: Path, folder: Path, seed: int, replays: int) -> None:
     field = alter(path / name, number, draw, lambda f: not f.startswith((*MEASURED, *forbidden)))
     assert failed(verify_run(path, replays, 0, {})), f"{name} {number} {field}"
     shutil.rmtree(path)
+
+
+def test_what_cannot_be_read_is_a_fault():
+    assert fault_in((Path("nowhere") / "state.json").read_text).endswith("'nowhere/state.json'")
+    assert fault_in(lambda: None) is None
 
 
 def test_a_run_that_nobody_altered_holds(run, cut):
