@@ -34,4 +34,4 @@ def fault_in(check: Callable[[], Difference | str | None]) -> Difference | str |
     try:
         return check()
     except (OSError, ValueError) as error:
-        return str(error)
+        return str(error) or type(error).__name__  # an empty reason is no pass

@@ -54,7 +54,7 @@ def verify_run(path: Path, replays: int, seed: int, overrides: Mapping[str, Any]
     try:
         replayer = Replayer(path, overrides, [] if config.samples_older_weights else run.checkpoints)
     except ValueError as error:
-        yield CheckResult.judged("replay", str(error))
+        yield CheckResult.judged("replay", error)
         return
     with replayer:
         yield from _files(run, replayer.model)

@@ -107,6 +107,7 @@ def check_alteration(cut: Path, folder: Path, seed: int, replays: int) -> None:
 def test_what_cannot_be_read_is_a_fault():
     assert fault_in((Path("nowhere") / "state.json").read_text).endswith("'nowhere/state.json'")
     assert fault_in(lambda: None) is None
+    assert fault_in(lambda: (_ for _ in ()).throw(ValueError)) == "ValueError", "an empty reason is no pass"
 
 
 def test_a_run_that_nobody_altered_holds(run, cut):
