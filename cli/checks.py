@@ -15,7 +15,7 @@ from .exit_codes import ExitCode
 from .settings import NO_SETTINGS, Settings
 
 if TYPE_CHECKING:
-    from ..verify.check_result import CheckResult
+    from ..verify.difference import CheckResult
 
 attest_app = App(
     name="attest",

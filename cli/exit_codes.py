@@ -4,7 +4,7 @@ from collections.abc import Collection
 from enum import IntEnum
 
 from ..engine.display.output import OUTPUT_CLOSED
-from ..verify.check_result import Mark
+from ..verify.difference import Mark
 
 
 class ExitCode(IntEnum):

@@ -230,7 +230,7 @@ def test_any_log_of_rollouts(tmp_path, examples):
     def check(case: tuple[object, object]) -> None:
         name, value = case
         file.write_text(json.dumps(good) + "\n" + _line(good | {name: value} if name else value) + "\n")
-        accepted(scan_log, file, 10)
+        accepted(scan_log, file, 10, 0, None, "zerokl")
 
     names = st.sampled_from([*good, "top_k", "top_p", "weight_version", ""])
     ids = st.lists(st.one_of(NUMBERS, NON_FINITE, TEXTS), max_size=3)

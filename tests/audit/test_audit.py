@@ -250,7 +250,7 @@ def test_what_other_frameworks_write_is_read(model, tmp_path, capsys):
     lines = "\r\n".join(json.dumps(row, ensure_ascii=False) for row in rows)
     (tmp_path / "log.jsonl").write_text("\ufeff" + lines, encoding="utf-8")
     assert main(_words(model, tmp_path / "out", "--sampler", str(tmp_path / "log.jsonl"))) == 0
-    log = scan_log(tmp_path / "log.jsonl", 10**6).rollouts
+    log = scan_log(tmp_path / "log.jsonl", 10**6, format="zerokl").rollouts
     assert [(d.top_k, r.weight_version) for r, d in log] == [(0, 0)] * len(rows)
 
 
@@ -357,7 +357,7 @@ def test_a_malformed_line_is_named(model, tmp_path, capsys, change, reason):
 def test_a_file_that_is_no_log_is_refused(tmp_path, text, reason):
     (tmp_path / "log.jsonl").write_text(text)
     with pytest.raises(ValueError, match=reason):
-        scan_log(tmp_path / "log.jsonl", 100)
+        scan_log(tmp_path / "log.jsonl", 100, format="zerokl")
 
 
 @pytest.mark.parametrize(

@@ -2,10 +2,11 @@
 
 import pytest
 from zerokl.cli.exit_codes import ExitCode
-from zerokl.verify.check_result import CheckResult, Mark
 from zerokl.verify.difference import (
     ABSENT,
+    CheckResult,
     Difference,
+    Mark,
     compare_values,
     differences,
     first_difference,

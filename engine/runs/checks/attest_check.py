@@ -17,9 +17,8 @@ from ....files.inputs import read_bytes
 from ....files.reading import one_line, parse_json, shown
 from ....files.writing import MANIFEST, manifest_damage
 from ....kernels.backend import find_device
-from ....verify.check_result import CheckResult, Mark
 from ....verify.compare_runs import open_run
-from ....verify.difference import differences, first_difference
+from ....verify.difference import CheckResult, Mark, differences, first_difference
 from ....verify.environment import DECIDES, PACKAGE_ROOT, environment
 from ....verify.ledger import LedgerFile
 from ...config.run_config import Config

@@ -6,8 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from ....kernels.philox import Stream, permutation
-from ....verify.check_result import CheckResult
-from ....verify.difference import Difference, first_difference, same_json
+from ....verify.difference import CheckResult, Difference, first_difference, same_json
 from ...display.progress import duration
 from ...train.state import StepRecord, TrainState
 from ..checkpoint_files import other_state

@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from ....verify.check_result import CheckResult
 from ....verify.compare_runs import run_ledger
+from ....verify.difference import CheckResult
 from ....verify.ledger import read_ledger
 from ...train.state import TrainState
 from ..checkpoint_files import foreign_part, other_base, other_content
@@ -83,7 +83,7 @@ def _checkpoints(run: CheckedRun) -> Iterator[CheckResult]:
     """Each checkpoint. Intact ones are added to the run."""
     for folder in reversed(checkpoint_folders(run.path)):
         checkpoint, damage = checked_checkpoint(folder, run.ledger)
-        bits = ", and the ledger's bits"
+        damage, bits = damage or "cannot be read", ", and the ledger's bits"
         if checkpoint:
             run.checkpoints.insert(0, checkpoint)
             damage = fault_in(lambda c=checkpoint: foreign_part(c, run.ledger.head))

@@ -23,7 +23,7 @@ from zerokl.engine.runs.resume import derived_summary
 from zerokl.engine.runs.run import resume, train
 from zerokl.engine.runs.summary import write_summary
 from zerokl.files.writing import MANIFEST, hash_json, write_manifest
-from zerokl.verify.check_result import CheckResult, Mark
+from zerokl.verify.difference import CheckResult, Mark
 from zerokl.verify.ledger import read_ledger
 
 from tests.forged_run import all_solved, chain_again, forge_file, forge_head, forge_rollouts, forge_weight

@@ -14,8 +14,7 @@ from zerokl.engine.runs.checks.attest_bundle import digest_of, environments, nee
 from zerokl.engine.runs.checks.signature import sign
 from zerokl.engine.runs.run import train
 from zerokl.files.writing import MANIFEST, hash_json, write_manifest
-from zerokl.verify.check_result import CheckResult, Mark
-from zerokl.verify.difference import Difference
+from zerokl.verify.difference import CheckResult, Difference, Mark
 from zerokl.verify.ledger import read_ledger
 
 from tests.forged_run import all_solved, chain_again, forge_head, forge_rollouts
