@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ..files.reading import read_json
+from ..verify.difference import differences
 from .figures.measure import Figures
 
 _DTYPES = ("dtype", "head_dtype", "sampler_dtype", "sampler_head_dtype")
@@ -94,19 +95,19 @@ def read_audit(name: str) -> PastAudit:
     return PastAudit(name, settings, known)
 
 
+def changes(before: Mapping[str, str], now: Mapping[str, str]) -> list[Change]:
+    """The settings that are others now, in their order."""
+    return [Change(d.quantity, *d.values) for d in differences(before, now, absent="-")]
+
+
 def changes_since(past: PastAudit, settings: Mapping[str, str], figures: Figures) -> Since:
     """What differs between an audit, by its settings and figures, and an earlier one."""
-    changed = [
-        Change(key, past.settings.get(key, "-"), settings.get(key, "-"))
-        for key in dict.fromkeys((*past.settings, *settings))
-        if past.settings.get(key) != settings.get(key)
-    ]
     now = {"frac_equal": figures.frac_equal, "max_abs": figures.max_abs, "k3": figures.k3.value}
     before = past.figures
     larger = now["k3"] > _GROWN * before["k3"] or (math.isnan(now["k3"]) and not math.isnan(before["k3"]))
     return Since(
         past.name,
-        changed,
+        changes(past.settings, settings),
         {name: ThenAndNow(before[name], value) for name, value in now.items()},
         now["frac_equal"] < 1.0 and (before["frac_equal"] == 1.0 or larger),
     )

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from ..verify.gradient_bias import DrawnBias
+from ..verify.bias_figures import DrawnBias
 from .as_json import OPTIONAL, OPTIONAL_PART, PART
 from .changes_since import Since
 from .conclusion.outcome import Outcome

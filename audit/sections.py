@@ -7,7 +7,7 @@ from .as_json import OPTIONAL
 from .figures.measure import Estimate
 
 if TYPE_CHECKING:
-    from ..verify.trace import OpDifference
+    from ..verify.operation_outputs import OpDifference
     from .operations.operation_errors import OwnError
 
 

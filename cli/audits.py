@@ -124,7 +124,7 @@ def _with_gradient(
     needs_trainer("audit: --gradient, the gradient of a run of zerokl")
     from ..audit.over_run import audit_apart
     from ..engine.runs.gradient_audit import Pair, find_target, pair_config, run_gradient_bias
-    from ..verify.gradient_bias import check_draws
+    from ..verify.bias_figures import check_draws
 
     check_draws(draws)
     audited = find_target(target)
@@ -177,7 +177,7 @@ def _end(outcome: "Outcome", folder: Path) -> int:
 
     console.print(f"outcome: {outcome.words}")
     console.print(f"report {folder / 'audit.html'}")
-    return ExitCode.DONE if outcome.passed else ExitCode.DIFFERS
+    return ExitCode.of(outcome.passed)
 
 
 @command("zerokl diff runs/a runs/b")
@@ -195,16 +195,16 @@ def diff(a: str, b: str, /, *, resumed_at: int | None = None) -> int:
         b: Another one of the same kind.
         resumed_at: Of logs: the first step of b after its resume, where its log has the steps before too.
     """
-    from ..audit.logs.diff import are_logs, diff_logs
+    from ..audit.logs.log_diff import are_logs, diff_logs
 
     if are_logs(Path(a), Path(b)):
-        return diff_logs(Path(a), Path(b), resumed_at)
+        return ExitCode.of(diff_logs(Path(a), Path(b), resumed_at))
     if resumed_at is not None:
         raise ValueError("diff: --resumed_at is for logs; a ledger says where its run was resumed")
     needs_trainer("diff: two runs or two traces of zerokl")
-    from ..engine.runs.checks.diff import diff
+    from ..engine.runs.checks.run_diff import diff
 
-    return diff(Path(a), Path(b))
+    return ExitCode.of(diff(Path(a), Path(b)))
 
 
 @command("zerokl convert trl-log.jsonl rollouts.jsonl")

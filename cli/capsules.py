@@ -13,7 +13,7 @@ from .exit_codes import ExitCode
 from .outputs import check_outputs
 
 if TYPE_CHECKING:
-    from ..audit.capsule.replay import Replay
+    from ..audit.capsule.asked_again import Replay
 
 capsule_app = App(
     name="capsule",
@@ -72,7 +72,7 @@ def make(
         band: Tolerance of a replay that is given none; zerokl audit has the same.
     """
     from ..audit.capsule.capsule import Bounds
-    from ..audit.capsule.make import make_capsule
+    from ..audit.capsule.make_capsule import make_capsule
     from ..engine.display.progress import Stages
     from ..engine.display.terminal import console
 
@@ -133,8 +133,8 @@ def replay(
         summary: File to which a summary in GitHub's Markdown is appended, such as $GITHUB_STEP_SUMMARY.
         junit: File to write in JUnit's XML.
     """
+    from ..audit.capsule.asked_again import replay
     from ..audit.capsule.capsule import read_capsule
-    from ..audit.capsule.replay import replay
     from ..audit.conclusion.outcome import Tolerances
     from ..engine.display.progress import Stages
 
@@ -169,8 +169,8 @@ def check(capsules: tuple[str, ...] = (), /, *, summary: str = "", junit: str = 
         summary: File to which a summary in GitHub's Markdown is appended.
         junit: File to write in JUnit's XML, for one capsule.
     """
+    from ..audit.capsule.asked_again import check_columns
     from ..audit.capsule.capsule import read_capsule
-    from ..audit.capsule.replay import check_columns
 
     if not capsules:
         raise ValueError("capsule check: name a capsule")
@@ -194,4 +194,4 @@ def _show(result: "Replay", summary: str, junit: str) -> int:
         append_text(summary, show.markdown(result))
     if junit:
         write_whole(Path(junit), suite("zerokl capsule", show.cases(result)).encode())
-    return ExitCode.DONE if result.passed else ExitCode.DIFFERS
+    return ExitCode.of(result.passed)

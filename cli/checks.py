@@ -15,7 +15,7 @@ from .exit_codes import ExitCode
 from .settings import NO_SETTINGS, Settings
 
 if TYPE_CHECKING:
-    from ..engine.runs.checks.verify_run import Finding
+    from ..verify.difference import CheckResult
 
 attest_app = App(
     name="attest",
@@ -54,16 +54,17 @@ def verify(
     """
     from ..engine.display.progress import Display
     from ..engine.display.terminal import check_table, console
-    from ..engine.runs.checks.verify import check_case, check_law, count_checks
+    from ..engine.runs.checks.mismatch_case import check_case
+    from ..engine.runs.checks.verify import CHECKS, check_law
     from ..kernels.backend import find_device
 
     if case:
         checks = check_case(Path(case), find_device(device))
     else:
-        with Display(count_checks(dtype), "verify", transient=True) as display:
+        with Display(len(CHECKS) * len(dtype), "verify", transient=True) as display:
             checks = check_law(model, dtype, sequences, longest, seed, device, display.step)
     console.print(check_table(checks))
-    return ExitCode.DONE if all(check.holds for check in checks) else ExitCode.DIFFERS
+    return ExitCode.of(all(check.holds for check in checks))
 
 
 @command("zerokl verify binaries --targets sm_90", name="binaries", parent=verify_app)
@@ -81,7 +82,7 @@ def verify_binaries(*, targets: tuple[str, ...] = (), table: str | None = None, 
         raise ValueError("verify binaries: Triton is not installed; pip install triton (Linux only)")
     from ..engine.runs.checks.verify_binaries import verify_binaries
 
-    return verify_binaries(targets, Path(table) if table else None, record)
+    return ExitCode.of(verify_binaries(targets, Path(table) if table else None, record))
 
 
 @command("zerokl verify run runs/demo --replays 5", name="run", parent=verify_app)
@@ -112,18 +113,15 @@ def verify_run(
     return code
 
 
-def _show(findings: Iterable["Finding"]) -> int:
-    """Print each finding when it is known. Returns the exit code."""
+def _show(results: Iterable["CheckResult"]) -> int:
+    """Print each result when it is known. Returns the exit code."""
     from ..engine.display.terminal import console
 
-    code = ExitCode.DONE
-    for finding in findings:
-        if not finding.holds:
-            code = ExitCode.DIFFERS
-        elif finding.is_open and code == ExitCode.DONE:
-            code = ExitCode.UNCONFIRMED
-        console.print(f"{finding.mark:<4}  {finding.what}: {finding.result}")
-    return code
+    marks = []
+    for result in results:
+        marks.append(result.mark)
+        console.print(f"{result.mark.value:<4}  {result.what}: {result.result}")
+    return ExitCode.after(marks)
 
 
 @attest_app.default
@@ -193,7 +191,7 @@ def replay(
         update: Update of the step that is traced; a step has updates_per_rollout of them, from 0.
     """
     from ..engine.display.terminal import console
-    from ..engine.runs.checks.replay import Replayer
+    from ..engine.runs.checks.replayer import Replayer
 
     if trace and not trace.endswith(".safetensors"):
         raise ValueError(f"replay: --trace ({trace}) must end with .safetensors")
@@ -206,6 +204,6 @@ def replay(
         for line in replayer.messages:
             console.print(line)
         result = replayer.replay(step, until, Path(trace) if trace else None, update)
-    verdict = str(result.divergence or "every bit is the ledger's")
+    verdict = str(result.difference or "every bit is the ledger's")
     console.print(f"steps {result.first} to {result.last} done again: {verdict}")
-    return ExitCode.DIFFERS if result.divergence else ExitCode.DONE
+    return ExitCode.of(result.difference is None)

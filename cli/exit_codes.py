@@ -1,8 +1,10 @@
 """The exit codes of every subcommand, each for one thing."""
 
+from collections.abc import Collection
 from enum import IntEnum
 
 from ..engine.display.output import OUTPUT_CLOSED
+from ..verify.difference import Mark
 
 
 class ExitCode(IntEnum):
@@ -22,3 +24,15 @@ class ExitCode(IntEnum):
     """Ctrl-C ended it."""
     OUTPUT_CLOSED = OUTPUT_CLOSED
     """Whoever read its output ended first, as in `| head -1`."""
+
+    @classmethod
+    def of(cls, equal: bool) -> "ExitCode":
+        """The end of a comparison: whether both are equal, or within the tolerance."""
+        return cls.DONE if equal else cls.DIFFERS
+
+    @classmethod
+    def after(cls, marks: Collection[Mark]) -> "ExitCode":
+        """The end of a check of many lines: one that differs decides, and else one that is open."""
+        if Mark.DIFFERENT in marks:
+            return cls.DIFFERS
+        return cls.UNCONFIRMED if Mark.OPEN in marks else cls.DONE

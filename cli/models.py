@@ -134,7 +134,7 @@ def weights(a: str, b: str = "", /, *, out: str = "") -> int:
         out: File for the hashes of the first, where there is no second (.json); it must not exist.
     """
     from ..engine.display.terminal import console
-    from ..engine.runs.checks.weights import compare_hashes, read_hashes, write_hashes
+    from ..engine.runs.checks.tensor_hashes import compare_hashes, read_hashes, write_hashes
 
     if bool(b) == bool(out):
         raise ValueError("weights: name a second model, or --out for the hashes of one")
@@ -148,7 +148,7 @@ def weights(a: str, b: str = "", /, *, out: str = "") -> int:
     for line in differences:
         console.print(line, markup=False)
     console.print(f"{len(differences)} of {len(first.keys() | second.keys())} tensors differ")
-    return ExitCode.DIFFERS if differences else ExitCode.DONE
+    return ExitCode.of(not differences)
 
 
 @command("zerokl merge runs/lora/checkpoints/step-000100 models/merged --dtype bf16")
@@ -206,4 +206,4 @@ def variants(model: str, /, *, dtype: Dtype = "float32", device: Device = "auto"
         unequal = f"{row['unequal']} of {row['tokens']}"
         table.add_row(row["way"], unequal, f"{row['max_abs']:.3g}", row["first"] or "-", row["remedy"] or "-")
     console.print(table)
-    return ExitCode.DIFFERS if any(row["unequal"] for row in rows) else ExitCode.DONE
+    return ExitCode.of(not any(row["unequal"] for row in rows))

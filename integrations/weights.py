@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from ..engine.runs.checks.weights import tensor_hashes, write_hashes
+from ..engine.runs.checks.tensor_hashes import tensor_hashes, write_hashes
 from ..model.operations import ANY_SIZES, known_rows
 
 # All experts of a layer in one tensor: vLLM's RoutedExperts, and transformers 5.

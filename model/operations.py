@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from ..verify.trace import Trace
+from ..verify.operation_outputs import Trace
 from .blocks.attention import Attention
 from .blocks.embedding import Embedding, Head
 from .blocks.experts import MixtureOfExperts

@@ -70,13 +70,23 @@ def chain_again(path: Path, step: int, change: Callable[[dict[str, str]], Any]) 
     write_summary(path, derived_summary(read_ledger(path / "ledger.jsonl").whole(), history, checkpoint))
 
 
+def forge_head(path: Path, change: Callable[[dict], Any]) -> None:
+    """Change what the ledger's head has beside the chain, and make its sum again."""
+    head, *lines = (path / "ledger.jsonl").read_text().splitlines()
+    values = json.loads(head)
+    values.pop("sum")
+    change(values)
+    head = json.dumps(values | {"sum": hash_json(values)})
+    (path / "ledger.jsonl").write_text("\n".join([head, *lines]) + "\n")
+
+
 def forge_rollouts(path: Path, step: int, change: Callable[[list[dict]], Any]) -> None:
     """Change the rollouts of a step, and hash all again: ledger, metrics, checkpoints, summary."""
     lines = [json.loads(line) for line in (path / "rollouts.jsonl").read_text().splitlines()]
-    of_step = [line for line in lines if line["step"] == step]
-    change(of_step)
+    step_lines = [line for line in lines if line["step"] == step]
+    change(step_lines)
     (path / "rollouts.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    logged = read_step(of_step, 3)
+    logged = read_step(step_lines, 3)
     rows = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
     rows[step] |= {k: v for k, v in rollout_metrics(logged.episodes).items() if k in rows[step]}
     (path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

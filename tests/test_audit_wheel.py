@@ -163,14 +163,14 @@ def test_control_an_import_before_the_door_and_a_new_room_are_found(tmp_path):
 def test_a_log_is_audited_with_the_dependencies_of_the_wheel_and_no_more():
     """The modules that `zerokl audit LOG`, `diff` and `convert` load, at their beginning and inside."""
     code = (
-        "import sys; from zerokl.cli import main; import zerokl.audit.command, zerokl.audit.logs.diff, "
+        "import sys; from zerokl.cli import main; import zerokl.audit.command, zerokl.audit.logs.log_diff, "
         "zerokl.audit.logs.convert, zerokl.integrations.recorder, zerokl.integrations.verl; "
         "print(*{m.partition('.')[0] for m in sys.modules})"
     )
     loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert not {"torch", "transformers", "safetensors", "triton"} & set(loaded.split())
     assert {"numpy", "pydantic", "cyclopts", "rich"} <= set(loaded.split())
-    roots = ("audit.command", "audit.logs.diff", "audit.logs.convert", "cli", "integrations.recorder")
+    roots = ("audit.command", "audit.logs.log_diff", "audit.logs.convert", "cli", "integrations.recorder")
     roots += tuple(f"audit.frameworks.{name}" for name in shipped.FRAMEWORKS)
     assert third_party_at_the_top(roots) <= WITHOUT_A_MODEL
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from zerokl.audit.logs.scan import read_log
+from zerokl.audit.logs.scan import scan_log
 from zerokl.cli import main
 from zerokl.engine.config.config_file import known_keys, load_config, to_toml
 from zerokl.engine.config.run_config import Config
@@ -230,7 +230,7 @@ def test_any_log_of_rollouts(tmp_path, examples):
     def check(case: tuple[object, object]) -> None:
         name, value = case
         file.write_text(json.dumps(good) + "\n" + _line(good | {name: value} if name else value) + "\n")
-        accepted(read_log, file, 10)
+        accepted(scan_log, file, 10, 0, None, "zerokl")
 
     names = st.sampled_from([*good, "top_k", "top_p", "weight_version", ""])
     ids = st.lists(st.one_of(NUMBERS, NON_FINITE, TEXTS), max_size=3)

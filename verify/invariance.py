@@ -1,5 +1,6 @@
 """The harness of the law's checks: named comparisons that are counted element by element, and the verdict."""
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -20,6 +21,17 @@ class Check:
         """Compare a and b, and add to the counts. Raises ValueError when shape or dtype differ."""
         self.comparisons += a.numel()
         self.unequal += count_unequal(a, b)
+
+    @classmethod
+    def between(
+        cls, name: str, dtype: str, ways: Iterable[tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]]
+    ) -> "Check":
+        """A check of tensors that were computed in two ways, each beside the other."""
+        check = cls(name, dtype)
+        for left, right in ways:
+            for a, b in zip(left, right, strict=True):
+                check.compare(a, b)
+        return check
 
     @property
     def holds(self) -> bool:

@@ -84,8 +84,8 @@ def _disk() -> ThreadPoolExecutor:
 def tree_of(parts: Iterable[tuple[str, bytes]]) -> Tree:
     """The tree over (name of a weight, what is hashed of it). The parts of one weight follow each other."""
     leaves = [
-        hashlib.sha256(b"".join(text for _, text in of_weight)).hexdigest()[:_LEAF]
-        for _, of_weight in groupby(parts, key=itemgetter(0))
+        hashlib.sha256(b"".join(text for _, text in weight)).hexdigest()[:_LEAF]
+        for _, weight in groupby(parts, key=itemgetter(0))
     ]
     return Tree(hash_json(leaves), leaves)
 

@@ -47,6 +47,14 @@ def bits_equal(trainer: np.ndarray, sampler: np.ndarray) -> np.ndarray:
     return trainer.astype(np.float32).view(np.int32) == sampler.astype(np.float32).view(np.int32)
 
 
+def first_unequal_bits(x: np.ndarray, y: np.ndarray) -> int | None:
+    """The first index at which the bits of two columns differ, as far as both go. A NaN equals every NaN."""
+    n = min(len(x), len(y))
+    both_nan = np.isnan(x[:n]) & np.isnan(y[:n])
+    places = np.flatnonzero(~(bits_equal(x[:n], y[:n]) | both_nan))
+    return int(places[0]) if len(places) else None
+
+
 def log_ratios(trainer: np.ndarray, sampler: np.ndarray) -> np.ndarray:
     """d of each token, [C] fp64. It is exactly 0 where the bits are equal, also where both are infinite."""
     with np.errstate(invalid="ignore"):

@@ -5,8 +5,8 @@ from dataclasses import asdict
 from ..figures.bands import band_lines
 from ..junit import Case
 from ..markdown import escaped
-from .pairs import Pair
-from .replay import Replay
+from .asked_again import Replay
+from .column_pairs import Pair
 
 # Changed settings that the terminal and the summary list at most.
 _LISTED = 40
@@ -14,19 +14,19 @@ _LISTED = 40
 
 def lines(replay: Replay) -> list[str]:
     """What a replay says, a sentence a line; the outcome is not among them."""
-    said = [f"model: {line}" for line in replay.model]
-    said += [f"changed: {c.setting}: {c.before} -> {c.now}" for c in replay.changes[:_LISTED]]
+    sentences = [f"model: {line}" for line in replay.model]
+    sentences += [f"changed: {c.setting}: {c.before} -> {c.now}" for c in replay.changes[:_LISTED]]
     if len(replay.changes) > _LISTED:
-        said.append(f"changed: {len(replay.changes) - _LISTED} more settings")
-    said += [*replay.drawn, *(pair_line(pair) for pair in replay.pairs)]
+        sentences.append(f"changed: {len(replay.changes) - _LISTED} more settings")
+    sentences += [*replay.drawn, *(pair_line(pair) for pair in replay.pairs)]
     if replay.tolerances.band:
         for pair in replay.pairs:
-            said += [
+            sentences += [
                 f"{pair.name}: {line}" for line in band_lines(pair.corrections, replay.tolerances.band)[:1]
             ]
     if not replay.pairs:
-        said.append("the capsule has no trainer column, so nothing was compared")
-    return said
+        sentences.append("the capsule has no trainer column, so nothing was compared")
+    return sentences
 
 
 def pair_line(pair: Pair) -> str:
@@ -43,7 +43,7 @@ def pair_line(pair: Pair) -> str:
 
 def markdown(replay: Replay) -> str:
     """The summary for GitHub."""
-    said = [
+    text = [
         f"### zerokl capsule: {'passed' if replay.passed else 'failed'}",
         "",
         f"**{escaped(replay.words)}** ({escaped(replay.capsule)})",
@@ -53,26 +53,26 @@ def markdown(replay: Replay) -> str:
     ]
     for pair in replay.pairs:
         figures = pair.figures
-        said.append(
+        text.append(
             f"| {pair.name} | {figures.tokens:,} | {figures.frac_equal:.4%} | {figures.max_abs:.4g} | "
             f"{figures.k3.value:.4g} | {escaped(str(pair.first or '-'))} |"
         )
     if replay.changes:
-        said += ["", "| setting | then | now |", "| --- | --- | --- |"]
+        text += ["", "| setting | then | now |", "| --- | --- | --- |"]
         rows = [asdict(change).values() for change in replay.changes[:_LISTED]]
-        said += [f"| {' | '.join(escaped(value) for value in row)} |" for row in rows]
+        text += [f"| {' | '.join(escaped(value) for value in row)} |" for row in rows]
     notes = [*replay.model, *replay.drawn]
-    said += ["", *(f"- {escaped(note)}" for note in notes)] if notes else []
-    return "\n".join(said) + "\n"
+    text += ["", *(f"- {escaped(note)}" for note in notes)] if notes else []
+    return "\n".join(text) + "\n"
 
 
 def cases(replay: Replay) -> list[Case]:
     """The cases: each comparison, and that the same tokens were drawn."""
-    found = []
+    judged_cases = []
     for pair in replay.pairs:
         judged = pair.gate or replay.tolerances.given
         failed = judged and not pair.holds(replay.tolerances)
-        found.append(Case(pair.name, pair_line(pair) if failed else ""))
+        judged_cases.append(Case(pair.name, pair_line(pair) if failed else ""))
     if replay.drawn:
-        found.append(Case("the same tokens", "; ".join(replay.drawn)))
-    return found or [Case("the capsule is whole")]
+        judged_cases.append(Case("the same tokens", "; ".join(replay.drawn)))
+    return judged_cases or [Case("the capsule is whole")]

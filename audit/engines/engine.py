@@ -25,7 +25,7 @@ from ...model.context import Hook, PackedContext
 from ...model.decoder import Decoder, Numerics
 from ...model.operations import in_order, split_fused
 from ...model.scoring import cached_scores, logprobs, pack
-from ...verify.trace import Trace
+from ...verify.operation_outputs import Trace
 from .settings import Settings, zerokl_settings
 
 Pair = tuple[Sequence[int], Sequence[int]]  # prompt and completion

@@ -20,7 +20,7 @@ from ...kernels.sampling_params import SamplingParams
 from ...kernels.truncation import scaled_logits
 from ...model.operation import Shown
 from ...model.operations import in_order, sites
-from ...verify.trace import Trace
+from ...verify.operation_outputs import Trace
 from .engine import DISTRIBUTIONS, TOGETHER, Pair
 from .modules import module_at, output
 from .settings import Settings, hf_settings

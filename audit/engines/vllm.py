@@ -25,7 +25,7 @@ from ...model.config import ModelConfig
 from ...model.context import Hook, no_hook
 from ...model.operation import Site
 from ...model.operations import in_order, sites
-from ...verify.trace import Trace
+from ...verify.operation_outputs import Trace
 from .engine import DISTRIBUTIONS, Pair, ZeroklEngine, trace_decoder
 from .modules import module_at, output
 from .settings import Settings, vllm_settings

@@ -14,7 +14,8 @@ import numpy as np
 from ...engine.display.progress import silent
 from ...engine.rollout.types import GenerationParams, Rollout
 from ...kernels.sampling_params import SamplingParams
-from ...verify.mismatch import bits_equal, largest, log_ratios
+from ...verify.difference import first_unequal
+from ...verify.mismatch import bits_equal, first_unequal_bits, largest, log_ratios
 from ..engines.engine import Engine, Pair
 from ..engines.vllm import VllmEngine
 from ..sections import BatchInvariance, Place, RequestsFigures, WayFigures
@@ -123,14 +124,12 @@ def _compare(way: str, at_once: int, drawn: Sequence[Rollout], alone: Sequence[R
 
 def _same_tokens(a: Rollout, b: Rollout) -> int:
     """Tokens before the first one that differs."""
-    pairs = zip(a.completion_ids, b.completion_ids, strict=False)
-    return next((n for n, (x, y) in enumerate(pairs) if x != y), min(len(a.logprobs), len(b.logprobs)))
+    position = first_unequal(a.completion_ids, b.completion_ids)
+    return len(a.completion_ids) if position is None else position
 
 
 def _first_difference(a: Rollout, b: Rollout) -> int | None:
     """The first position whose token or whose logprob's bits differ; None where all are equal."""
-    same = _same_tokens(a, b)
-    bits = a.logprobs[:same].view(np.int32) != b.logprobs[:same].view(np.int32)
-    if bits.any():
-        return int(bits.argmax())
-    return None if a.completion_ids == b.completion_ids else same
+    token = first_unequal(a.completion_ids, b.completion_ids)
+    logprob = first_unequal_bits(a.logprobs[:token], b.logprobs[:token])
+    return token if logprob is None else logprob

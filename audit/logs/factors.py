@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from .metrics import GRADIENT_NORM, Row, number
+from .metric_rows import GRADIENT_NORM, Row, number
 
 # Metrics are often written in six digits.
 _ROUNDING = 2e-5

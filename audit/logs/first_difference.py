@@ -4,28 +4,25 @@ The order is: prompts; the sampler's logprobs and drawn tokens, by position; the
 and advantages; then the metrics of the step.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
-from ...verify.mismatch import bits_equal
+from ...verify.difference import Difference, compare_values, differences, first_in_order, first_unequal
+from ...verify.mismatch import first_unequal_bits
 from ..formats.record import LoggedRollout
-from .metrics import Row, equal, is_machines
+from .metric_rows import Row, equal, is_machines
 from .side import Digest, Placed, Side, rollouts_of, same
 
-# What rollouts hold, in causal order, and the fields of a digest that show a difference of it.
-_FIELDS = {
-    "prompts": ("prompt_ids", "prompt_text"),
-    "completions": ("completion_ids", "completion_text", "mask", "logprobs"),
-    "trainer": ("trainer_logprobs",),
-    "values": ("values", "experts"),
-}
+# Fields of a digest that show a difference of a rollout, beside its values.
+_HASHES = ("prompt_ids", "prompt_text", "completion_ids", "completion_text", "mask", "logprobs")
+_HASHES += ("trainer_logprobs", "experts")
 
 
 @dataclass(frozen=True)
-class Difference:
+class LogDifference:
     """The first difference of two logs.
 
     kind: length (one log ends), count (of completions), prompts, draws (equal logprobs, other tokens),
@@ -58,48 +55,50 @@ def _both(a: dict[int, Any], b: dict[int, Any], step: int) -> bool:
     return step in a and step in b
 
 
-def first_difference(a: Side, b: Side, shift: int = 0) -> Difference | None:
+def first_difference(a: Side, b: Side, shift: int = 0) -> LogDifference | None:
     """The first difference in the steps that both have; a log that ends, or lacks a step, differs too."""
-    common = common_steps(a, b, shift)
-    for moment in moments(a, b, shift):
-        if moment < common[0]:
-            continue  # a run that was resumed may log from there
-        if lost := _lost(a, b, moment, shift):
-            return lost
-        if _both(a.steps, b.steps, moment) and (found := _of_rollouts(a, b, moment)):
-            return found
-        if _both(a.metrics, b.metrics, moment + shift) and (found := _of_metrics(a, b, moment, shift)):
-            return found
-    return None
+    begin = common_steps(a, b, shift)[0]  # a run that was resumed may log from there
+    each = (_at_moment(a, b, m, shift) for m in moments(a, b, shift) if m >= begin)
+    return next(filter(None, each), None)
 
 
-def _lost(a: Side, b: Side, moment: int, shift: int) -> Difference | None:
+def _at_moment(a: Side, b: Side, moment: int, shift: int) -> LogDifference | None:
+    first = _lost(a, b, moment, shift)
+    if not first and _both(a.steps, b.steps, moment):
+        first = _in_rollouts(a, b, moment)
+    if not first and _both(a.metrics, b.metrics, moment + shift):
+        first = _in_metrics(a, b, moment, shift)
+    return first
+
+
+def _lost(a: Side, b: Side, moment: int, shift: int) -> LogDifference | None:
     """A step that one log has and the other lacks, where both have steps of its kind."""
-    for tables, step, what in (
-        ((a.steps, b.steps), moment, "rollouts"),
-        ((a.metrics, b.metrics), moment + shift, "metrics"),
-    ):
+    for kind, step in (("steps", moment), ("metrics", moment + shift)):
+        tables = getattr(a, kind), getattr(b, kind)
         if not all(tables) or (step in tables[0]) == (step in tables[1]):
             continue
         longer, shorter = (a, b) if step in tables[0] else (b, a)
-        if step < min(tables[0 if longer is b else 1]):
+        if step < min(getattr(shorter, kind)):
             continue
-        if what == "metrics":
-            if not a.numbered:
-                words = f"after row {step}: {len(a.metrics)} and {len(b.metrics)} rows"
-            else:
-                words = f"at step {step}: {longer.path} has metrics, and {shorter.path} has none"
-        else:
+        if kind == "steps":
             count = sum(len(s.rollouts) for n, s in shorter.steps.items() if n < step)
             (place, _), *_ = rollouts_of(longer, step)
             ends = "ends" if step > max(shorter.steps) else f"lacks step {step}"
             words = f"after {count} completions: {shorter.path} {ends}, and {longer.path} goes on at {place}"
-        return Difference("length", moment, words)
+        elif a.numbered:
+            words = f"at step {step}: {longer.path} has metrics, and {shorter.path} has none"
+        else:
+            words = f"after row {step}: {len(a.metrics)} and {len(b.metrics)} rows"
+        return LogDifference("length", moment, words)
     return None
 
 
-def _of_rollouts(a: Side, b: Side, moment: int) -> Difference | None:
-    """The first difference of the rollouts of one step."""
+def _in_rollouts(a: Side, b: Side, moment: int) -> LogDifference | None:
+    """The first difference of the rollouts of one step.
+
+    Other logprobs of the sampler come before other tokens, in whichever completion they stand: a run with
+    other weights draws other tokens too.
+    """
     digests = a.steps[moment].rollouts, b.steps[moment].rollouts
     order = _pairs(*([d.key for d in side] for side in digests))
     unequal = [(i, j) for i, j in order if _unequal(digests[0][i], digests[1][j])]
@@ -110,10 +109,13 @@ def _of_rollouts(a: Side, b: Side, moment: int) -> Difference | None:
     if len(digests[0]) != len(digests[1]):
         places = f"{rollouts[0][0][0]} and {rollouts[1][0][0]}"
         words = f"{step}{len(digests[0])} and {len(digests[1])} completions ({places})"
-        return Difference("count", moment, words)
+        return LogDifference("count", moment, words)
     pairs = [(rollouts[0][i], rollouts[1][j]) for i, j in unequal]
-    kind, words = _in_words(pairs)
-    return Difference(kind, moment, step + words, size=_size(pairs) if kind == "numbers" else "")
+    first = first_in_order(_COMPARISONS, pairs, lambda kind, x, y: _COMPARISONS[kind](x[1], y[1]))
+    assert first is not None, "hashes differ and contents do not"
+    kind, ((place_a, _), (place_b, _)), difference = first
+    size = _size(pairs) if kind == "numbers" else ""
+    return LogDifference(kind, moment, f"{step}{difference} ({place_a} and {place_b})", size=size)
 
 
 def _pairs(a: list[tuple], b: list[tuple]) -> list[tuple[int, int]]:
@@ -125,31 +127,19 @@ def _pairs(a: list[tuple], b: list[tuple]) -> list[tuple[int, int]]:
 
 
 def _unequal(x: Digest, y: Digest) -> bool:
-    for names in _FIELDS.values():
-        for name in names:
-            p, q = getattr(x, name), getattr(y, name)
-            if not (all(map(same, p, q)) if name == "values" else same(p, q)):
-                return True
-    return False
+    hashes = ((getattr(x, name), getattr(y, name)) for name in _HASHES)
+    return not all(same(p, q) for p, q in (*hashes, *zip(x.values, y.values, strict=True)))
 
 
-def _in_words(pairs: list[tuple[Placed, Placed]]) -> tuple[str, str]:
-    """The kind of the first difference of a step, in causal order, and its words.
-
-    Other logprobs of the sampler come before other tokens, in whichever completion they stand: a run with
-    other weights draws other tokens too.
-    """
-    for kind, compare in _COMPARISONS.items():
-        for (place_a, x), (place_b, y) in pairs:
-            if words := compare(x, y):
-                return kind, f"{words} ({place_a} and {place_b})"
-    raise AssertionError("hashes differ and contents do not")
+def _logged(quantity: str, x: Any, y: Any) -> Difference | None:
+    """How two values differ; one that only one log has is no difference."""
+    return None if x is None or y is None else compare_values(quantity, x, y)
 
 
-def _prompts(x: LoggedRollout, y: LoggedRollout) -> str:
+def _prompts(x: LoggedRollout, y: LoggedRollout) -> Difference | None:
     if x.prompt_ids is not None and y.prompt_ids is not None:
-        return _sequences("prompt token", x.prompt_ids, y.prompt_ids)
-    return _texts("prompt", x.prompt_text, y.prompt_text)
+        return compare_values("prompt token", x.prompt_ids, y.prompt_ids)
+    return _logged("prompt", x.prompt_text, y.prompt_text)
 
 
 def _places(x: LoggedRollout, y: LoggedRollout) -> tuple[int | None, int | None]:
@@ -159,58 +149,52 @@ def _places(x: LoggedRollout, y: LoggedRollout) -> tuple[int | None, int | None]
     return first_unequal(x.completion_ids, y.completion_ids), _first_number(x.logprobs, y.logprobs)
 
 
-def _numbers(x: LoggedRollout, y: LoggedRollout) -> str:
+def _numbers(x: LoggedRollout, y: LoggedRollout) -> Difference | None:
     """The first other logprob of the sampler, where no other token comes before or with it."""
     token, logprob = _places(x, y)
     if logprob is None or (token is not None and token <= logprob):
-        return ""
-    a, b = float(x.logprobs[logprob]), float(y.logprobs[logprob])
+        return None
     later = "" if token is None else f"; the first other token follows at position {token}"
-    return f"sampler's logprob at position {logprob}: {a!r} and {b!r}{later}"
+    return replace(_number("sampler's logprob", x.logprobs, y.logprobs), note=later)
 
 
-def _draws(x: LoggedRollout, y: LoggedRollout) -> str:
+def _draws(x: LoggedRollout, y: LoggedRollout) -> Difference | None:
     """The first other token."""
-    token, _ = _places(x, y)
-    if token is None:
-        return ""
-    before = "" if x.logprobs is None or y.logprobs is None else ", and every logprob before it is equal"
-    return _sequences("completion token", x.completion_ids, y.completion_ids) + before
+    first = _logged("completion token", x.completion_ids, y.completion_ids)
+    if first is None or x.logprobs is None or y.logprobs is None:
+        return first
+    return replace(first, note=f"{first.note}, and every logprob before it is equal")
 
 
-def _completion_texts(x: LoggedRollout, y: LoggedRollout) -> str:
+def _completion_texts(x: LoggedRollout, y: LoggedRollout) -> Difference | None:
     if x.completion_ids is not None and y.completion_ids is not None:
-        return ""
-    return _texts("completion", x.completion_text, y.completion_text)
+        return None
+    return _logged("completion", x.completion_text, y.completion_text)
 
 
-def _masks(x: LoggedRollout, y: LoggedRollout) -> str:
+def _masks(x: LoggedRollout, y: LoggedRollout) -> Difference | None:
     if x.completion_ids is None or y.completion_ids is None:
-        return ""
-    return _sequences("mask", x.drawn().tolist(), y.drawn().tolist())
+        return None
+    return compare_values("mask", x.drawn().tolist(), y.drawn().tolist())
 
 
-def _trainer(x: LoggedRollout, y: LoggedRollout) -> str:
-    position = _first_number(x.trainer_logprobs, y.trainer_logprobs)
-    if position is None:
-        return ""
-    a, b = float(x.trainer_logprobs[position]), float(y.trainer_logprobs[position])
-    return f"trainer's logprob at position {position}: {a!r} and {b!r}"
+def _trainer(x: LoggedRollout, y: LoggedRollout) -> Difference | None:
+    return _number("trainer's logprob", x.trainer_logprobs, y.trainer_logprobs)
 
 
-def _values(x: LoggedRollout, y: LoggedRollout) -> str:
+def _values(x: LoggedRollout, y: LoggedRollout) -> Difference | None:
     """What comes after the tokens; a value that only one log has is no difference."""
     for name in ("reward", "advantage", "weight_span"):
         a, b = getattr(x, name), getattr(y, name)
         if not same(a, b):
-            return f"{name.replace('weight_span', 'weight version')} {a!r} and {b!r}"
+            return Difference(name.replace("weight_span", "weight version"), (a, b))
     experts = (x.routed_experts, y.routed_experts)
     if all(e is not None for e in experts) and not np.array_equal(*experts):
-        return "routed experts"
-    return ""
+        return Difference("routed experts")
+    return None
 
 
-_COMPARISONS: dict[str, Callable[[LoggedRollout, LoggedRollout], str]] = {
+_COMPARISONS: dict[str, Callable[[LoggedRollout, LoggedRollout], Difference | None]] = {
     "prompts": _prompts,
     "numbers": _numbers,
     "draws": _draws,
@@ -235,54 +219,30 @@ def _size(pairs: list[tuple[Placed, Placed]]) -> str:
     return f"{gap.mean():.2g} nats a token on average and {gap.max():.2g} at most, in {len(gap)} tokens"
 
 
-def _sequences(name: str, x: Sequence, y: Sequence) -> str:
-    position = first_unequal(x, y)
-    if position is None:
-        return ""
-    if position == min(len(x), len(y)):
-        return f"{name}s: {len(x)} and {len(y)}, equal as far as both go"
-    return f"{name} at position {position}: {x[position]!r} and {y[position]!r}"
-
-
-def _texts(name: str, x: str | None, y: str | None) -> str:
-    if x is None or y is None or x == y:
-        return ""
-    position = first_unequal(x, y)
-    a, b = (text[position : position + 20] for text in (x, y))
-    return f"{name} at character {position}: {a!r} and {b!r}"
-
-
-def first_unequal(x: Sequence, y: Sequence) -> int | None:
-    """The first index at which two sequences differ; the length of the shorter where it is their only one."""
-    if x == y:
-        return None
-    return next((i for i, (p, q) in enumerate(zip(x, y, strict=False)) if p != q), min(len(x), len(y)))
+def _number(quantity: str, x: np.ndarray | None, y: np.ndarray | None) -> Difference | None:
+    i = _first_number(x, y)
+    return None if i is None else Difference(quantity, (float(x[i]), float(y[i])), f"at position {i}")
 
 
 def _first_number(x: np.ndarray | None, y: np.ndarray | None) -> int | None:
-    """The first index at which the bits of two fp32 columns differ, as far as both go."""
+    """The first index at which the bits of two columns differ; a column without numbers says nothing."""
     if x is None or y is None or np.isnan(x).all() or np.isnan(y).all():
         return None
-    length = min(len(x), len(y))
-    a, b = x[:length], y[:length]
-    different = np.flatnonzero(~bits_equal(a, b) & ~(np.isnan(a) & np.isnan(b)))
-    return int(different[0]) if len(different) else None
+    return first_unequal_bits(x, y)
 
 
-def unequal_metrics(x: Row, y: Row) -> list[str]:
+def unequal_metrics(x: Row, y: Row) -> list[Difference]:
     """The metrics of two rows that both have and that differ, in their order."""
-    return [name for name in x if name in y and not is_machines(name) and not equal(x[name], y[name])]
+    return [d for d in differences(x, y, equal) if d.missing is None and not is_machines(d.quantity)]
 
 
-def _of_metrics(a: Side, b: Side, moment: int, shift: int) -> Difference | None:
+def _in_metrics(a: Side, b: Side, moment: int, shift: int) -> LogDifference | None:
     step = moment + shift
-    x, y = a.metrics[step], b.metrics[step]
-    names = unequal_metrics(x, y)
-    if not names:
+    unequal = unequal_metrics(a.metrics[step], b.metrics[step])
+    if not unequal:
         return None
     rows = a.rows[step], b.rows[step]
     where = f"row {rows[0]} of both" if rows[0] == rows[1] else f"rows {rows[0]} and {rows[1]}"
     place = f"step {step}" if a.numbered else f"row {rows[0]}"
-    first = names[0]
-    words = f"at {place}: {first} {x[first]!r} and {y[first]!r} ({where})"
-    return Difference("metrics", moment, words, tuple(names))
+    words = f"at {place}: {unequal[0]} ({where})"
+    return LogDifference("metrics", moment, words, tuple(d.quantity for d in unequal))

@@ -72,9 +72,9 @@ def _pieces(mine: dict[int, list], others: dict[int, list]) -> list[Piece]:
     def length(start: int) -> int:
         n = 0
         while i + n < len(steps):
-            of_a = mine.get(start + steps[i + n] - steps[i])
+            values = mine.get(start + steps[i + n] - steps[i])
             beyond = n and start + steps[i + n] - steps[i] > max(mine)
-            if not beyond and of_a != others[steps[i + n]]:
+            if not beyond and values != others[steps[i + n]]:
                 break
             n += 1
         return n
@@ -107,16 +107,16 @@ def _lost_words(a: Side, b: Side, first: int) -> str:
 
     In a long log a few prompts stand in any order. So at most half as many may be lost as are kept.
     """
-    of_a = [(s, j, d.prompt) for s in a.steps if s >= first for j, d in enumerate(a.steps[s].rollouts)]
-    kept = _in_order([prompt for _, _, prompt in of_a], b, first)
+    prompts_a = [(s, j, d.prompt) for s in a.steps if s >= first for j, d in enumerate(a.steps[s].rollouts)]
+    kept = _in_order([prompt for _, _, prompt in prompts_a], b, first)
     lost = sorted(set(range(max(kept, default=0))) - set(kept))
     if not lost or 2 * len(lost) > len(kept):
         return ""
-    of_step: dict[int, list[str]] = {}
-    for step, j, _ in (of_a[place] for place in lost[:_NAMED]):
-        of_step.setdefault(step, []).append(rollouts_of(a, step)[j][0])
-    prompts, steps = len({of_a[place][2] for place in lost}), [of_a[place][0] for place in lost]
-    places = ", ".join(place for names in of_step.values() for place in names)
+    names: dict[int, list[str]] = {}
+    for step, j, _ in (prompts_a[place] for place in lost[:_NAMED]):
+        names.setdefault(step, []).append(rollouts_of(a, step)[j][0])
+    prompts, steps = len({prompts_a[place][2] for place in lost}), [prompts_a[place][0] for place in lost]
+    places = ", ".join(place for at_step in names.values() for place in at_step)
     return (
         f"{prompts} {'prompt' if prompts == 1 else 'prompts'} of A's steps {steps[0]} to {steps[-1]} "
         f"never come in B ({len(lost)} completions; the first are {places}), and what is left keeps A's "
@@ -124,13 +124,13 @@ def _lost_words(a: Side, b: Side, first: int) -> str:
     )
 
 
-def _in_order(of_a: list[bytes | None], b: Side, first: int) -> list[int]:
+def _in_order(prompts_a: list[bytes | None], b: Side, first: int) -> list[int]:
     """The places of A's prompts at which those of B stand, ascending from step to step; none without order.
 
     At its end B may have prompts that A has not reached.
     """
     places: dict[bytes | None, list[int]] = {}
-    for place, prompt in enumerate(of_a):
+    for place, prompt in enumerate(prompts_a):
         places.setdefault(prompt, []).append(place)
     kept: list[int] = []
     ended = False

@@ -12,8 +12,8 @@ from math import isfinite
 from typing import Any
 
 from .factors import factor_words
-from .first_difference import Difference, common_steps, unequal_metrics
-from .metrics import GRADIENT_NORM, LEARNING_RATE, LOSS_SCALE, number
+from .first_difference import LogDifference, common_steps, unequal_metrics
+from .metric_rows import GRADIENT_NORM, LEARNING_RATE, LOSS_SCALE, number
 from .prompt_order import loader_words, moved
 from .side import Side
 
@@ -61,18 +61,18 @@ def shift_of(a: Side, b: Side) -> int:
     return 1 if shifts == {1} else 0
 
 
-def conclude(logs: Logs, found: Difference) -> Iterator[str]:
+def conclude(logs: Logs, first: LogDifference) -> Iterator[str]:
     """What follows from the first difference, in sentences."""
     yield from _schedule(logs)
-    if found.kind == "metrics":
-        yield from _of_metrics(logs, found)
-    elif rule := _RULES.get(found.kind):
-        yield from rule(logs, found)
+    if first.kind == "metrics":
+        yield from _of_metrics(logs, first)
+    elif rule := _RULES.get(first.kind):
+        yield from rule(logs, first)
 
 
-def _loader(logs: Logs, found: Difference) -> Iterator[str]:
+def _loader(logs: Logs, first: LogDifference) -> Iterator[str]:
     """Other prompts: where do those of B stand in A?"""
-    yield from loader_words(logs.a, logs.b, found.step)
+    yield from loader_words(logs.a, logs.b, first.step)
     if logs.a.metrics and logs.b.metrics:
         yield (
             "Not concluded: whether optimizer and generators were restored. All that follows from other "
@@ -112,16 +112,16 @@ def _schedule(logs: Logs) -> Iterator[str]:
             )
 
 
-def _of_metrics(logs: Logs, found: Difference) -> Iterator[str]:
+def _of_metrics(logs: Logs, first: LogDifference) -> Iterator[str]:
     """Metrics that differ where the rollouts of the step, as far as they were logged, are equal."""
-    x, y = logs.rows(found.step)
-    scales = [n for n in found.metrics if LOSS_SCALE.search(n)]
+    x, y = logs.rows(first.step)
+    scales = [n for n in first.metrics if LOSS_SCALE.search(n)]
     for name in scales:
         yield (
             f"The loss scale ({name}) differs and nothing before it does: the loss scaler's state was not "
             f"restored (B's is {y[name]}), or its settings are others."
         )
-    norms = [n for n in found.metrics if GRADIENT_NORM.search(n)]
+    norms = [n for n in first.metrics if GRADIENT_NORM.search(n)]
     overflow = [n for n in norms if _is_finite(x[n]) and not _is_finite(y[n])]
     if overflow and not scales:
         yield (
@@ -129,22 +129,22 @@ def _of_metrics(logs: Logs, found: Difference) -> Iterator[str]:
             "resume in fp16 this is a loss scaler that begins at its first scale again."
         )
         return
-    rest = [n for n in found.metrics if n not in scales and not LEARNING_RATE.search(n)]
-    rows = [logs.rows(s) for s in logs.common if s >= found.step]
+    rest = [n for n in first.metrics if n not in scales and not LEARNING_RATE.search(n)]
+    rows = [logs.rows(s) for s in logs.common if s >= first.step]
     if words := factor_words([row for row in rows if all(row)], rest):
         yield words
         return
     if not rest or (scales and set(rest) == set(norms)):
         return
-    if found.step in logs.a.steps and found.step in logs.b.steps:
+    if first.step in logs.a.steps and first.step in logs.b.steps:
         after = " A scale that differs changes the last bits of a gradient." if scales else ""
         yield (
-            f"The rollouts of step {found.step} are equal, and {', '.join(rest[:3])} differ: the trainer "
+            f"The rollouts of step {first.step} are equal, and {', '.join(rest[:3])} differ: the trainer "
             "computed otherwise from the same data. Its dropout's generator was not restored, or "
             f"micro-batches, kernels or the loss's settings are others.{after}"
         )
-    elif logs.resumed or found.step > logs.common[0]:
-        yield from _metrics_alone(logs, found, rest)
+    elif logs.resumed or first.step > logs.common[0]:
+        yield from _metrics_alone(logs, first, rest)
 
 
 def _is_finite(value: Any) -> bool:
@@ -152,9 +152,9 @@ def _is_finite(value: Any) -> bool:
     return x is not None and isfinite(x)
 
 
-def _metrics_alone(logs: Logs, found: Difference, rest: Sequence[str]) -> Iterator[str]:
+def _metrics_alone(logs: Logs, first: LogDifference, rest: Sequence[str]) -> Iterator[str]:
     """Metrics without rollouts do not tell other data from other weights."""
-    before = [s for s in logs.common if s < found.step]
+    before = [s for s in logs.common if s < first.step]
     if not before:
         yield (
             f"{', '.join(rest[:3])} differ in the first step that both have: other data, other weights or "
@@ -167,24 +167,24 @@ def _metrics_alone(logs: Logs, found: Difference, rest: Sequence[str]) -> Iterat
     )
     yield (
         f"Equal until step {before[-1] + logs.shift}, and {', '.join(rest[:3])} differ after its update "
-        f"({update}): the optimizer's state, or the data or generator of step {found.step + logs.shift}. "
+        f"({update}): the optimizer's state, or the data or generator of step {first.step + logs.shift}. "
         "Metrics alone do not tell which; log rollouts too."
     )
 
 
-def _weights(logs: Logs, found: Difference) -> Iterator[str]:
+def _weights(logs: Logs, first: LogDifference) -> Iterator[str]:
     """Other numbers for the same tokens: after an equal step the update is at fault."""
-    before = found.step - 1
-    size = f" They differ by {found.size}." if found.size else ""
-    who = "sampler" if found.kind == "numbers" else "trainer"
+    before = first.step - 1
+    size = f" They differ by {first.size}." if first.size else ""
+    who = "sampler" if first.kind == "numbers" else "trainer"
     plain = (
         f"So the {who} computed other numbers for the same tokens: other weights, kernels, caches or "
         f"requests beside it. Seeds are not the cause.{size}"
     )
     if before not in logs.common or not (logs.resumed or any(logs.rows(before))):
-        if logs.resumed and found.step == logs.common[0]:
+        if logs.resumed and first.step == logs.common[0]:
             yield (
-                f"{plain} Step {found.step} is the first that both have: B began with other weights than A "
+                f"{plain} Step {first.step} is the first that both have: B began with other weights than A "
                 "had there (another checkpoint, or weights that were rounded when they were saved), or its "
                 "engine rounds otherwise."
             )
@@ -192,7 +192,7 @@ def _weights(logs: Logs, found: Difference) -> Iterator[str]:
             yield plain
         return
     equal = _equal_at(logs, before)
-    yield f"Equal at step {before} in {equal}, and other weights at step {found.step}.{size}"
+    yield f"Equal at step {before} in {equal}, and other weights at step {first.step}.{size}"
     yield from _update(logs, before)
 
 
@@ -232,34 +232,35 @@ def _equal_at(logs: Logs, step: int) -> str:
         words += ["the sampler's logprobs"] if all(d.logprobs for d in digests) else []
         words += ["the trainer's logprobs"] if all(d.trainer_logprobs for d in digests) else []
     x, y = logs.rows(step)
-    shared = [n for n in x if n in y and n not in unequal_metrics(x, y)]
+    other = {d.quantity for d in unequal_metrics(x, y)}
+    shared = [n for n in x if n in y and n not in other]
     words += ["gradient norm"] if any(GRADIENT_NORM.search(n) for n in shared) else []
     words += ["learning rate"] if any(LEARNING_RATE.search(n) for n in shared) else []
     return ", ".join(words) or "all that was logged"
 
 
-def _draws(logs: Logs, found: Difference) -> Iterator[str]:
+def _draws(logs: Logs, first: LogDifference) -> Iterator[str]:
     yield (
         "So the sampler computed the same numbers and drew otherwise: compare seeds, and the order of "
         "requests where one generator draws for all."
     )
-    if logs.resumed and found.step == logs.common[0]:
+    if logs.resumed and first.step == logs.common[0]:
         yield (
-            f"Step {found.step} is the first that both have: the state of the sampler's generator was not "
+            f"Step {first.step} is the first that both have: the state of the sampler's generator was not "
             "restored, or the seed is another. The weights are A's, as far as the equal logprobs show."
         )
 
 
-def _texts(logs: Logs, found: Difference) -> Iterator[str]:
+def _texts(logs: Logs, first: LogDifference) -> Iterator[str]:
     if logs.resumed or logs.a.metrics:
         yield "Texts alone do not tell other weights from another draw; log token ids and logprobs."
 
 
-def _trainer(logs: Logs, found: Difference) -> Iterator[str]:
+def _trainer(logs: Logs, first: LogDifference) -> Iterator[str]:
     """Other numbers of the trainer. Without the sampler's column they are the only sight of the weights."""
-    digests = [d for side in (logs.a, logs.b) for d in side.steps[found.step].rollouts]
-    if any(d.logprobs is None for d in digests) and found.step - 1 in logs.common:
-        yield from _weights(logs, found)
+    digests = [d for side in (logs.a, logs.b) for d in side.steps[first.step].rollouts]
+    if any(d.logprobs is None for d in digests) and first.step - 1 in logs.common:
+        yield from _weights(logs, first)
         return
     yield (
         "So the rollouts are equal, and the trainer computed other numbers for them: other weights, "
@@ -269,14 +270,14 @@ def _trainer(logs: Logs, found: Difference) -> Iterator[str]:
         yield "The sampler's numbers are equal, so the trainer's dropout or precision comes before weights."
 
 
-def _values(logs: Logs, found: Difference) -> Iterator[str]:
-    if "reward" in found.words:
+def _values(logs: Logs, first: LogDifference) -> Iterator[str]:
+    if "reward" in first.words:
         yield "So the rollouts are equal, and the reward is not a function of them."
 
 
-_RULES: dict[str, Callable[[Logs, Difference], Iterator[str]]] = {
+_RULES: dict[str, Callable[[Logs, LogDifference], Iterator[str]]] = {
     "prompts": _loader,
-    "count": lambda logs, found: iter(()),
+    "count": lambda logs, first: iter(()),
     "numbers": _weights,
     "draws": _draws,
     "texts": _texts,

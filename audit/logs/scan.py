@@ -34,13 +34,6 @@ class Log:
     longest_prompt: int = 0  # of all completions, in tokens
 
 
-def read_log(
-    path: Path, vocab: int, longest: int = 0, version: int | None = None, format: str = "zerokl"
-) -> list[tuple[Rollout, SamplingParams]]:
-    """The rollouts of a log; see scan_log."""
-    return scan_log(path, vocab, longest, version, format).rollouts
-
-
 def scan_log(
     path: Path,
     vocab: int,

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ...files.inputs import read_text
-from .metrics import number
+from .metric_rows import number
 from .side import Digest, Side
 
 # `seed = 3`, `"seed": 3,` and `seed: 3`, in TOML, JSON and YAML alike.
@@ -23,8 +23,8 @@ def seed_of(side: Side) -> tuple[str, int] | None:
             return "seed in the metrics", int(value)
     folder = side.path if side.path.is_dir() else side.path.parent
     for file in sorted(f for f in folder.glob("*") if f.suffix in _CONFIGURATIONS and f.is_file()):
-        if file.stat().st_size < _MOST_BYTES and (found := _seed_in(file)):
-            return found
+        if file.stat().st_size < _MOST_BYTES and (seed := _seed_in(file)):
+            return seed
     return None
 
 
@@ -51,7 +51,7 @@ def shared(a: Side, b: Side) -> tuple[int, int, float]:
     By chance: how many are expected where both draw on their own, by the sampler's logprobs of B; NaN where
     it has none. A completion that A drew n times counts n times.
     """
-    common = found = 0
+    common = both = 0
     chance = 0.0
     for step in a.steps.keys() & b.steps.keys():
         drawn: dict[bytes, list[bytes | None]] = defaultdict(list)
@@ -61,9 +61,9 @@ def shared(a: Side, b: Side) -> tuple[int, int, float]:
         for digest in b.steps[step].rollouts:
             if digest.prompt in drawn and digest.completion is not None:
                 common += 1
-                found += digest.completion in drawn[digest.prompt]
+                both += digest.completion in drawn[digest.prompt]
                 chance += _chance(digest, len(drawn[digest.prompt]))
-    return found, common, chance
+    return both, common, chance
 
 
 def _chance(digest: Digest, tries: int) -> float:
@@ -77,16 +77,16 @@ def conclude_seeds(a: Side, b: Side, equal: bool) -> Iterator[str]:
     """What completions that both runs have tell of the seed. equal: whether the logs have no difference."""
     if not (words := other_seeds(a, b)):
         return
-    found, common, chance = shared(a, b)
+    both, common, chance = shared(a, b)
     if equal and common:
         certain = not math.isnan(chance) and chance > 0.99 * common
         if certain:
             yield f"{words}, and all is equal; nothing was drawn, as each completion had probability 1."
         else:
             yield f"{words}, and all {common} completions are equal: the seed is not used."
-    elif found and (math.isnan(chance) or found > 10 + 3 * chance):
+    elif both and (math.isnan(chance) or both > 10 + 3 * chance):
         by_chance = "" if math.isnan(chance) else f", where {chance:.2g} are expected by chance"
         yield (
-            f"{words}, and {found} of {common} completions of the same prompt and step are the same tokens"
+            f"{words}, and {both} of {common} completions of the same prompt and step are the same tokens"
             f"{by_chance}: both runs draw from one stream of random numbers."
         )

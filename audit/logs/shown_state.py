@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from .metrics import GRADIENT_NORM, LEARNING_RATE, LOSS_SCALE, number
+from .metric_rows import GRADIENT_NORM, LEARNING_RATE, LOSS_SCALE, number
 from .resume_causes import Logs
 
 

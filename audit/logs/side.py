@@ -15,7 +15,7 @@ import numpy as np
 
 from ..formats.record import LoggedRollout
 from ..formats.registry import log_files, read_rollouts
-from .metrics import Row, equal, is_metrics, metric_files, read_metrics
+from .metric_rows import Row, equal, is_metrics, metric_files, read_metrics
 
 Placed = tuple[str, LoggedRollout]
 
@@ -131,13 +131,13 @@ def without_steps_before(side: Side, step: int, shift: int) -> Side:
 def rollouts_of(side: Side, step: int) -> list[Placed]:
     """The rollouts of a step, read again, in the order of the log."""
     wanted = side.steps[step].places
-    found: list[Placed] = []
+    rollouts: list[Placed] = []
     for index, placed in enumerate(_rollouts(side.files)):
-        if len(found) < len(wanted) and index == wanted[len(found)]:
-            found.append(placed)
-            if len(found) == len(wanted):
+        if len(rollouts) < len(wanted) and index == wanted[len(rollouts)]:
+            rollouts.append(placed)
+            if len(rollouts) == len(wanted):
                 break
-    return found
+    return rollouts
 
 
 def _rollouts(files: list[Path]) -> Iterator[Placed]:

@@ -17,7 +17,7 @@ from ...model.config import ModelConfig
 from ...model.context import PackedContext
 from ...model.decoder import Decoder
 from ...model.routing import RecordedRouting
-from ...verify.trace import Trace
+from ...verify.operation_outputs import Trace
 from ..engines.engine import Pair
 from ..formats.record import LoggedRollout
 from ..sections import ExpertsDifference

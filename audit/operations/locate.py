@@ -12,7 +12,7 @@ import torch
 from ...kernels.sampling_params import SamplingParams
 from ...model.operation import STREAM
 from ...model.operations import is_optional, known, known_operation, operation_names, split_name
-from ...verify.trace import Trace, compare_traces, first_divergence, one_sided
+from ...verify.operation_outputs import Trace, compare_traces, first_divergence, one_sided
 from ..engines.engine import Engine, Pair
 from ..sections import Jump, TraceSection
 from .checkpoints import compare_checkpoints, have_one_shape
@@ -54,11 +54,10 @@ def locate(
     """
     traces = sampler.trace(pair, params), trainer.trace(pair, params)
     same_shape = {n for n in traces[0].keys() & traces[1].keys() if traces[0][n].shape == traces[1][n].shape}
-    differences = compare_traces(*({n: x for n, x in t.items() if n in same_shape} for t in traces))
-    first = first_divergence(differences)
-    only = one_sided(*traces)
+    comparable = [{n: x for n, x in t.items() if n in same_shape} for t in traces]
+    only, first = one_sided(*traces), first_divergence(*comparable)
     section = TraceSection(
-        operations=differences,
+        operations=compare_traces(*comparable),
         first_divergence=first,
         one_sided={"sampler": only[0], "trainer": only[1]},
         other_shapes=[n for n in traces[0] if n in traces[1] and n not in same_shape],

@@ -19,7 +19,7 @@ import torch
 
 from ...model.operation import Equation
 from ...model.operations import operation, operation_names
-from ...verify.trace import Trace
+from ...verify.operation_outputs import Trace
 from .operations import Lookup, Operations, Tensor, cut
 
 # Times the sound error from which an operation is at fault. Of sound engines (transformers with both kinds of

@@ -2,11 +2,11 @@
 
 from collections.abc import Mapping
 
-from ...verify.gradient_bias import Bias, DrawnBias, Estimate
+from ...verify.bias_figures import Bias, DrawnBias, Estimate
 from .numbers import number
 
 Row = tuple[str, ...]
-# Headings of the losses, and what the figures are (verify/gradient_bias.py).
+# Headings of the losses, and what the figures are (verify/bias_figures.py).
 LOSSES = ("correction", "bias", "length", "cosine", "noise of a step", "cosine of a step")
 LEGEND = (
     "bias: the squared distance of the expected gradient from the exact one, in units of the exact one's "

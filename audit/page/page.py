@@ -11,7 +11,7 @@ from typing import Any
 from ...pages.charts import chart
 from ...pages.html import card, cell, figure_card, folded, inert, table, table_of_cells
 from ...pages.page import document
-from ...verify.gradient_bias import DrawnBias
+from ...verify.bias_figures import DrawnBias
 from ..conclusion.outcome import Outcome
 from ..conclusion.verdict import cause_heading, headline, jump, parting
 from ..report import Report

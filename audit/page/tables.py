@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from rich.table import Table
 
 from ...pages.html import visible
-from ...verify.gradient_bias import DrawnBias
+from ...verify.bias_figures import DrawnBias
 from ..report import Report
 from ..run_report import RunReport
 from .gradient import LEGEND, LOSSES, drawn_from, loss_rows

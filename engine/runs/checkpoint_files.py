@@ -4,7 +4,6 @@ The manifest of a checkpoint has the hash of each file, and nothing has the hash
 writes a checkpoint anew can put into it whatever a loader reads: code, pickles, other limits and stop tokens.
 """
 
-import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from ...model.config import ModelConfig
 from ...model.peft import CONFIG, WEIGHTS, adapter_fields, checkpoint_config
 from ...model.weight_files import INDEX, open_tensors, tensor_files
 from ...model.weights import FlatLayout
+from ...verify.difference import first_difference, same_json
 from ...verify.ledger import Head
 from ..tasks.perfectible import TASK_FILE
 from ..train.state import TrainState
@@ -103,12 +103,8 @@ def _object(path: Path) -> Mapping[str, Any]:
 
 def _other_field(path: Path, wanted: Mapping[str, Any]) -> str | None:
     """The first field of a JSON file that is not as wanted, in words."""
-    values = _object(path)
-    for name in [*wanted, *(name for name in values if name not in wanted)]:
-        pair = [json.dumps(x[name], sort_keys=True) if name in x else "nothing" for x in (values, wanted)]
-        if pair[0] != pair[1]:
-            return f"{one_line(name)} is {shown(pair[0])} in {path.name}, and must be {shown(pair[1])}"
-    return None
+    wrong = first_difference(_object(path), wanted, same_json)
+    return wrong and f"{path.name}: {wrong.beside('must be')}"
 
 
 def other_state(checkpoint: Checkpoint, head: Head, state: TrainState) -> str | None:

@@ -1,7 +1,7 @@
 """`zerokl audit RUN --gradient N`: the gradient's bias at a checkpoint of a run, for a pair of engines.
 
 N sets of rollouts of the run's next prompts are drawn by the sampler, and N by the trainer's policy. The
-loss, the task and its rewards are the run's. verify/gradient_bias.py has the figures.
+loss, the task and its rewards are the run's. verify/bias_figures.py has the figures.
 """
 
 from collections.abc import Callable, Iterator
@@ -12,8 +12,8 @@ from typing import NamedTuple
 from pydantic import ValidationError
 
 from ...kernels.philox import Stream
-from ...verify.divergence import open_run
-from ...verify.gradient_bias import Bias, DrawnBias, check_draws, estimate, of_exact
+from ...verify.bias_figures import Bias, DrawnBias, check_draws, estimate, of_exact
+from ...verify.compare_runs import open_run
 from ..config.compatibility import check_settings
 from ..config.config_file import validation_message
 from ..config.perturb_section import PerturbConfig

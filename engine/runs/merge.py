@@ -6,7 +6,7 @@ from ...model.adapters import AdapterLayout, adapted_layout, merge_all
 from ...model.checkpoint import DTYPES, read_weights, resolve_model, write_checkpoint
 from ...model.config import ModelConfig
 from ...model.peft import read_adapter, read_adapter_config, stored_lora
-from ...verify.divergence import open_run
+from ...verify.compare_runs import open_run
 from ...verify.ledger import LEDGER
 from .ledger_head import other_frozen_weight
 

@@ -6,8 +6,9 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from ...files.reading import read_json, shown
+from ...files.reading import read_json
 from ...files.writing import write_whole
+from ...verify.difference import differences, same_json
 from .held_out import ACCURACY, MEAN_REWARD
 
 SUMMARY = "summary.json"
@@ -86,12 +87,8 @@ def read_summary(path: Path) -> Summary | None:
 
 def wrong_fields(summary: Summary, derived: Summary) -> list[str]:
     """A line for each field of a summary that is not the one derived from the run; the seconds cannot be."""
-    pairs = ((f.name, getattr(summary, f.name), getattr(derived, f.name)) for f in fields(Summary))
-    return [
-        f"{name} is {shown(value)} and must be {shown(expected)}"
-        for name, value, expected in pairs
-        if name != "seconds" and json.dumps(value) != json.dumps(expected)
-    ]
+    wrong = differences(vars(summary), vars(derived), same_json)
+    return [field.beside("must be") for field in wrong if field.quantity != "seconds"]
 
 
 def numbers(line: Mapping[str, Any]) -> dict[str, Any]:

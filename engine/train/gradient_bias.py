@@ -2,7 +2,7 @@
 
 Exact rollouts are drawn from the trainer's policy by the run's own evaluator, for the prompts of the step,
 with random numbers of their own. Everything after them is the run's: rewards, advantages, loss, the tree of
-the sum. So the measurement decides no bit of the run. verify/gradient_bias.py has the figures.
+the sum. So the measurement decides no bit of the run. verify/bias_figures.py has the figures.
 
 It costs two sets of rollouts, and a forward and backward for each of them and for each loss of MEASURED. It
 holds three gradients in the host's memory, 12 bytes a weight; with ranks, a rank holds its part.
@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from ...kernels.philox import Stream
-from ...verify.gradient_bias import figures_of_step, floor_of_step
+from ...verify.bias_figures import figures_of_step, floor_of_step
 from ..config.loss_section import LossConfig
 from ..rollout.types import RngKey, Sampler
 from .collect import collect_step

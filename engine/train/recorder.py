@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from ...files.writing import hash_json
-from ...verify.divergence import compare_lines
+from ...verify.compare_runs import compare_lines
 from ...verify.ledger import Head, Ledger, LedgerFile, Line, Tree, digest, digest_ids
 from ..config.run_config import LedgerConfig
 from ..rollout.episodes import Episodes

@@ -18,7 +18,7 @@ from zerokl.audit.conclusion.verdict import verdict
 from zerokl.audit.engines.engine import ZeroklEngine
 from zerokl.audit.engines.hf import HfEngine
 from zerokl.audit.figures.measure import measure
-from zerokl.audit.logs.scan import read_log
+from zerokl.audit.logs.scan import scan_log
 from zerokl.cli import main
 from zerokl.engine.rollout.native import NativeSampler
 from zerokl.engine.rollout.types import GenerationParams, RngKey, complete
@@ -26,7 +26,7 @@ from zerokl.kernels.sampling_params import SamplingParams
 from zerokl.model.checkpoint import load_decoder
 from zerokl.model.config import ModelConfig
 from zerokl.model.operations import operation_names
-from zerokl.verify.trace import compare_traces, first_divergence
+from zerokl.verify.operation_outputs import compare_traces, first_divergence
 
 from tests.audit.settings import audit_config, audit_json
 
@@ -141,12 +141,10 @@ def _plant_bit(model: torch.nn.Module, layer: int, rng: random.Random) -> str:
 def test_a_planted_difference_is_found_where_it_is(model, plant, seed):
     rng = random.Random(seed)
     clean, changed = HfEngine(model, torch.float32, "sdpa"), HfEngine(model, torch.float32, "sdpa")
-    assert (
-        first_divergence(compare_traces(clean.trace(PAIR, SAMPLING), changed.trace(PAIR, SAMPLING))) is None
-    )
+    assert first_divergence(clean.trace(PAIR, SAMPLING), changed.trace(PAIR, SAMPLING)) is None
     layer = rng.randrange(LAYERS)
     op = plant(changed.model, layer, rng)
-    difference = first_divergence(compare_traces(clean.trace(PAIR, SAMPLING), changed.trace(PAIR, SAMPLING)))
+    difference = first_divergence(clean.trace(PAIR, SAMPLING), changed.trace(PAIR, SAMPLING))
     assert difference.op == f"layers.{layer}.{op}"
 
 
@@ -253,7 +251,7 @@ def test_what_other_frameworks_write_is_read(model, tmp_path, capsys):
     lines = "\r\n".join(json.dumps(row, ensure_ascii=False) for row in rows)
     (tmp_path / "log.jsonl").write_text("\ufeff" + lines, encoding="utf-8")
     assert main(_words(model, tmp_path / "out", "--sampler", str(tmp_path / "log.jsonl"))) == 0
-    log = read_log(tmp_path / "log.jsonl", 10**6)
+    log = scan_log(tmp_path / "log.jsonl", 10**6, format="zerokl").rollouts
     assert [(d.top_k, r.weight_version) for r, d in log] == [(0, 0)] * len(rows)
 
 
@@ -360,7 +358,7 @@ def test_a_malformed_line_is_named(model, tmp_path, capsys, change, reason):
 def test_a_file_that_is_no_log_is_refused(tmp_path, text, reason):
     (tmp_path / "log.jsonl").write_text(text)
     with pytest.raises(ValueError, match=reason):
-        read_log(tmp_path / "log.jsonl", 100)
+        scan_log(tmp_path / "log.jsonl", 100, format="zerokl")
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,6 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from zerokl.engine.rollout.native import NativeSampler
 from zerokl.engine.rollout.types import GenerationParams, RngKey, complete
-from zerokl.engine.runs.checks.verify import cached_scores
 from zerokl.engine.train.parallel.gradient import ShardSum
 from zerokl.engine.train.shard import micro_batches
 from zerokl.kernels import tiles
@@ -16,7 +15,7 @@ from zerokl.model.config import ModelConfig
 from zerokl.model.context import Buffers
 from zerokl.model.decoder import Decoder, Numerics
 from zerokl.model.prompts import Prompts
-from zerokl.model.scoring import logprobs, pack
+from zerokl.model.scoring import cached_scores, logprobs, pack
 from zerokl.model.weights import Layout
 
 from tests.helpers import DTYPES, randint, randn, total_unequal

@@ -85,8 +85,8 @@ def test_metrics_do_not_depend_on_the_order_of_the_tokens():
     trainer, sampler = _logprobs([200], 0.1, 1)
     order = np.random.default_rng(2).permutation(200)
     shuffled = mismatch_metrics(trainer[order], sampler[order], [200])
-    of_tokens = {item for item in shuffled.items() if "sequence" not in item[0]}
-    assert mismatch_metrics(trainer, sampler, [200]).items() >= of_tokens
+    token_metrics = {item for item in shuffled.items() if "sequence" not in item[0]}
+    assert mismatch_metrics(trainer, sampler, [200]).items() >= token_metrics
 
 
 def test_one_unequal_bit_is_seen():

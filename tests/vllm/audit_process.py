@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from zerokl.audit.engines.vllm import VllmEngine
 from zerokl.kernels.sampling_params import SamplingParams
-from zerokl.verify.trace import compare_traces, first_divergence
+from zerokl.verify.operation_outputs import first_divergence
 
 PAIR = ((5, 6, 7, 8, 9), (10, 11, 12, 13, 14, 15))
 
@@ -55,7 +55,7 @@ def plant(model: torch.nn.Module, kind: str, rng: random.Random):
 
 def first_op(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> str | None:
     """The first operation in which two traces differ."""
-    first = first_divergence(compare_traces(a, b))
+    first = first_divergence(a, b)
     return first.op if first else None
 
 

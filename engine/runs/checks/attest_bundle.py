@@ -23,7 +23,7 @@ from ....files.inputs import check_folder, read_bytes
 from ....files.reading import parse_json
 from ....files.writing import MANIFEST, check_writable, hash_json, write_manifest, write_whole
 from ....model.checkpoint import resolve_model
-from ....verify.divergence import open_run
+from ....verify.compare_runs import open_run
 from ....verify.ledger import LedgerFile
 from ....verify.run_files import LEDGER
 from ...config.run_config import Config
@@ -32,8 +32,9 @@ from ..checkpoints import checkpoint_folders
 from ..folder import METRICS, ROLLOUTS
 from ..resume import run_config
 from ..summary import SUMMARY
+from .replayed_steps import drawn_steps
 from .signature import sign
-from .verify_run import drawn_steps, verify_run
+from .verify_run import verify_run
 
 FORMAT = 2
 STATEMENT, CONTENTS = "statement.json", "contents"
@@ -94,7 +95,7 @@ def attest(run: Path, key: Path, out: Path, replays: int) -> dict[str, Any]:
             _copy_folder(folder, contents / _PLACES[setting])
         _copy_data(config, contents / _DATA)
         write_manifest(contents)
-        statement = _statement(ledger, steps, replays, config, contents)
+        statement = statement_of(ledger, replays, config, contents)
         write_whole(partial / STATEMENT, (json.dumps(statement, indent=1) + "\n").encode())
         sign(partial / STATEMENT, key)
         partial.rename(out)
@@ -103,18 +104,16 @@ def attest(run: Path, key: Path, out: Path, replays: int) -> dict[str, Any]:
     return statement
 
 
-def _statement(
-    ledger: LedgerFile, steps: list[int], replays: int, config: Config, contents: Path
-) -> dict[str, Any]:
-    manifest = parse_json(read_bytes(contents / MANIFEST))
+def statement_of(ledger: LedgerFile, replays: int, config: Config, contents: Path) -> dict[str, Any]:
+    """What is attested of a run whose files are in `contents`."""
     return {
         "format": FORMAT,
         "fingerprint": ledger.chain,
         "digest": digest_of(ledger),
         "steps": len(ledger.lines),
         "replays": replays,
-        "sampled": steps,
-        "contents": manifest["sha256"],
+        "sampled": sampled_steps(ledger, replays),
+        "contents": parse_json(read_bytes(contents / MANIFEST))["sha256"],
         "needs": needed_code(config),
         "environments": environments(ledger),
     }

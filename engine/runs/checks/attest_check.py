@@ -17,23 +17,15 @@ from ....files.inputs import read_bytes
 from ....files.reading import one_line, parse_json, shown
 from ....files.writing import MANIFEST, manifest_damage
 from ....kernels.backend import find_device
-from ....verify.divergence import open_run
+from ....verify.compare_runs import open_run
+from ....verify.difference import CheckResult, Mark, differences, first_difference
 from ....verify.environment import DECIDES, PACKAGE_ROOT, environment
 from ....verify.ledger import LedgerFile
+from ...config.run_config import Config
 from ..resume import run_config
-from .attest_bundle import (
-    CONTENTS,
-    FORMAT,
-    STATEMENT,
-    bundle_settings,
-    digest_of,
-    draw_of,
-    environments,
-    needed_code,
-    sampled_steps,
-)
+from .attest_bundle import CONTENTS, FORMAT, STATEMENT, bundle_settings, draw_of, statement_of
 from .signature import SUFFIX, SignatureError, check_signature
-from .verify_run import Finding, verify_run
+from .verify_run import verify_run
 
 # Of these a difference explains that a step differs.
 _DECIDES = (*DECIDES, "vllm", "device")
@@ -44,10 +36,10 @@ _FIELDS = {"format", "fingerprint", "digest", "steps", "replays", "sampled", "co
 _FIELDS |= {"environments"}
 
 
-def check_bundle(bundle: Path, signers: Path | None, given: Mapping[str, Any]) -> Iterator[Finding]:
+def check_bundle(bundle: Path, signers: Path | None, given: Mapping[str, Any]) -> Iterator[CheckResult]:
     """Check a bundle. signers: who may have signed it; see check_signature. given: settings of this machine.
 
-    Yields each finding when it is known. Raises ValueError for what is no bundle, and for settings that are
+    Yields each result when it is known. Raises ValueError for what is no bundle, and for settings that are
     refused.
     """
     if not (bundle / STATEMENT).is_file():
@@ -55,29 +47,29 @@ def check_bundle(bundle: Path, signers: Path | None, given: Mapping[str, Any]) -
     try:
         who = check_signature(bundle / STATEMENT, signers)
     except SignatureError as error:
-        yield Finding("signature", str(error), False)
+        yield CheckResult.judged("signature", error)
         return
-    yield Finding("signature", f"by {who}", True)
+    yield CheckResult.judged("signature", None, f"by {who}")
     if signers is None:
-        yield Finding("signer", "no --signers was given, so nobody says whose key it is", True, checked=False)
+        yield CheckResult.note("signer", "no --signers was given, so nobody says whose key it is")
     statement = _read(bundle)
-    if fault := _bytes_fault(bundle, statement):
-        yield Finding("contents", fault, False)
+    fault = _bytes_fault(bundle, statement)
+    yield CheckResult.judged("contents", fault, "every byte is the one that was signed")
+    if fault:
         return
-    yield Finding("contents", "every byte is the one that was signed", True)
     run = bundle / CONTENTS / "run"
     try:
         ledger = open_run(run)
         config = run_config(run, {})
     except ValueError as error:
-        yield Finding("ledger", str(error), False)
+        yield CheckResult.judged("ledger", error)
         return
-    if fault := _statement_fault(statement, ledger, needed_code(config)):
-        yield Finding("statement", fault, False)
+    if fault := _statement_fault(statement, ledger, config, bundle / CONTENTS):
+        yield CheckResult.judged("statement", fault)
         return
-    yield Finding("digest", f"{statement['digest']}, of the fingerprint and its machines", True)
-    steps = ", ".join(map(str, statement["sampled"]))
-    yield Finding("sampled steps", f"{steps}, those that the ledger's last hash chooses, and the last", True)
+    yield CheckResult.judged("digest", None, f"{statement['digest']}, of the fingerprint and its machines")
+    steps = f"{', '.join(map(str, statement['sampled']))}, those that the ledger's last hash chooses"
+    yield CheckResult.judged("sampled steps", None, f"{steps}, and the last")
     if statement["needs"] and "task.directory" not in given:
         raise ValueError(
             f"attest: the run calls code that the bundle does not carry ({', '.join(statement['needs'])}); "
@@ -111,88 +103,65 @@ def _bytes_fault(bundle: Path, statement: dict[str, Any]) -> str | None:
     return None
 
 
-def _statement_fault(statement: dict[str, Any], ledger: LedgerFile, code: list[str]) -> str | None:
+def _statement_fault(
+    statement: dict[str, Any], ledger: LedgerFile, config: Config, contents: Path
+) -> str | None:
     """What the signer says of the run and its ledger does not."""
     replays = statement["replays"]
     if type(replays) is not int or replays < 1:
         return f"replays is {shown(replays)}"
-    true = {
-        "fingerprint": ledger.chain,
-        "digest": digest_of(ledger),
-        "steps": len(ledger.lines),
-        "sampled": sampled_steps(ledger, replays),
-        "needs": code,
-        "environments": environments(ledger),
-    }
-    for name, value in true.items():
-        if statement[name] != value:
-            return f"{name} is {shown(statement[name])}, and the ledger's is {shown(value)}"
-    return None
+    wrong = first_difference(statement, statement_of(ledger, replays, config, contents))
+    return wrong and wrong.beside("the ledger's is")
 
 
 def _steps(
     run: Path, statement: dict[str, Any], ledger: LedgerFile, settings: dict[str, Any]
-) -> Iterator[Finding]:
+) -> Iterator[CheckResult]:
     """The checks of the run, and what they show together."""
     here = environment(PACKAGE_ROOT, torch.device(find_device(run_config(run, settings).device)), {})
-    for first, was in ledger.starts:
-        if other := _differences(here, was):
+    others = [(first, _other_machine(here, was)) for first, was in ledger.starts]
+    for first, other in others:
+        if other:
             words = f"from step {first} on another kind than this one: {'; '.join(other)}"
-            yield Finding("machine", words, True, checked=False)
+            yield CheckResult.note("machine", words)
     same, is_open = [], []
-    for finding in verify_run(run, statement["replays"], draw_of(ledger), settings):
-        where = finding.divergence
-        if (
-            where
-            and where.quantity not in _OF_TOKENS
-            and _differences(here, _environment_of(ledger, where.step))
-        ):
-            is_open.append(finding.what)
-            finding = replace(finding, holds=True, is_open=True)
-        elif finding.what.startswith(_REPLAY) and finding.holds:
-            same.append(finding.what.removeprefix(_REPLAY))
-        yield finding
+    for result in verify_run(run, statement["replays"], draw_of(ledger), settings):
+        where = result.difference
+        elsewhere = where and next(other for first, other in reversed(others) if first <= where.step)
+        if elsewhere and where.quantity not in _OF_TOKENS:
+            is_open.append(result.what)
+            result = replace(result, mark=Mark.OPEN)
+        elif result.what.startswith(_REPLAY) and result.holds:
+            same.append(result.what.removeprefix(_REPLAY))
+        yield result
     yield from _shown(statement, same, is_open)
 
 
-def _environment_of(ledger: LedgerFile, step: int) -> Mapping[str, Any]:
-    """The environment in which a step was done."""
-    return next(was for first, was in reversed(ledger.starts) if first <= step)
-
-
-def _differences(here: Mapping[str, Any], was: Mapping[str, Any]) -> list[str]:
+def _other_machine(here: Mapping[str, Any], was: Mapping[str, Any]) -> list[str]:
     """How this machine differs from a run's in what decides bits."""
-    return [
-        f"{key} {one_line(str(here.get(key)))}, was {one_line(str(was.get(key)))}"
-        for key in _DECIDES
-        if here.get(key) != was.get(key)
-    ]
+    sides = ({key: x[key] for key in _DECIDES if key in x} for x in (here, was))
+    pairs = ((d.quantity, *(one_line(str(x)) for x in d.values)) for d in differences(*sides, absent=None))
+    return [f"{key} {now}, was {then}" for key, now, then in pairs]
 
 
-def _shown(statement: dict[str, Any], same: list[str], is_open: list[str]) -> Iterator[Finding]:
+def _shown(statement: dict[str, Any], same: list[str], is_open: list[str]) -> Iterator[CheckResult]:
     """What all of it shows, and what it does not."""
     if same:
-        yield Finding(
+        yield CheckResult.note(
             "shown",
             f"steps {', '.join(same)} follow to the bit from the state before them, on this machine; "
             "prompts, tokens, log-probabilities, rewards and advantages of every step have the hashes of "
             "one chain",
-            True,
-            checked=False,
         )
     if is_open:
-        yield Finding(
+        yield CheckResult.note(
             "not shown",
             f"{', '.join(is_open)}: this kind of machine has other bits, so they are neither "
             "confirmed nor refuted; check the bundle on the run's kind of machine",
-            True,
-            checked=False,
         )
     left = statement["steps"] - len({*map(int, same), *statement["sampled"]})
-    yield Finding(
+    yield CheckResult.note(
         "not shown",
         f"the other {left} steps; when it was signed; that the signer did not compute other ledgers first, "
         "until one chose steps that suit. `zerokl verify run` of the whole run does any step again",
-        True,
-        checked=False,
     )

@@ -10,6 +10,7 @@ import numpy as np
 
 from ....files.reading import shown
 from ....kernels.sampling_params import SamplingParams
+from ....verify.difference import Difference, first_wrong
 from ...config.run_config import Config
 from ...rollout.answers import AnswerPlayer
 from ...rollout.episodes import Episodes
@@ -36,7 +37,7 @@ class RecordedSampler:
         self._rollouts = {(r.prompt, r.sample): r for r in rollouts}
 
     def generate(self, requests: Sequence[Request]) -> list[Completion]:
-        """See Sampler."""
+        """The logged turn that each request asks for."""
         return [self._completion(request) for request in requests]
 
     def score(self, rollouts: Sequence[Rollout], sampling_params: SamplingParams) -> list[np.ndarray]:
@@ -133,21 +134,21 @@ def _played_fault(logged: LoggedStep, played: Episodes, with_rewards: bool) -> s
         if was.finish in VOID:
             continue
         p, g = divmod(i, G)
-        pairs = {
-            "problem": (line.get("problem"), played.problems[p].id),
-            "prompt_text": (line.get("prompt_text"), played.problems[p].prompt),
-            "completion_ids": (was.ids, now.ids),
-            "turn_starts": (was.turn_starts, now.turn_starts),
+        stored = {
+            "problem": line.get("problem"),
+            "prompt_text": line.get("prompt_text"),
+            "completion_ids": was.ids,
+            "turn_starts": was.turn_starts,
         }
+        problem = played.problems[p]
+        derived = dict(zip(stored, (problem.id, problem.prompt, now.ids, now.turn_starts), strict=True))
         if with_rewards:
-            pairs["reward"] = (float(logged.episodes.rewards[p, g]), float(played.rewards[p, g]))
+            stored["reward"], derived["reward"] = (float(x.rewards[p, g]) for x in (logged.episodes, played))
         if played.turn_rewards is not None:
-            pairs["finish"] = (was.finish, now.finish)
-            pairs["turn_rewards"] = (line["turn_rewards"], played.turn_rewards[i])
-        wrong = next((name for name, (x, y) in pairs.items() if x != y), None)
-        if wrong:
-            x, y = map(shown, pairs[wrong])
-            return f"prompt {p}, sample {g}: {wrong} is {x}, and its problem and tokens give {y}"
+            stored |= {"finish": was.finish, "turn_rewards": line["turn_rewards"]}
+            derived |= {"finish": now.finish, "turn_rewards": played.turn_rewards[i]}
+        if wrong := first_wrong(stored, derived):
+            return f"prompt {p}, sample {g}: {wrong.beside('its problem and tokens give')}"
     return None
 
 
@@ -163,6 +164,7 @@ def _advantages_fault(logged: LoggedStep, state: TrainState) -> str | None:
     for i, (x, y) in enumerate(zip(was, now, strict=True)):
         if x.tobytes() != y.tobytes():
             p, g = divmod(i, G)
-            x, y = (shown(A.tolist()[0] if len(A) == 1 else A.tolist()) for A in (x, y))
-            return f"prompt {p}, sample {g}: advantage is {x}, and the rewards give {y}"
+            sides = (A.tolist()[0] if len(A) == 1 else A.tolist() for A in (x, y))
+            wrong = Difference("advantage", tuple(sides))
+            return f"prompt {p}, sample {g}: {wrong.beside('the rewards give')}"
     return None

@@ -4,7 +4,6 @@ The ledger has hashes of prompts, tokens, log-probabilities, rewards and advanta
 mismatch of a step follow from these.
 """
 
-import json
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +12,7 @@ import numpy as np
 import torch
 
 from ....files.reading import json_number, shown
+from ....verify.difference import first_wrong, same_json
 from ....verify.ledger import Line, digest
 from ....verify.mismatch import mismatch_metrics
 from ...config.budget_cuts import Cuts
@@ -128,10 +128,9 @@ def _ids(line: dict[str, Any], name: str, least: int = 1) -> tuple[int, ...]:
 def rollouts_fault(step: LoggedStep, line: Line) -> str | None:
     """The first quantity whose hash is not the one in the step's line of the ledger; None if all are."""
     rewards = hash_rewards(step.episodes.rewards, step.advantages)
-    hashes = hash_rollouts(step.rollouts) | hash_ends(step.episodes) | rewards
-    wrong = next((name for name, value in hashes.items() if line.quantities.get(name) != value), None)
-    return (
-        wrong and f"step {line.step}: the {wrong.replace('_', ' ')} are not those whose hash is in the ledger"
+    wrong = first_wrong(line.quantities, hash_rollouts(step.rollouts) | hash_ends(step.episodes) | rewards)
+    return wrong and (
+        f"step {line.step}: the {wrong.quantity.replace('_', ' ')} are not those whose hash is in the ledger"
     )
 
 
@@ -148,34 +147,32 @@ def metrics_fault(
     sampled = np.concatenate([r.logprobs for r in trained])
     if not older_weights and digest(torch.from_numpy(sampled)) == line.quantities.get("trainer_logprobs"):
         derived |= mismatch_metrics(sampled, sampled, lengths)
-    wrong = next((k for k, v in derived.items() if json.dumps(metrics.get(k)) != json.dumps(v)), None)
-    return wrong and f"{wrong} is {shown(metrics.get(wrong))} and must be {derived[wrong]!r}"
+    wrong = first_wrong(metrics, derived, same_json)
+    return wrong and wrong.beside("must be")
 
 
 def texts_fault(step: LoggedStep, state: TrainState) -> str | None:
     """The first text, problem or end of a completion that does not follow from the tokens; None if all do."""
     problems, cuts = {problem.id: problem for problem in state.problems}, step.episodes.cuts
-    of_answers = state.tokenizer.stop_ids
+    answer_stops = state.tokenizer.stop_ids
     ends = state.player.reasoning_ends if isinstance(state.player, BudgetPlayer) else frozenset()
     for line, rollout in zip(step.lines, step.rollouts, strict=True):
-        place = f"prompt {rollout.prompt}, sample {rollout.sample}"
         problem = problems.get(line.get("problem"))
-        of_cut = cut_fields(cuts, rollout.sample) if cuts else {}
-        expected = {
+        cut = cut_fields(cuts, rollout.sample) if cuts else {}
+        derived = {
             "prompt_text": problem and problem.prompt,
             "text": state.tokenizer.decode(rollout.completion_ids),
-            "finish": _finish(rollout, "turn_rewards" in line, of_answers if of_cut else of_answers | ends),
-            **of_cut,
+            "finish": _finish(rollout, "turn_rewards" in line, answer_stops if cut else answer_stops | ends),
+            **cut,
         }
-        wrong = next((name for name, value in expected.items() if line.get(name) != value), None)
-        if wrong:
-            return f"{place}: {wrong} is {shown(line.get(wrong))}, which does not follow from the tokens"
+        if wrong := first_wrong(line, derived):
+            return f"prompt {rollout.prompt}, sample {rollout.sample}: {wrong.beside('its tokens give')}"
     return None
 
 
-def _finish(rollout: Rollout, of_environment: bool, stop_ids: Collection[int]) -> str:
+def _finish(rollout: Rollout, in_environment: bool, stop_ids: Collection[int]) -> str:
     """How a rollout ended, as far as its last token says. In an environment only a cut turn does."""
     ended = not rollout.turns or rollout.ids[-1] in stop_ids
-    if of_environment:
+    if in_environment:
         return rollout.finish if ended or rollout.finish in (TOKENS, CONTEXT) else TOKENS
     return "stop" if ended else "length"

@@ -29,11 +29,11 @@ class RecordedEnvironments:
         self.binary = getattr(task, "binary", False) is True
 
     def ask(self, game: Game) -> None:
-        """See Environments."""
+        """Note a game whose next answer is wanted."""
         self._asked.append(game)
 
     def answers(self, wait: bool) -> list[tuple[Game, Answer | Failure]]:
-        """See Environments. All have answered."""
+        """The answers of all games that were asked for."""
         games, self._asked = self._asked, []
         return [(game, self._answer(game)) for game in games]
 

@@ -49,10 +49,10 @@ def check_signature(file: Path, signers: Path | None) -> str:
         if process.returncode:
             raise SignatureError(f"is not of these bytes ({_reason(process)})")
         return _key(process)
-    found = _run(["find-principals", "-s", str(signature), "-f", str(signers)])
-    names = found.stdout.decode(errors="replace").split("\n")
-    if found.returncode or not names[0]:
-        raise SignatureError(f"is by no signer of {signers} ({_reason(found)})")
+    principals = _run(["find-principals", "-s", str(signature), "-f", str(signers)])
+    names = principals.stdout.decode(errors="replace").split("\n")
+    if principals.returncode or not names[0]:
+        raise SignatureError(f"is by no signer of {signers} ({_reason(principals)})")
     words = ["verify", "-f", str(signers), "-I", names[0], "-n", _NAMESPACE, "-s", str(signature)]
     process = _run(words, content)
     if process.returncode:

@@ -16,6 +16,7 @@ import torch
 
 from ....files.bitwise import count_unequal
 from ....model.checkpoint import DTYPES
+from ....verify.operation_outputs import first_divergence
 
 Pair = tuple[Sequence[int], Sequence[int]]  # prompt and completion
 Outputs = dict[str, torch.Tensor]  # of each module that ran, the rows of one sequence's own tokens
@@ -120,26 +121,17 @@ def _refuse_random_weights(folder: Path, loading: Mapping[str, Any]) -> None:
 
 def _row(way: Way, plain: list[Outputs], other: list[Outputs]) -> dict[str, Any]:
     """How one way differs from the plain call."""
-    unequal = tokens = 0
-    largest, first = 0.0, ""
-    for a, b in zip(plain, other, strict=True):
-        x, y = a["logprob"], b["logprob"]
-        tokens += len(x)
-        unequal += count_unequal(x, y)
-        largest = max(largest, float((x - y).abs().max()))
-        first = first or next((name for name in a if name in b and _differs(a[name], b[name])), "")
+    pairs = [(a["logprob"], b["logprob"]) for a, b in zip(plain, other, strict=True)]
+    unequal = sum(count_unequal(x, y) for x, y in pairs)
+    first = next(filter(None, map(first_divergence, plain, other)), None)
     return {
         "way": way.name,
-        "tokens": tokens,
+        "tokens": sum(len(x) for x, _ in pairs),
         "unequal": unequal,
-        "max_abs": largest,
-        "first": first,
+        "max_abs": max(float((x - y).abs().max()) for x, y in pairs),
+        "first": first.op if first else "",
         "remedy": way.remedy if unequal else "",
     }
-
-
-def _differs(x: torch.Tensor, y: torch.Tensor) -> bool:
-    return x.dtype != y.dtype or bool(count_unequal(x, y))
 
 
 def _run(model: torch.nn.Module, pairs: Sequence[Pair], call: Call) -> list[Outputs]:
@@ -191,9 +183,9 @@ def _forward(model: torch.nn.Module, pairs: Sequence[Pair], call: Call) -> list[
         logits = model(ids, use_cache=False, **given).logits
     results = []
     for i, ((_, completion), row, start) in enumerate(zip(pairs, inputs, starts, strict=True)):
-        own = slice(start, start + len(row))
-        outputs = {name: x[i, own] for name, x in recorded.items()}
-        rows = logits[i, own][-len(completion) :].detach().float()
+        real = slice(start, start + len(row))  # without padding
+        outputs = {name: x[i, real] for name, x in recorded.items()}
+        rows = logits[i, real][-len(completion) :].detach().float()
         targets = torch.tensor(list(completion), device=rows.device).unsqueeze(1)
         outputs["logprob"] = torch.log_softmax(rows, -1).gather(1, targets).squeeze(1)
         results.append({name: x.cpu() for name, x in outputs.items()})

@@ -25,8 +25,8 @@ RecordedTables = dict[str, dict[str, dict[str, tuple[int, int]]]]
 _TABLES = TypeAdapter(RecordedTables)
 
 
-def verify_binaries(targets: tuple[str, ...], table: Path | None, write: bool) -> int:
-    """Compile the kernels, and print their sizes and the faults. Returns the exit code: 1 for any fault.
+def verify_binaries(targets: tuple[str, ...], table: Path | None, write: bool) -> bool:
+    """Compile the kernels, and print their sizes and the faults. Returns whether there is no fault.
 
     targets: none means all. table: the file to compare with. write: record this Triton's part of it again.
     Raises ValueError for an unknown target, and for a table that cannot be read.
@@ -45,7 +45,7 @@ def verify_binaries(targets: tuple[str, ...], table: Path | None, write: bool) -
     for fault in faults_found:
         console.print(fault)
     console.print(f"{len(binaries)} binaries, {len(faults_found)} faults; {comparison}")
-    return 1 if faults_found else 0
+    return not faults_found
 
 
 def _sizes(binaries: list[Binary]) -> Table:

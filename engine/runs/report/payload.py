@@ -9,14 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from ....files.reading import json_number, printable, read_json
-from ....verify.divergence import compare_runs
+from ....verify.compare_runs import compare_runs
 from ....verify.ledger import LedgerFile
 from ...config.run_config import Config
 from ...tasks.tokenizer import Tokenizer
 from ..ablations.effects import COMPARED, LEAST_SEEDS, effects, rank, verdict
 from ..ablations.figures import cell_result, collapse_step, summarise
 from ..checkpoints import checkpoint_folders
-from ..checks.diff import first_rollout
+from ..checks.run_diff import first_rollout
 from ..folder import FAILED, ROLLOUTS, finite
 from ..held_out import ACCURACY, MEAN_REWARD, SAMPLER_REWARD
 from ..ledger_head import flat_settings, is_free
@@ -320,18 +320,10 @@ def _comparison(a: Source, b: Source) -> dict[str, Any]:
     if damaged is not None:
         return entry | {"equal": False, "text": f"not compared: the ledger of {damaged.label} is not whole"}
     result = compare_runs(a.ledger, b.ledger)
-    if result.equal:
-        return entry | {"equal": True, "text": f"equal to the bit: {result.steps[0]} steps"}
-    if result.divergence is None:
-        steps = f"{result.steps[0]} and {result.steps[1]} steps"
-        return entry | {"equal": True, "text": f"equal to the bit as far as both go: {steps}"}
-    first = result.later or result.divergence
-    place = first_rollout(a.path, b.path, first.step) if first.step is not None else ""
-    text = str(result.divergence) + (f"; then {result.later}" if result.later else "")
     return entry | {
-        "equal": False,
-        "text": text,
-        "place": place,
+        "equal": result.difference is None,
+        "text": "; ".join(result.lines),
+        "place": first_rollout(a.path, b.path, result.first_step),
         "explains": result.environment,
         "lawful": result.lawful,
     }

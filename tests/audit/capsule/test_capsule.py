@@ -16,9 +16,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from zerokl.audit.capsule.capsule import Header, read_capsule, write_capsule
-from zerokl.audit.capsule.weights import weight_hashes
+from zerokl.audit.capsule.folder_hashes import weight_hashes
 from zerokl.cli import main
-from zerokl.engine.runs.checks.weights import tensor_hashes
+from zerokl.engine.runs.checks.tensor_hashes import tensor_hashes
 from zerokl.files.writing import hash_json
 
 from tests.helpers import property_settings
@@ -120,7 +120,7 @@ def test_a_damaged_or_foreign_file_is_refused_in_one_line(log, capsys, tmp_path)
     changed = [lines[0], lines[1].replace("[", "[1, ", 1), *lines[2:]]
     plain = {name: value for name, value in head.items() if name not in ("zerokl_capsule", "sha256")}
     capsys.readouterr()
-    for content, said in (
+    for content, expected in (
         (b"", "is no capsule, or is damaged|is gzip of something"),
         (whole[:-20], "is no capsule, or is damaged"),
         (pickle.dumps({"zerokl_capsule": 1}), "is no capsule, or is damaged"),
@@ -133,10 +133,10 @@ def test_a_damaged_or_foreign_file_is_refused_in_one_line(log, capsys, tmp_path)
         (rehashed(plain | {"other": 3}, rows), "other"),
         (rehashed(plain, [{"prompt_ids": [1]}]), "has a line that is none of a log"),
         (rehashed(plain, []), "holds no completion"),
-        *((rehashed(plain | change, rows), said) for change, said in BAD_BOUNDS),
+        *((rehashed(plain | change, rows), expected) for change, expected in BAD_BOUNDS),
     ):
         file.write_bytes(content)
-        assert re.search(said, refused(capsys, "check", str(file))), said
+        assert re.search(expected, refused(capsys, "check", str(file))), expected
     assert "missing.zkc" in refused(capsys, "check", "missing.zkc")
 
 
@@ -259,7 +259,7 @@ def test_a_log_is_scored_by_the_sampler_that_is_named(log, model, capsys):
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "expected"),
     [
         ("make log.jsonl --out c.zkc --trainer hf", "--model"),
         ("make native --out c.zkc", "--model"),
@@ -272,5 +272,5 @@ def test_a_log_is_scored_by_the_sampler_that_is_named(log, model, capsys):
         ("replay log.jsonl --trainer hf", "is no capsule"),
     ],
 )
-def test_refusals(log, capsys, words, said):
-    assert said in refused(capsys, *words.split())
+def test_refusals(log, capsys, words, expected):
+    assert expected in refused(capsys, *words.split())

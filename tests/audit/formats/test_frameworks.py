@@ -8,7 +8,7 @@ import pytest
 from zerokl.audit.formats.framework import BOTH, Log
 from zerokl.audit.formats.registry import read_rollouts, scripted
 from zerokl.audit.frameworks import FRAMEWORKS, LOGS
-from zerokl.audit.logs.metrics import is_metrics
+from zerokl.audit.logs.metric_rows import is_metrics
 
 from tests.audit.formats.samples import FILES, declared, first_row, holder, places, rows_of, told
 

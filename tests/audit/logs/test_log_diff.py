@@ -54,7 +54,7 @@ def test_equal_logs_are_equal_in_any_order_of_a_step(differ):
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "expected"),
     [
         ({"prompt_ids": [1, 2, 9]}, "prompt token at position 2: 5 and 9"),
         ({"completion_ids": [5, 6, 9]}, "completion token at position 2: 7 and 9, and every logprob before"),
@@ -72,7 +72,7 @@ def test_equal_logs_are_equal_in_any_order_of_a_step(differ):
         ({"mask": [1, 1, 0]}, "sampler's logprob at position 2"),
     ],
 )
-def test_the_first_difference_has_its_step_and_its_place(differ, change, said):
+def test_the_first_difference_has_its_step_and_its_place(differ, change, expected):
     a, b = rows(), rows()
     b[2] |= change
     b[3] |= {"reward": 7.0}
@@ -80,18 +80,18 @@ def test_the_first_difference_has_its_step_and_its_place(differ, change, said):
     first, *meaning = words.splitlines()
     assert (code, len(meaning)) == (1, 1)
     assert words.startswith("first difference at step 1: ")
-    assert said in words
+    assert expected in words
     assert "a.jsonl, line 3 and " in first
 
 
 @pytest.mark.parametrize(
-    ("planted", "said", "meaning"),
+    ("planted", "expected", "meaning"),
     [
         ("seeds", "completion token at position", "compare seeds"),
         ("kernels", "sampler's logprob at position", "Seeds are not the cause"),
     ],
 )
-def test_one_seed_and_two_curves(tmp_path, capsys, model, planted, said, meaning):
+def test_one_seed_and_two_curves(tmp_path, capsys, model, planted, expected, meaning):
     """verl#3126: two runs of one seed part. The first difference tells the draw from the numbers."""
     decoder = load_decoder(model, torch.float32)
     if planted == "kernels":
@@ -118,7 +118,7 @@ def test_one_seed_and_two_curves(tmp_path, capsys, model, planted, said, meaning
     assert main(["diff", *files]) == 1
     words = " ".join(capsys.readouterr().out.split())
     step = 1 if planted == "seeds" else 0
-    assert f"first difference at step {step}: {said}" in words
+    assert f"first difference at step {step}: {expected}" in words
     assert meaning in words
 
 

@@ -141,7 +141,7 @@ def pairs(*columns: tuple[list[float], list[float]]) -> list[tuple[dict, dict]]:
 
 
 @pytest.mark.parametrize(
-    ("columns", "said"),
+    ("columns", "expected"),
     [
         ([([1.0, 2.0, 3.5], [0.3, 0.6, 1.05])], "m0 of B is 0.3 x A's, in all 3 rows"),
         (
@@ -161,6 +161,6 @@ def pairs(*columns: tuple[list[float], list[float]]) -> list[tuple[dict, dict]]:
         ([([0.0, 0.0, 0.0], [1.0, 2.0, 3.0])], ""),
     ],
 )
-def test_a_factor_needs_more_than_one_ratio(columns, said):
+def test_a_factor_needs_more_than_one_ratio(columns, expected):
     words = factor_words(pairs(*columns), [f"m{n}" for n in range(len(columns))])
-    assert words.startswith(said) if said else not words
+    assert words.startswith(expected) if expected else not words

@@ -63,7 +63,7 @@ def test_a_sound_resume_is_equal_and_says_what_shows_it(resumed):
         "Not shown: ",
     ):
         assert shown in words
-    assert not any(said in words for said in SAID.values())
+    assert not any(sentence in words for sentence in SAID.values())
 
 
 @pytest.mark.parametrize("lost", STATES)

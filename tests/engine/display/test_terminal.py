@@ -21,7 +21,7 @@ from zerokl.cli import main
 from zerokl.engine.display import progress
 from zerokl.engine.display.progress import Display, Stages, duration, packed, sparkline
 from zerokl.engine.display.terminal import Printer, console
-from zerokl.engine.runs.checks.trace import write_trace
+from zerokl.engine.runs.checks.step_trace import write_trace
 from zerokl.engine.runs.run import _fields
 
 ESCAPE = re.compile(r"\x1b\[[\d;?]*[A-Za-z]")

@@ -131,7 +131,7 @@ def test_a_line_that_names_another_budget_is_found(logged, tmp_path, capsys):
     file = path / "rollouts.jsonl"
     file.write_text(file.read_text().replace('"budget": 3', '"budget": 1', 1))
     assert main(["verify", "run", str(path), "--replays", "0"]) == 1
-    assert "budget is 1, which does not follow from the tokens" in capsys.readouterr().out
+    assert "budget is 1, and its tokens give 3" in capsys.readouterr().out
 
 
 def test_control_a_cut_that_is_one_token_off_is_found(

@@ -30,7 +30,7 @@ from zerokl.model.context import PackedContext
 from zerokl.model.operation import Work
 from zerokl.model.operations import forward_flops
 from zerokl.model.routing import RecordedRouting
-from zerokl.verify.divergence import open_run
+from zerokl.verify.compare_runs import open_run
 from zerokl.verify.ledger import digest
 
 from tests.helpers import fingerprint

@@ -13,11 +13,11 @@ from safetensors.torch import load_file, save_file
 from zerokl.cli import main
 from zerokl.engine.config.lora_section import LoraConfig
 from zerokl.engine.config.run_config import Config
-from zerokl.engine.runs.checks.replay import Replayer
+from zerokl.engine.runs.checks.replayer import Replayer
 from zerokl.engine.runs.checks.verify_run import verify_run
 from zerokl.engine.runs.run import resume, train
 from zerokl.files.writing import MANIFEST, write_manifest
-from zerokl.verify.divergence import open_run
+from zerokl.verify.compare_runs import open_run
 
 from tests.forged_run import forge_file
 from tests.helpers import fingerprint

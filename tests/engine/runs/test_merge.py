@@ -15,7 +15,7 @@ from zerokl.engine.train.parallel.tree_hash import hash_tree
 from zerokl.model.adapters import adapted_layout
 from zerokl.model.checkpoint import read_weights
 from zerokl.model.config import ModelConfig
-from zerokl.verify.divergence import open_run
+from zerokl.verify.compare_runs import open_run
 
 LORA = LoraConfig(rank=2, alpha=5.0, targets=("k_proj", "up_proj", "down_proj"))
 

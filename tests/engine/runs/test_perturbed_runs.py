@@ -13,7 +13,7 @@ from zerokl.engine.runs.loaded import load_run
 from zerokl.engine.runs.run import resume, train
 from zerokl.engine.train.monitor import MismatchError
 from zerokl.model.decoder import Forward
-from zerokl.verify.divergence import open_run
+from zerokl.verify.compare_runs import open_run
 
 from tests.helpers import fingerprint
 from tests.random_model import EXPERTS, random_model

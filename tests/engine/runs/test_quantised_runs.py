@@ -24,7 +24,7 @@ from zerokl.model.config import ModelConfig
 from zerokl.model.decoder import Decoder
 from zerokl.model.quantisation import Quantisation
 from zerokl.model.weights import Layout
-from zerokl.verify.divergence import open_run
+from zerokl.verify.compare_runs import open_run
 
 from tests.helpers import fingerprint, randn
 

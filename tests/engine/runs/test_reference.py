@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 import torch
 from zerokl.cli import main
-from zerokl.engine.runs.checks.replay import Replayer
+from zerokl.engine.runs.checks.replayer import Replayer
 from zerokl.engine.runs.run import resume, train
 from zerokl.files.writing import hash_json
 from zerokl.model.checkpoint import load_decoder
 from zerokl.model.weights import fingerprint
-from zerokl.verify.divergence import open_run
+from zerokl.verify.compare_runs import open_run
 
 from tests.helpers import contents
 

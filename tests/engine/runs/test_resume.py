@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from zerokl.engine.config.run_config import Config
 from zerokl.engine.runs import run as run_module
 from zerokl.engine.runs.checkpoints import open_checkpoint
-from zerokl.engine.runs.checks.replay import Replayer
+from zerokl.engine.runs.checks.replayer import Replayer
 from zerokl.engine.runs.checks.verify_run import verify_run
 from zerokl.engine.runs.run import Summary, begin_or_resume, resume, train
 from zerokl.files.writing import MANIFEST, hash_json, hold_folder, write_manifest
@@ -140,7 +140,7 @@ def test_a_run_with_older_weights_is_done_again_from_its_first_step(
     assert resume(tmp_path / "run").fingerprint == expected
     assert "step-000003 does not hold the older weights" in " ".join(capsys.readouterr().out.split())
     with Replayer(tmp_path / "whole") as replayer:
-        assert [replayer.replay(step).divergence for step in (4, 2)] == [None, None]
+        assert [replayer.replay(step).difference for step in (4, 2)] == [None, None]
 
 
 def test_a_run_at_a_constant_rate_can_be_made_longer(config, tmp_path):

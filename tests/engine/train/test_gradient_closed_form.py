@@ -29,7 +29,7 @@ from zerokl.engine.train.gradient_bias import drawn, exact_gradient, loss_produc
 from zerokl.engine.train.losses.corrections import CORRECTIONS
 from zerokl.engine.train.state import TrainState
 from zerokl.kernels.philox import Stream
-from zerokl.verify.gradient_bias import estimate, figures_of_step, floor_of_step
+from zerokl.verify.bias_figures import estimate, figures_of_step, floor_of_step
 
 from tests.random_model import ONE_LAYER, random_model
 

@@ -6,7 +6,7 @@ import os
 import random
 import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +17,16 @@ from safetensors.torch import load_file, save_file
 from zerokl.cli import main
 from zerokl.engine.runs import run as run_module
 from zerokl.engine.runs.checkpoints import open_checkpoint
-from zerokl.engine.runs.checks.verify_run import Finding, verify_run
+from zerokl.engine.runs.checks.checked_run import fault_in
+from zerokl.engine.runs.checks.verify_run import verify_run
 from zerokl.engine.runs.resume import derived_summary
 from zerokl.engine.runs.run import resume, train
 from zerokl.engine.runs.summary import write_summary
 from zerokl.files.writing import MANIFEST, hash_json, write_manifest
+from zerokl.verify.difference import CheckResult, Mark
 from zerokl.verify.ledger import read_ledger
 
-from tests.forged_run import all_solved, chain_again, forge_file, forge_rollouts, forge_weight
+from tests.forged_run import all_solved, chain_again, forge_file, forge_head, forge_rollouts, forge_weight
 from tests.helpers import contents, property_settings
 
 # Fields and metrics that only a replay can derive. Those that are measured cannot be derived at all.
@@ -51,7 +53,7 @@ def cut(run, tmp_path_factory) -> Path:
     return path
 
 
-def failed(findings: list[Finding]) -> list[str]:
+def failed(findings: list[CheckResult]) -> list[str]:
     return [f"{f.what}: {f.result}" for f in findings if not f.holds]
 
 
@@ -90,15 +92,22 @@ def alter(file: Path, number: int, draw: random.Random, keep: Callable[[str], bo
     return name
 
 
-def _alterations(cut: Path, folder: Path, seed: int, replays: int) -> Iterator[tuple[str, list[str]]]:
+def check_alteration(cut: Path, folder: Path, seed: int, replays: int) -> None:
+    """One field of a run is altered, and `verify run` finds it."""
     draw, path = random.Random(seed), folder / "run"
     shutil.copytree(cut, path, ignore=shutil.ignore_patterns("tensorboard"))
     name, per_step = draw.choice([("rollouts.jsonl", 9), ("metrics.jsonl", 1)])
     number = 4 * per_step + draw.randrange(per_step)
     forbidden = () if replays else tuple(REPLAYED)
     field = alter(path / name, number, draw, lambda f: not f.startswith((*MEASURED, *forbidden)))
-    yield f"{name} {number} {field}", failed(verify_run(path, replays, 0, {}))
+    assert failed(verify_run(path, replays, 0, {})), f"{name} {number} {field}"
     shutil.rmtree(path)
+
+
+def test_what_cannot_be_read_is_a_fault():
+    assert fault_in((Path("nowhere") / "state.json").read_text).endswith("'nowhere/state.json'")
+    assert fault_in(lambda: None) is None
+    assert fault_in(lambda: (_ for _ in ()).throw(ValueError)) == "ValueError", "an empty reason is no pass"
 
 
 def test_a_run_that_nobody_altered_holds(run, cut):
@@ -115,31 +124,30 @@ def test_a_replay_of_the_first_step_evaluates_the_base_model_again(cut, tmp_path
     metrics |= {} if value is None else {"eval/base_reward": value}
     (path / "metrics.jsonl").write_text("".join([json.dumps(metrics) + "\n", *others]))
     (line,) = [f for f in failed(verify_run(path, STEPS, 0, {})) if f.startswith("replay of step")]
-    assert line.startswith(f"replay of step 0: metrics.jsonl has eval/base_reward = {value}, the step has 0.")
+    assert line.startswith(
+        f"replay of step 0: metrics.jsonl: eval/base_reward is {value or 'nothing'}, and the step gives 0."
+    )
 
 
 @pytest.mark.full
 @given(st.integers(0, 10**9))
 @property_settings(300)
 def test_whatever_is_altered_after_the_last_checkpoint_is_found(cut, tmp_path_factory, seed):
-    for what, found in _alterations(cut, tmp_path_factory.mktemp("a"), seed, replays=0):
-        assert found, what
+    check_alteration(cut, tmp_path_factory.mktemp("a"), seed, replays=0)
 
 
 @pytest.mark.full
 @given(st.integers(0, 10**9))
 @property_settings(20)
 def test_a_replay_finds_what_only_a_replay_can_derive(cut, tmp_path_factory, seed):
-    for what, found in _alterations(cut, tmp_path_factory.mktemp("r"), seed, replays=STEPS):
-        assert found, what
+    check_alteration(cut, tmp_path_factory.mktemp("r"), seed, replays=STEPS)
 
 
 @pytest.mark.proof
 @given(st.integers(0, 10**9))
 @settings(parent=property_settings(10_000), max_examples=10_000)
 def test_ten_thousand_alterations_are_found(cut, tmp_path_factory, seed):
-    for what, found in _alterations(cut, tmp_path_factory.mktemp("p"), seed, replays=0):
-        assert found, what
+    check_alteration(cut, tmp_path_factory.mktemp("p"), seed, replays=0)
 
 
 @pytest.mark.full
@@ -310,9 +318,7 @@ def test_a_scale_that_is_forged_in_checkpoint_and_ledger_is_found_by_the_replay(
     lines[4]["sum"] = hash_json({name: value for name, value in lines[4].items() if name != "sum"})
     (path / "ledger.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     faults = failed(verify_run(path, STEPS, 0, {}))
-    assert any(line.startswith("replay of step 3: the ledger notes another scaler") for line in faults), (
-        faults
-    )
+    assert any(line.startswith("replay of step 3: the ledger's notes: scaler is ") for line in faults), faults
 
 
 @pytest.mark.full
@@ -322,7 +328,7 @@ def test_held_out_rewards_of_a_run_that_was_evaluated_in_several_ways_are_checke
     resume(path, {"evaluation.every": 1, "evaluation.num_generations": 2, "evaluation.temperature": 1.0})
     findings = list(verify_run(path, STEPS, 0, {}))
     assert failed(findings) == []
-    assert [f.what for f in findings if not f.checked] == ["replays"]
+    assert [f.what for f in findings if f.mark is Mark.NOT_COMPARED] == ["replays"]
     for step in (0, 4):  # evaluated in the first way, and in the second
         forged = tmp_path / f"step {step}"
         shutil.copytree(path, forged)
@@ -405,7 +411,7 @@ def test_final_weights_without_a_hash_are_those_of_the_last_step(unhashed, tmp_p
     forge_weight(path, STEPS)
     assert failed(verify_run(path, 0, draw, {})) == []  # it is noted that nothing was compared
     assert failed(verify_run(path, 1, draw, {})) == [
-        f"step-{STEPS:06d}: its weights are not those of step {STEPS - 1}, done again"
+        f"step-{STEPS:06d}: step {STEPS - 1}: weights, done again, are not the checkpoint's"
     ]
 
 
@@ -417,7 +423,7 @@ def test_the_newest_checkpoint_of_a_run_that_was_cut_is_bound_too(unhashed, tmp_
     assert failed(verify_run(path, 1, 0, {})) == []
     forge_weight(path, 4)
     (path / "summary.json").unlink()
-    assert "step-000004: its weights are not those of step 3, done again" in failed(
+    assert "step-000004: step 3: weights, done again, are not the checkpoint's" in failed(
         verify_run(path, 1, 0, {})
     )
 
@@ -505,12 +511,7 @@ def without_evaluations(path: Path, setting: bool) -> None:
     if setting:
         config = path / "config.toml"
         config.write_text(re.sub(r"(\[evaluation\]\nevery = )2", r"\g<1>0", config.read_text()))
-        head, *lines = (path / "ledger.jsonl").read_text().splitlines()
-        values = json.loads(head)
-        values.pop("sum")
-        values["environment"]["process.evaluation.every"] = 0
-        head = json.dumps(values | {"sum": hash_json(values)})
-        (path / "ledger.jsonl").write_text("\n".join([head, *lines]) + "\n")
+        forge_head(path, lambda head: head["environment"].update({"process.evaluation.every": 0}))
     chain_again(path, 0, lambda quantities: None)
 
 

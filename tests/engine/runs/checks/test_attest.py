@@ -1,6 +1,5 @@
 """An attested run is checked on a copy, and each forgery turns it red: a stranger's and the signer's own."""
 
-import dataclasses
 import json
 import shutil
 import subprocess
@@ -13,13 +12,12 @@ from zerokl.engine.config.run_config import Config
 from zerokl.engine.runs.checks import attest_check
 from zerokl.engine.runs.checks.attest_bundle import digest_of, environments, needed_code, sampled_steps
 from zerokl.engine.runs.checks.signature import sign
-from zerokl.engine.runs.checks.verify_run import Finding
 from zerokl.engine.runs.run import train
 from zerokl.files.writing import MANIFEST, hash_json, write_manifest
-from zerokl.verify.divergence import Divergence
-from zerokl.verify.ledger import Line, read_ledger
+from zerokl.verify.difference import CheckResult, Difference, Mark
+from zerokl.verify.ledger import read_ledger
 
-from tests.forged_run import all_solved, forge_rollouts
+from tests.forged_run import all_solved, chain_again, forge_head, forge_rollouts
 
 pytestmark = pytest.mark.full
 STEPS = 6
@@ -183,19 +181,19 @@ def forge_checkpoint(run: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("forge", "found"),
+    ("forge", "fault"),
     [
         (forge_metrics, "FAIL  metrics.jsonl: "),
         (forge_ledger, "the chain does not fit"),
         (forge_checkpoint, f"FAIL  step-{STEPS:06d}: "),
     ],
 )
-def test_the_signer_cannot_forge_the_run_either(bundle, check, keys, forge, found):
+def test_the_signer_cannot_forge_the_run_either(bundle, check, keys, forge, fault):
     forge(bundle / "contents" / "run")
     sign_again(bundle, keys / "mine")
     code, words = check(bundle)
     assert code == 1
-    assert any(found in line for line in failures(words)), words
+    assert any(fault in line for line in failures(words)), words
 
 
 def test_the_signer_does_not_choose_the_steps(bundle, check, keys):
@@ -209,28 +207,11 @@ def test_the_signer_does_not_choose_the_steps(bundle, check, keys):
         assert "replay of" not in words
 
 
-def chained_again(run: Path, chosen: Callable[[dict], bool]) -> None:
-    """A ledger whose chosen lines are forged, with every sum and chain value computed again."""
-    head, *lines = [json.loads(line) for line in (run / "ledger.jsonl").read_text().splitlines()]
-    names = {f.name for f in dataclasses.fields(Line)}
-    chain, out = head["chain"], [head]
-    for line in lines:
-        quantities = dict(line["quantities"])
-        if chosen(line):
-            quantities["gradient"] = "f" * 64
-        step = Line(
-            **{k: v for k, v in line.items() if k in names} | {"quantities": quantities, "leaves": {}}
-        )
-        chain = step.chain = step.chained(chain)
-        body = {"kind": "step", **vars(step), "quantities": list(quantities.items())}
-        out.append(body | {"sum": hash_json(body)})
-    (run / "ledger.jsonl").write_text("".join(json.dumps(line) + "\n" for line in out))
-
-
 def test_a_forged_chain_is_found_where_the_hash_looks(bundle, check, keys):
     """Every gradient is another one in a ledger that fits itself: the sampled steps do not come out."""
     run = bundle / "contents" / "run"
-    chained_again(run, lambda line: True)
+    for step in range(STEPS):
+        chain_again(run, step, lambda quantities: quantities.update(gradient="f" * 64))
     ledger = read_ledger(run / "ledger.jsonl").whole()
     steps = sampled_steps(ledger, 2)
     sign_again(bundle, keys / "mine", fingerprint=ledger.chain, sampled=steps, digest=digest_of(ledger))
@@ -239,13 +220,13 @@ def test_a_forged_chain_is_found_where_the_hash_looks(bundle, check, keys):
     assert any("replay of step" in line and "gradient" in line for line in failures(words)), words
 
 
-def differs(quantity: str) -> Callable[..., Iterator[Finding]]:
-    """Findings of a run in which one step differs, and another is the same."""
-    where = Divergence(1, quantity)
+def differs(quantity: str) -> Callable[..., Iterator[CheckResult]]:
+    """Results of a run in which one step differs, and another is the same."""
+    where = Difference(quantity, step=1)
     return lambda *_: iter(
         [
-            Finding("replay of step 0", "the same bits", True),
-            Finding("replay of step 1", f"differs at {where}", False, divergence=where),
+            CheckResult("replay of step 0", "the same bits", Mark.EQUAL),
+            CheckResult("replay of step 1", f"differs at {where}", Mark.DIFFERENT, where),
         ]
     )
 
@@ -296,33 +277,26 @@ def test_a_run_that_went_on_elsewhere_is_judged_by_the_machine_of_each_step(
     bundle, check, keys, monkeypatch, machine
 ):
     """Steps 0 and 1 were done on another machine; from step 2 on the run was on this one."""
-    lines = (bundle / "contents/run/ledger.jsonl").read_text().splitlines()
-    head = json.loads(lines[0])
-    note = {"kind": "resumed", "step": 2, "environment": head["environment"]}
+    run = bundle / "contents/run"
+    lines = (run / "ledger.jsonl").read_text().splitlines()
+    note = {"kind": "resumed", "step": 2, "environment": json.loads(lines[0])["environment"]}
     lines.insert(3, json.dumps(note | {"sum": hash_json(note)}))
-    head["environment"] = head.pop("environment") | {"cpu": "an older one"}
-    head.pop("sum")
-    lines[0] = json.dumps(head | {"sum": hash_json(head)})
-    (bundle / "contents/run/ledger.jsonl").write_text("\n".join(lines) + "\n")
+    (run / "ledger.jsonl").write_text("\n".join(lines) + "\n")
+    claim_machine(run, cpu="an older one")
     ledger = read_ledger(bundle / "contents/run/ledger.jsonl").whole()
     sign_again(bundle, keys / "mine", environments=environments(ledger), digest=digest_of(ledger))
     assert check(bundle)[0] == 0
     monkeypatch.setattr(attest_check, "verify_run", differs("tokens"))
     assert check(bundle)[0] == 3
-    where = Divergence(2, "tokens")
-    finding = Finding("replay of step 2", f"differs at {where}", False, divergence=where)
-    monkeypatch.setattr(attest_check, "verify_run", lambda *_: iter([finding]))
+    where = Difference("tokens", step=2)
+    result = CheckResult("replay of step 2", f"differs at {where}", Mark.DIFFERENT, where)
+    monkeypatch.setattr(attest_check, "verify_run", lambda *_: iter([result]))
     assert check(bundle)[0] == 1
 
 
 def claim_machine(run: Path, **changes: str) -> None:
     """Another environment in the head of the ledger, which no link of the chain holds."""
-    head, *lines = (run / "ledger.jsonl").read_text().splitlines()
-    values = json.loads(head)
-    values.pop("sum")
-    values["environment"] |= changes
-    head = json.dumps(values | {"sum": hash_json(values)})
-    (run / "ledger.jsonl").write_text("\n".join([head, *lines]) + "\n")
+    forge_head(run, lambda head: head["environment"].update(changes))
 
 
 @pytest.mark.parametrize("claim", [{"cpu": "another one"}, {"torch": "1.0"}, {"device": "cuda"}])

@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 from zerokl.cli import main
-from zerokl.engine.runs.checks import replay as replay_module
-from zerokl.engine.runs.checks.replay import Replayer
-from zerokl.engine.runs.checks.trace import read_trace
-from zerokl.engine.runs.checks.verify_run import drawn_steps
+from zerokl.engine.config.run_config import Config
+from zerokl.engine.runs.checks import replayer as replayer_module
+from zerokl.engine.runs.checks.replayed_steps import drawn_steps
+from zerokl.engine.runs.checks.replayer import Replayer
+from zerokl.engine.runs.checks.step_trace import read_trace
 from zerokl.engine.runs.run import train
 from zerokl.engine.tasks.rewards import Reward
 from zerokl.engine.train import collect
@@ -20,7 +21,7 @@ from zerokl.engine.train.optimizer import Optimizer
 from zerokl.engine.train.parallel.workers import ParallelSampler, Workers
 from zerokl.engine.train.step import train_step
 from zerokl.model.blocks import mlp
-from zerokl.verify.divergence import compare_runs, open_run
+from zerokl.verify.compare_runs import compare_runs, open_run
 from zerokl.verify.ledger import Ledger, Line
 
 STEPS = 5
@@ -39,11 +40,12 @@ def good(plain, tmp_path_factory) -> Path:
     return path
 
 
-def _first(a: Path, b: Path):
-    """The first difference of two runs."""
+def _first(a: Path, b: Path, config: Config):
+    """The first difference of a run and of one with this configuration, which is trained now."""
+    train(config, b)
     comparison = compare_runs(open_run(a), open_run(b))
     assert not comparison.equal
-    return comparison.divergence
+    return comparison.difference
 
 
 def _flip(flat: torch.Tensor, draw: random.Random, layout) -> str:
@@ -78,8 +80,7 @@ def test_a_flipped_bit_of_a_weight_is_found(plain, good, tmp_path, monkeypatch, 
         return metrics
 
     monkeypatch.setattr(Optimizer, "update", planted)
-    train(plain, tmp_path / "run")
-    d = _first(good, tmp_path / "run")
+    d = _first(good, tmp_path / "run", plain)
     assert (d.step, d.quantity, d.part, d.others) == (step, "weights", flipped[0], 0)
     assert main(["diff", str(good), str(tmp_path / "run")]) == 1
     output = capsys.readouterr().out
@@ -106,8 +107,7 @@ def test_a_perturbed_gradient_is_found(plain, good, tmp_path, monkeypatch, seed)
         return results, gradient
 
     monkeypatch.setattr(Workers, "sum_shards", planted)
-    train(plain, tmp_path / "run")
-    d = _first(good, tmp_path / "run")
+    d = _first(good, tmp_path / "run", plain)
     assert (d.step, d.quantity, d.part, d.others) == (step, "gradient", changed[0], 0)
 
 
@@ -121,8 +121,7 @@ def test_a_swapped_order_of_the_data_is_found(plain, good, tmp_path, monkeypatch
         return [indices[1], indices[0], *indices[2:]] if step == swapped_step else indices
 
     monkeypatch.setattr(collect, "step_problems", swapped)
-    train(plain, tmp_path / "run")
-    d = _first(good, tmp_path / "run")
+    d = _first(good, tmp_path / "run", plain)
     assert (d.step, d.quantity) == (swapped_step, "prompts")
 
 
@@ -140,8 +139,7 @@ def test_a_changed_reward_is_found(plain, good, tmp_path, monkeypatch, capsys, s
         return r
 
     monkeypatch.setattr(Reward, "values", changed)
-    train(plain, tmp_path / "run")
-    d = _first(good, tmp_path / "run")
+    d = _first(good, tmp_path / "run", plain)
     assert (d.step, d.quantity) == (step, "rewards")
     main(["diff", str(good), str(tmp_path / "run")])
     assert f"prompt {p}, sample {g}: reward" in capsys.readouterr().out
@@ -164,8 +162,7 @@ def test_a_changed_sampler_logprob_is_found_beside_a_trainer_that_is_right(
         return completions
 
     monkeypatch.setattr(ParallelSampler, "generate", planted)
-    train(not_exact, tmp_path / "run")
-    d = _first(tmp_path / "good", tmp_path / "run")
+    d = _first(tmp_path / "good", tmp_path / "run", not_exact)
     assert (d.step, d.quantity) == (step, "sampling_logprobs")
 
 
@@ -181,8 +178,7 @@ def test_another_seed_setting_or_model_is_found_before_the_first_step(config, go
         ({"model": base}, "first_weights", None),
     ):
         path = tmp_path / "-".join(overrides)
-        train(config(steps=1, **overrides), path)
-        d = _first(good, path)
+        d = _first(good, path, config(steps=1, **overrides))
         assert (d.step, d.quantity) == (None, quantity)
         assert d.part == part if part else d.part.startswith("model."), d.part
     assert main(["diff", str(good), str(tmp_path / "seed")]) == 1
@@ -417,7 +413,7 @@ def test_verify_run_reaches_its_steps_in_one_pass(plain, tmp_path, monkeypatch, 
         done.append(state.step)
         return train_step(state, recorder)
 
-    monkeypatch.setattr(replay_module, "train_step", counted)
+    monkeypatch.setattr(replayer_module, "train_step", counted)
     with Replayer(tmp_path / "run") as replayer:
         for steps, passes in (
             ([0, 1, 2], [(0, 2)]),
@@ -426,7 +422,7 @@ def test_verify_run_reaches_its_steps_in_one_pass(plain, tmp_path, monkeypatch, 
             ([2, 0], [(0, 2), (0, 0)]),
         ):
             done.clear()
-            assert all(replayer.replay(step).divergence is None for step in steps)
+            assert all(replayer.replay(step).difference is None for step in steps)
             again = [step for first, last in passes for step in range(first, last + 1)]
             assert done == again
             if steps == sorted(steps):
@@ -440,13 +436,13 @@ def test_verify_run_reaches_its_steps_in_one_pass(plain, tmp_path, monkeypatch, 
     assert re.fullmatch(r"\d to \d( and \d to \d)?", note[2])
 
 
-def test_control_after_a_divergence_nothing_goes_on_from_the_wrong_state(good, monkeypatch):
+def test_control_after_a_difference_nothing_goes_on_from_the_wrong_state(good, monkeypatch):
     with Replayer(good) as replayer:
         values = Reward.values
         monkeypatch.setattr(Reward, "values", lambda *args: values(*args) * 2)
-        assert replayer.replay(0).divergence
+        assert replayer.replay(0).difference
         monkeypatch.setattr(Reward, "values", values)
-        assert replayer.replay(1).divergence is None
+        assert replayer.replay(1).difference is None
 
 
 def test_control_verify_run_sees_a_machine_that_computes_otherwise(good, monkeypatch, capsys):

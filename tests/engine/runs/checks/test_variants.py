@@ -30,31 +30,31 @@ def dropout(model, tmp_path_factory) -> Path:
 
 
 def test_a_plain_model_changes_only_by_autocast_and_rounding(model):
-    found = rows(model)
-    assert list(found) == [way.name for way in WAYS]
+    ways = rows(model)
+    assert list(ways) == [way.name for way in WAYS]
     for name in ("gradients on", "train mode", "gradient checkpointing"):
-        assert (found[name]["unequal"], found[name]["first"]) == (0, "")
-    assert found["autocast to bf16"]["unequal"] > 0
-    assert found["autocast to bf16"]["first"].startswith("model.layers.0")
+        assert (ways[name]["unequal"], ways[name]["first"]) == (0, "")
+    assert ways["autocast to bf16"]["unequal"] > 0
+    assert ways["autocast to bf16"]["first"].startswith("model.layers.0")
     for name in ("right padding", "left padding", "left padding without position_ids"):
-        assert found[name]["max_abs"] < 1e-5  # RoPE sees distances only, so a shift of all positions rounds
+        assert ways[name]["max_abs"] < 1e-5  # RoPE sees distances only, so a shift of all positions rounds
 
 
 def test_dropout_is_found_in_train_mode_and_nowhere_else(dropout):
-    found = rows(dropout)
-    assert found["train mode"]["unequal"] > 0
-    assert found["gradient checkpointing"]["unequal"] > 0
-    assert found["gradients on"]["unequal"] == 0
-    assert found["left padding"]["max_abs"] < 1e-5
-    assert found["train mode"]["first"] == "model.layers.0.self_attn.o_proj"
-    assert "dropout" in found["train mode"]["remedy"]
+    ways = rows(dropout)
+    assert ways["train mode"]["unequal"] > 0
+    assert ways["gradient checkpointing"]["unequal"] > 0
+    assert ways["gradients on"]["unequal"] == 0
+    assert ways["left padding"]["max_abs"] < 1e-5
+    assert ways["train mode"]["first"] == "model.layers.0.self_attn.o_proj"
+    assert "dropout" in ways["train mode"]["remedy"]
 
 
 def test_padding_without_a_mask_is_read(model):
-    found = rows(model)["left padding without a mask"]
-    assert found["unequal"] > 0
-    assert found["max_abs"] > 100 * rows(model)["left padding"]["max_abs"]
-    assert found["first"] == "model.layers.0.self_attn.o_proj"
+    way = rows(model)["left padding without a mask"]
+    assert way["unequal"] > 0
+    assert way["max_abs"] > 100 * rows(model)["left padding"]["max_abs"]
+    assert way["first"] == "model.layers.0.self_attn.o_proj"
 
 
 @pytest.mark.parametrize("what", ["missing", "another shape"])
@@ -102,13 +102,13 @@ def test_an_architecture_that_zerokl_does_not_compute_is_compared(tmp_path, mode
 
 
 @pytest.mark.parametrize(
-    ("fields", "said"), [({"vocab_size": "x"}, "vocab_size"), ({"hidden_size": -1}, "variants")]
+    ("fields", "expected"), [({"vocab_size": "x"}, "vocab_size"), ({"hidden_size": -1}, "variants")]
 )
-def test_a_model_that_transformers_cannot_load_is_one_line(tmp_path, model, capsys, fields, said):
+def test_a_model_that_transformers_cannot_load_is_one_line(tmp_path, model, capsys, fields, expected):
     shutil.copytree(model, tmp_path / "m")
     config = json.loads((model / "config.json").read_text())
     (tmp_path / "m" / "config.json").write_text(json.dumps(config | fields))
     assert main(["variants", str(tmp_path / "m")]) == 2
     error = capsys.readouterr().err
-    assert said in error
+    assert expected in error
     assert error.count("\n") == 1

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 from zerokl.cli import main
-from zerokl.engine.runs.checks.weights import tensor_hashes
+from zerokl.engine.runs.checks.tensor_hashes import tensor_hashes
 from zerokl.integrations.weights import write_weight_hashes
 
 from tests.helpers import property_settings, randn
@@ -35,7 +35,7 @@ def another_layer(tensors: dict) -> dict:
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "expected"),
     [
         (one_bit, f"{Q}: equal only once both are rounded to bfloat16"),
         (another_layer, f"{Q}: the first holds what the second has as {Q.replace('layers.1', 'layers.0')}"),
@@ -44,11 +44,11 @@ def another_layer(tensors: dict) -> dict:
         (lambda t: t | {K: t[K].T.contiguous()}, f"{K}: shape"),
     ],
 )
-def test_the_tensor_that_differs_is_named(model, tmp_path, capsys, change, said):
+def test_the_tensor_that_differs_is_named(model, tmp_path, capsys, change, expected):
     other = changed(model, tmp_path / "other.safetensors", change)
     assert main(["weights", str(other), str(model)]) == 1
     out = " ".join(capsys.readouterr().out.split())
-    assert said in out
+    assert expected in out
     assert "1 of " in out
 
 
@@ -139,7 +139,7 @@ def _rotate_rows(gate_up: torch.Tensor) -> None:
 
 
 @pytest.mark.parametrize(
-    ("corrupt", "said"),
+    ("corrupt", "expected"),
     [
         (_swap_gate_and_up, "the first holds what the second has as model.layers.0.mlp.experts.0.up_proj"),
         (
@@ -152,7 +152,7 @@ def _rotate_rows(gate_up: torch.Tensor) -> None:
     ],
     ids=["gate and up swapped", "experts rotated", "another layout", "interleaved", "one expert lost"],
 )
-def test_experts_that_a_sync_corrupted_are_named(experts, tmp_path, capsys, corrupt, said):
+def test_experts_that_a_sync_corrupted_are_named(experts, tmp_path, capsys, corrupt, expected):
     """SkyRL#1680, verl#7978: after a sync the experts lie in another layout, or are lost."""
     model, checkpoint = experts
     write_weight_hashes(model, tmp_path / "sound.json")
@@ -164,7 +164,7 @@ def test_experts_that_a_sync_corrupted_are_named(experts, tmp_path, capsys, corr
     capsys.readouterr()
     assert main(["weights", str(tmp_path / "corrupt.json"), str(checkpoint)]) == 1
     out = " ".join(capsys.readouterr().out.split())
-    assert said in out
+    assert expected in out
     assert "layers.1." not in out
 
 

@@ -10,6 +10,7 @@ from typing import BinaryIO
 from ...files.inputs import InputError, open_input
 from ...files.reading import parse_json
 from ...files.writing import hash_json
+from ...verify.difference import differences
 
 # Bytes that are hashed at once, and those of a header at most: 100 MB is safetensors' own limit.
 _CHUNK, _HEADER = 1 << 20, 100_000_000
@@ -24,16 +25,16 @@ def weight_hashes(folder: Path) -> dict[str, str]:
     files = sorted(folder.glob("*.safetensors"))
     if not files:
         raise ValueError(f"capsule: {folder} holds no .safetensors file; name a model's folder with --model")
-    found: dict[str, str] = {}
+    hashes: dict[str, str] = {}
     for file in files:
         try:
             with open_input(file) as handle:
-                found |= _hashes(handle)
+                hashes |= _hashes(handle)
         except InputError as error:
             raise ValueError(f"capsule: {file} {error.strerror}") from None
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"capsule: {file} is no safetensors file, or incomplete ({error})") from None
-    return dict(sorted(found.items()))
+    return dict(sorted(hashes.items()))
 
 
 def _hashes(handle: BinaryIO) -> dict[str, str]:
@@ -41,15 +42,15 @@ def _hashes(handle: BinaryIO) -> dict[str, str]:
     if not 2 <= length <= _HEADER:
         raise ValueError(f"a header of {length:,} bytes")
     header = parse_json(handle.read(length))
-    found = {}
+    hashes = {}
     for name, tensor in header.items():
         if name == "__metadata__":
             continue
         begin, end = tensor["data_offsets"]
         handle.seek(8 + length + begin)
         shape = "x".join(map(str, tensor["shape"])) or "scalar"
-        found[name] = f"{tensor['dtype']} {shape} {_sha256(handle, end - begin)}"
-    return found
+        hashes[name] = f"{tensor['dtype']} {shape} {_sha256(handle, end - begin)}"
+    return hashes
 
 
 def _sha256(handle: BinaryIO, left: int) -> str:
@@ -70,28 +71,25 @@ def hash_of_all(hashes: dict[str, str]) -> str:
 
 def file_hashes(folder: Path) -> dict[str, str]:
     """The SHA-256 of each file beside the weights that decides a number or an id."""
-    found = {}
+    hashes = {}
     for name in _FILES:
         if (folder / name).is_file():
             with open_input(folder / name) as handle:
-                found[name] = _sha256(handle, (folder / name).stat().st_size)
-    return found
+                hashes[name] = _sha256(handle, (folder / name).stat().st_size)
+    return hashes
 
 
-def differences(
+def model_differences(
     then: dict[str, str], then_all: str, now: dict[str, str], files: dict[str, str], files_now: dict[str, str]
 ) -> list[str]:
     """What differs between two models, one line each; empty where nothing does."""
     lines = []
-    if then_all != hash_of_all(now):
-        unequal = [name for name in dict.fromkeys((*then, *now)) if then.get(name) != now.get(name)]
-        if then:
-            first = ", ".join(unequal[:3]) + (", ..." if len(unequal) > 3 else "")
-            lines.append(f"weights: {len(unequal)} of {len(then)} tensors differ ({first})")
-        else:
-            lines.append("weights: they differ")
-    for name in dict.fromkeys((*files, *files_now)):
-        if files.get(name) != files_now.get(name):
-            word = "differs" if name in files and name in files_now else "is there on one side only"
-            lines.append(f"{name} {word}")
+    if then and then_all != hash_of_all(now):
+        unequal = [d.quantity for d in differences(then, now)]
+        first = ", ".join(unequal[:3]) + (", ..." if len(unequal) > 3 else "")
+        lines = [f"weights: {len(unequal)} of {len(then)} tensors differ ({first})"]
+    elif then_all != hash_of_all(now):
+        lines = ["weights: they differ"]
+    for d in differences(files, files_now):
+        lines.append(f"{d.quantity}: {d.one_sided}" if d.one_sided else f"{d.quantity} differs")
     return lines

@@ -11,7 +11,7 @@ from ..formats.record import LoggedRollout
 from ..formats.registry import find_format, log_files, read_rollouts
 from ..settings import versions
 from .capsule import Bounds, Drawn, Header, write_capsule
-from .weights import MOST_TENSORS, file_hashes, hash_of_all, weight_hashes
+from .folder_hashes import MOST_TENSORS, file_hashes, hash_of_all, weight_hashes
 
 
 def make_capsule(
@@ -32,7 +32,7 @@ def make_capsule(
     settings: dict[str, str] = {}
     drawn = None
     if source in SAMPLERS:
-        from .engines import as_sampler, draw_again, prompts_of
+        from .asked_engines import as_sampler, draw_again, prompts_of
 
         stage(f"drawing {cfg.n} completions with {source}")
         prompts, max_tokens, stop_ids = prompts_of(cfg)
@@ -46,7 +46,7 @@ def make_capsule(
         stage(f"reading {source}")
         rollouts = _of_log(Path(source), format, cfg)
     if trainer:
-        from .engines import score_again
+        from .asked_engines import score_again
 
         stage(f"scoring {len(rollouts)} completions with {trainer}")
         computed = score_again(cfg.model_copy(update={"trainer": trainer}), "trainer", rollouts)

@@ -39,10 +39,10 @@ def floor_of_step(exact: np.ndarray) -> dict[str, float]:
     Keys: cosine, distance, inner, norm; norm is the root of the mean square.
     """
     (aa, ab), (_, bb) = exact.tolist()
-    of_mean, apart = (aa + 2 * ab + bb) / 4, aa - 2 * ab + bb
+    mean_square, apart = (aa + 2 * ab + bb) / 4, aa - 2 * ab + bb
     return {
         "cosine": _ratio(ab, _root(aa) * _root(bb)),
-        "distance": _ratio(_root(0.75 * apart), _root(of_mean)),
+        "distance": _ratio(_root(0.75 * apart), _root(mean_square)),
         "inner": ab,
         "norm": _root((aa + bb) / 2),
     }
@@ -54,11 +54,11 @@ def figures_of_step(products: np.ndarray) -> dict[str, float]:
     Keys: cosine, distance, inner, norm. A figure is NaN where a gradient is zero, or not finite.
     """
     (gg, ga, gb), (_, aa, ab), (*_, bb) = products.tolist()
-    of_mean, inner = (aa + 2 * ab + bb) / 4, (ga + gb) / 2
+    mean_square, inner = (aa + 2 * ab + bb) / 4, (ga + gb) / 2
     cosines = _ratio(ga, _root(gg) * _root(aa)), _ratio(gb, _root(gg) * _root(bb))
     return {
         "cosine": sum(cosines) / 2,
-        "distance": _ratio(_root(gg - 2 * inner + of_mean), _root(of_mean)),
+        "distance": _ratio(_root(gg - 2 * inner + mean_square), _root(mean_square)),
         "inner": inner,
         "norm": _root(gg),
     }
@@ -145,7 +145,7 @@ def of_exact(products: np.ndarray) -> ExactDraws:
 class _Means(NamedTuple):
     """Unbiased estimates: |E g|^2, <E g, E A>, |E A|^2; and the mean of |g|^2."""
 
-    own: float
+    sampled: float
     cross: float
     exact: float
     square: float
@@ -153,8 +153,8 @@ class _Means(NamedTuple):
 
 def _means(products: np.ndarray) -> _Means:
     n = len(products) // 2
-    own, cross, exact = products[:n, :n], products[:n, n:], products[n:, n:]
-    return _Means(_of_pairs(own), _mean(cross.ravel()), _of_pairs(exact), _mean(np.diag(own)))
+    sampled, cross, exact = products[:n, :n], products[:n, n:], products[n:, n:]
+    return _Means(_of_pairs(sampled), _mean(cross.ravel()), _of_pairs(exact), _mean(np.diag(sampled)))
 
 
 def _mean(values: np.ndarray) -> float:
@@ -168,7 +168,7 @@ def _of_pairs(square: np.ndarray) -> float:
 
 def _cosine(products: np.ndarray) -> float:
     m = _means(products)
-    return _ratio(m.cross, _root(m.own) * _root(m.exact))
+    return _ratio(m.cross, _root(m.sampled) * _root(m.exact))
 
 
 def _length(products: np.ndarray) -> float:
@@ -178,12 +178,12 @@ def _length(products: np.ndarray) -> float:
 
 def _bias(products: np.ndarray) -> float:
     m = _means(products)
-    return _ratio(m.own - 2 * m.cross + m.exact, m.exact)
+    return _ratio(m.sampled - 2 * m.cross + m.exact, m.exact)
 
 
 def _noise(products: np.ndarray) -> float:
     m = _means(products)
-    return _ratio(_root(m.square - m.own), _root(m.exact))
+    return _ratio(_root(m.square - m.sampled), _root(m.exact))
 
 
 def _cosines(products: np.ndarray) -> np.ndarray:

@@ -1,22 +1,22 @@
 """`zerokl capsule replay`: a capsule's engines are asked again, and what has changed since is said."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 
 from ...engine.display.progress import silent
 from ...files.installed import needs_torch
-from ..changes_since import Change
+from ...verify.difference import first_unequal
+from ..changes_since import Change, changes
 from ..conclusion.outcome import Tolerances
 from ..config import SAMPLERS, TRAINERS, AuditConfig
-from ..logs.first_difference import first_unequal
 from ..settings import versions
 from .capsule import Capsule, Header
-from .make import check_one_vllm
-from .pairs import Column, Pair, compare
-from .weights import differences, file_hashes, weight_hashes
+from .column_pairs import Column, Pair, compare
+from .folder_hashes import file_hashes, model_differences, weight_hashes
+from .make_capsule import check_one_vllm
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ def replay(
         pairs.append(compare("sampler, then and now", logged, sampler_now, rollouts, gate=True))
     trainer_now = scored
     if trainer:
-        from .engines import score_again
+        from .asked_engines import score_again
 
         stage(f"asking {trainer} again")
         computed = score_again(cfg.model_copy(update={"trainer": trainer}), "trainer", rollouts)
@@ -131,7 +131,7 @@ def _sampler_now(
     The engine that drew the capsule draws again, with the same seed. Another one, or the engine of a log,
     scores the ids.
     """
-    from .engines import as_sampler, draw_again, score_again
+    from .asked_engines import as_sampler, draw_again, score_again
 
     cfg = as_sampler(cfg, sampler)
     header, rollouts = capsule.header, capsule.rollouts
@@ -162,12 +162,7 @@ def _changes(header: Header, settings: dict[str, str], cfg: AuditConfig) -> list
     sides = {name.partition(":")[0] for name in settings} & {n.partition(":")[0] for n in header.settings}
     then |= {n: v for n, v in header.settings.items() if n.partition(":")[0] in sides}
     now |= {n: v for n, v in settings.items() if n.partition(":")[0] in sides}
-    names = dict.fromkeys((*then, *now))
-    return [
-        Change(name.replace("_", " "), then.get(name, "-"), now.get(name, "-"))
-        for name in names
-        if then.get(name) != now.get(name)
-    ]
+    return [replace(c, setting=c.setting.replace("_", " ")) for c in changes(then, now)]
 
 
 def _of_model(header: Header, model: str) -> list[str]:
@@ -176,6 +171,6 @@ def _of_model(header: Header, model: str) -> list[str]:
         return ["the capsule does not know its weights"]
     if not Path(model).is_dir():
         return [f"{model} is no local folder, so its weights were not compared"]
-    return differences(
+    return model_differences(
         header.tensors, header.weights, weight_hashes(Path(model)), header.files, file_hashes(Path(model))
     )

@@ -5,7 +5,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ...verify.mismatch import bits_equal
+from ...verify.difference import Difference
+from ...verify.mismatch import first_unequal_bits
 from ..conclusion.outcome import Tolerances
 from ..figures.bands import Corrections, band_figures
 from ..figures.measure import Figures, measure
@@ -16,32 +17,13 @@ Column = Sequence[np.ndarray]
 
 
 @dataclass(frozen=True)
-class First:
-    """The first token at which two columns have other bits."""
-
-    completion: int
-    position: int
-    token: int
-    before: float
-    now: float
-
-    def __str__(self) -> str:
-        """For people."""
-        bits = " and ".join(f"{np.float32(x).view(np.uint32):08x}" for x in (self.before, self.now))
-        return (
-            f"completion {self.completion}, position {self.position} (token {self.token}): "
-            f"{self.before!r} and {self.now!r} (bits {bits})"
-        )
-
-
-@dataclass(frozen=True)
 class Pair:
     """One comparison. gate: whether it decides the outcome where no tolerance is given."""
 
     name: str
     figures: Figures
     corrections: Corrections
-    first: First | None
+    first: Difference | None
     gate: bool
 
     def holds(self, tolerances: Tolerances) -> bool:
@@ -54,11 +36,13 @@ def compare(name: str, before: Column, now: Column, rollouts: Sequence[LoggedRol
     kept_before, kept_now, first = [], [], None
     for index, (b, n, rollout) in enumerate(zip(before, now, rollouts, strict=True)):
         both = ~(np.isnan(b) | np.isnan(n)) & rollout.drawn()
-        places = np.flatnonzero(both & ~bits_equal(b, n))
-        if first is None and len(places):
-            position = int(places[0])
-            token = rollout.completion_ids[position]
-            first = First(index, position, token, float(b[position]), float(n[position]))
+        position = first_unequal_bits(*(np.where(both, column, np.nan) for column in (b, n)))
+        if first is None and position is not None:
+            values, token = (float(b[position]), float(n[position])), rollout.completion_ids[position]
+            # Two numbers of other bits may look alike.
+            bits = " and ".join(f"{np.float32(x).view(np.uint32):08x}" for x in values)
+            place = f"completion {index}, position {position}"
+            first = Difference(place, values, f"(token {token})", note=f" (bits {bits})")
         if both.any():
             kept_before.append(b[both])
             kept_now.append(n[both])

@@ -6,6 +6,7 @@ of a trainer can be compared with the bf16 weights of an engine. Values decide, 
 
 import hashlib
 import json
+import operator
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from safetensors import SafetensorError
 from ....files.reading import read_json, shown
 from ....model.checkpoint import resolve_model
 from ....model.weight_files import open_tensors
+from ....verify.difference import differences
 
 # Dtype of a tensor -> the dtypes in which it is hashed.
 _HASHED = {
@@ -35,16 +37,16 @@ def tensor_hashes(tensors: Iterable[tuple[str, torch.Tensor]]) -> Hashes:
 
     "sha256" is of the values in their order. "unordered" is the same for every order of the values.
     """
-    found = {}
+    hashes = {}
     for name, tensor in tensors:
         dtypes = _HASHED.get(tensor.dtype, (tensor.dtype,))
-        found[name] = {
+        hashes[name] = {
             "shape": list(tensor.shape),
             "dtype": _name(tensor.dtype),
             "sha256": {_name(dtype): _sha256(tensor.detach().to(dtype)) for dtype in dtypes},
             "unordered": {_name(dtype): _unordered(tensor.detach().to(dtype)) for dtype in dtypes},
         }
-    return found
+    return hashes
 
 
 def _name(dtype: torch.dtype) -> str:
@@ -113,23 +115,22 @@ def write_hashes(hashes: Hashes, path: Path) -> None:
 
 def compare_hashes(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]:
     """One line for each tensor that differs; empty where both models are equal."""
-    first_name = _names_by_hash(b)
-    lines = []
-    for name, row in a.items():
-        if name not in b:
-            if name == "lm_head.weight" or not row["shape"]:
-                continue  # tied to the embedding, or a buffer
-            lines.append(f"{name}: only the first has it")
-        elif row["shape"] != b[name]["shape"]:
-            lines.append(f"{name}: shape {row['shape']} and {b[name]['shape']}")
-        elif said := _difference(name, row, b[name], first_name):
-            lines.append(f"{name}: {said}")
-    lines += [f"{name}: only the second has it" for name in b if name not in a and name != "lm_head.weight"]
+    names, lines = _names_by_hash(b), []
+    for d in differences(a, b, operator.is_):  # two rows are never one object, so each pair is looked at
+        x, y = d.values
+        if d.missing is None:
+            words = _difference(d.quantity, x, y, names)
+        else:  # tied to the embedding, or a buffer
+            may_lack = d.quantity == "lm_head.weight" or (d.missing == 1 and not x["shape"])
+            words = "" if may_lack else d.one_sided
+        lines += [f"{d.quantity}: {words}"] if words else []
     return lines
 
 
 def _difference(name: str, x: Mapping[str, Any], y: Mapping[str, Any], names: Mapping[str, str]) -> str:
     """How two tensors of one name differ; empty where they are equal in every dtype that both have."""
+    if x["shape"] != y["shape"]:
+        return f"shape {x['shape']} and {y['shape']}"
     shared = [dtype for dtype in x["sha256"] if dtype in y["sha256"]]
     if not shared:
         return f"{x['dtype']} and {y['dtype']} have no dtype in common"

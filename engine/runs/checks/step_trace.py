@@ -30,12 +30,12 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from ....files.bitwise import unequal
-from ....files.reading import parse_json
+from ....files.reading import one_line, parse_json
 from ....model.config import ModelConfig
 from ....model.context import Hook, no_hook
 from ....model.operations import in_order, split_fused
 from ....model.weight_files import open_tensors
-from ....verify.trace import OpDifference, Trace, compare_traces, first_divergence
+from ....verify.operation_outputs import Trace, first_divergence
 from ...train.recorder import Recorder
 from ...train.state import StepRecord, TrainState
 from ...train.step import train_step
@@ -45,7 +45,7 @@ from ...train.step import train_step
 _PLACES = ("place", "place of samples' rows", "place of drawn tokens")
 
 # Operations whose rows are rows of a weight, not of the tokens.
-_OF_WEIGHTS = ("gradient.", "first_moment.", "second_moment.", "weight.")
+_WEIGHT_PREFIXES = ("gradient.", "first_moment.", "second_moment.", "weight.")
 
 
 class _Forward:
@@ -71,7 +71,7 @@ class _Recording:
     def __init__(self, state: TrainState, update: int):
         self._state, self._update = state, update
         self._forwards: list[_Forward] = []
-        self._of_weights: Trace = {}
+        self._weight_rows: Trace = {}
 
     def forward(self, update: int, ids: torch.Tensor, places: torch.Tensor, predicting: torch.Tensor) -> Hook:
         if update != self._update:
@@ -84,9 +84,9 @@ class _Recording:
             return
         optimizer, views = self._state.optimizer, self._state.optimizer.layout.trained_views
         flats = (gradient, *optimizer.moments, optimizer.master)
-        for prefix, flat in zip(_OF_WEIGHTS, flats, strict=True):
+        for prefix, flat in zip(_WEIGHT_PREFIXES, flats, strict=True):
             for name, view in views(flat).items():
-                self._of_weights[prefix + name] = view.to("cpu", copy=True).reshape(view.shape[0], -1)
+                self._weight_rows[prefix + name] = view.to("cpu", copy=True).reshape(view.shape[0], -1)
 
     def trace(self) -> tuple[Trace, list[torch.Tensor]]:
         """The trace, and the tensors of _PLACES."""
@@ -98,7 +98,7 @@ class _Recording:
         layers = self._state.policy.config.layers
         operations = {"token_ids": rows["token_ids"]} | in_order(sample_rows | rows | logprob, layers)
         drawn_place = predicting + torch.tensor([0, 0, 1])
-        return operations | self._of_weights, [place, sample_place, drawn_place]
+        return operations | self._weight_rows, [place, sample_place, drawn_place]
 
 
 def _in_places(places: Sequence[torch.Tensor], outputs: Sequence[Trace]) -> tuple[torch.Tensor, Trace]:
@@ -161,24 +161,9 @@ class TraceFile:
     step: int
     update: int  # of the step, from 0
 
-    @property
-    def moment(self) -> str:
-        """What was traced, in words."""
-        return f"step {self.step}, update {self.update}"
 
-
-@dataclass(frozen=True)
-class TraceComparison:
-    """What `compare_trace_files` finds."""
-
-    moments: tuple[str, str]  # the step and update of each
-    operations: int  # compared
-    first: OpDifference | None  # the first operation that differs; None where all are equal
-    row: str = ""  # the first row of that operation that differs, in words
-
-
-def compare_trace_files(a: Path, b: Path) -> TraceComparison:
-    """The first operation that differs between two traces.
+def trace_differences(a: Path, b: Path) -> tuple[bool, list[str]]:
+    """Whether two traces are equal, and what is said of them: the first operation that differs.
 
     Raises ValueError for a file that is no trace, and for traces of different tokens.
     """
@@ -189,15 +174,19 @@ def compare_trace_files(a: Path, b: Path) -> TraceComparison:
                 f"trace: {a} and {b} are of different tokens; "
                 "`zerokl diff` of the two runs finds their first difference"
             )
-    differences = compare_traces(x.operations, y.operations)
-    first = first_divergence(differences)
-    row = _first_row(first.op, x.operations[first.op], y.operations[first.op], x.places) if first else ""
-    return TraceComparison((x.moment, y.moment), len(differences), first, row)
+    moments = dict.fromkeys(f"step {trace.step}, update {trace.update}" for trace in (x, y))
+    lines = ["the traces are of " + " and of ".join(moments)] if len(moments) > 1 else []
+    first = first_divergence(x.operations, y.operations)
+    if first is None:
+        shared = x.operations.keys() & y.operations.keys()
+        return True, [*lines, f"equal to the bit: {len(shared)} operations"]
+    row = _first_row(first.op, x.operations[first.op], y.operations[first.op], x.places)
+    return False, [*lines, f"first difference: {one_line(first.op)}{row}; {first.words}"]
 
 
 def _first_row(op: str, x: torch.Tensor, y: torch.Tensor, places: list[torch.Tensor]) -> str:
     """The first row of an operation that differs, in words; empty where its rows are not of the tokens."""
-    if x.dtype != y.dtype or op.startswith(_OF_WEIGHTS):
+    if x.dtype != y.dtype or op.startswith(_WEIGHT_PREFIXES):
         return ""
     rows, sample_rows, drawn_tokens = places
     if op == "logprob":
@@ -205,7 +194,7 @@ def _first_row(op: str, x: torch.Tensor, y: torch.Tensor, places: list[torch.Ten
     else:
         place = rows if len(x) == len(rows) else sample_rows
     index = int(unequal(x, y).reshape(len(x), -1).any(1).nonzero()[0])
-    return "prompt {}, sample {}, position {}".format(*place[index].tolist())
+    return ", prompt {}, sample {}, position {}".format(*place[index].tolist())
 
 
 def is_trace(path: Path) -> bool:

@@ -7,7 +7,7 @@ from ...engine.display.terminal import console
 from ...verify.run_files import LEDGER
 from ..formats.registry import LOG_SUFFIXES, holds_logs
 from .first_difference import common_steps, first_difference
-from .metrics import STEPS, is_machines
+from .metric_rows import STEPS, is_machines
 from .resume_causes import Logs, conclude, shift_of
 from .seeds import conclude_seeds
 from .shown_state import shown
@@ -31,35 +31,35 @@ def are_logs(a: Path, b: Path) -> bool:
     return is_log(a)
 
 
-def diff_logs(a: Path, b: Path, resumed_at: int | None = None) -> int:
+def diff_logs(a: Path, b: Path, resumed_at: int | None = None) -> bool:
     """Print the first difference of A and B, and what follows from it.
 
-    resumed_at: B's first step after a resume, where its log has the steps before as well. Returns 0 where
-    there is none and no fault is seen, else 1. Raises ValueError for bad input.
+    resumed_at: B's first step after a resume, where its log has the steps before as well. Returns whether
+    there is none and no fault is seen. Raises ValueError for bad input.
     """
     try:
         numbered = all(has_steps(path) for path in (a, b))
-        of_a, of_b = read_side(a, numbered), read_side(b, numbered)
-        shift = shift_of(of_a, of_b)
+        side_a, side_b = read_side(a, numbered), read_side(b, numbered)
+        shift = shift_of(side_a, side_b)
         if resumed_at is not None:
-            of_b = without_steps_before(of_b, resumed_at, shift)
-        _check_comparable(of_a, of_b, shift)
+            side_b = without_steps_before(side_b, resumed_at, shift)
+        _check_comparable(side_a, side_b, shift)
     except ValueError as error:
         raise ValueError(f"diff: {error}") from None
-    logs = Logs.of(of_a, of_b, shift)
+    logs = Logs.of(side_a, side_b, shift)
     for note in _notes(logs):
         console.say(note)
-    found = first_difference(logs.a, logs.b, logs.shift)
-    if found is not None:
-        console.print(f"first difference {found.words}")
-        lines = list(conclude(logs, found))
+    first = first_difference(logs.a, logs.b, logs.shift)
+    if first is not None:
+        console.print(f"first difference {first.words}")
+        lines = list(conclude(logs, first))
     else:
         console.print(f"equal: {_compared(logs)}")
         lines = list(shown(logs)) if _is_certificate(logs) else []
-    seeds = list(conclude_seeds(logs.a, logs.b, found is None))
+    seeds = list(conclude_seeds(logs.a, logs.b, first is None))
     for line in lines + seeds:
         console.say(line)
-    return 1 if found or seeds else 0
+    return not (first or seeds)
 
 
 def _check_comparable(a: Side, b: Side, shift: int) -> None:

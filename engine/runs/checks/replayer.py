@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ....verify.divergence import Divergence, compare_heads, compare_lines, open_run
+from ....verify.compare_runs import compare_heads, compare_lines, open_run
+from ....verify.difference import Difference
 from ....verify.ledger import LedgerFile, Line
 from ...config.run_config import ParallelConfig, PoolConfig
 from ...display.terminal import console
@@ -22,19 +23,19 @@ from ..ledger_head import run_head
 from ..resume import run_config
 from ..setup import make_state, run_equivalence
 from .recorded import RecordedEnvironments, can_be_recorded
-from .trace import check_trace, trace_step
+from .step_trace import check_trace, trace_step
 
 
 @dataclass(frozen=True)
 class Replay:
     """Steps `first` to `last`, done again.
 
-    `divergence` is the first difference from the ledger. The replay ends there.
+    `difference` is the first difference from the ledger. The replay ends there.
     """
 
     first: int
     last: int
-    divergence: Divergence | None
+    difference: Difference | None
 
 
 class Replayer:
@@ -132,8 +133,8 @@ class Replayer:
                 record = trace_step(state, self._recorder, trace, trace_update)
             else:
                 record = train_step(state, self._recorder)
-            if divergence := compare_lines(self.ledger.head, line, self.last_line):
-                return Replay(first, line.step, divergence)
+            if difference := compare_lines(self.ledger.head, line, self.last_line):
+                return Replay(first, line.step, difference)
             if after:
                 after(record)
         self._exact = True
