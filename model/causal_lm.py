@@ -282,6 +282,7 @@ class CausalLM(nn.Module):
         )
 
     def score_inputs(self, inputs: ScoringInputs, hook: Hook = no_hook) -> Scores:
+        """The scores of the drawn tokens, from what `inputs` gives."""
         forward = self._prepared()
         with torch.autocast(forward.device.type, enabled=False):
             upload_tables(forward.device, inputs.tables)
