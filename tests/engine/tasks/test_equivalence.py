@@ -92,8 +92,8 @@ def test_the_order_of_the_texts_does_not_move_one_to_another_class():
     settings = TaskConfig(reward_processes=1).reward_settings
     orders = list(permutations(["1", "2", "3", "4"]))
     with open_equivalence("meanings:near", settings) as equivalence:
-        found = equivalence.classes(PROBLEMS[:1] * len(orders), orders)
-    for order, numbers in zip(orders, found, strict=True):
+        classes_of_orders = equivalence.classes(PROBLEMS[:1] * len(orders), orders)
+    for order, numbers in zip(orders, classes_of_orders, strict=True):
         together = {frozenset(order[i] for i in places) for places in partition(numbers)}
         assert together == {frozenset("12"), frozenset("34")}
 

@@ -85,7 +85,7 @@ def test_a_program_prints_the_same_again(monkeypatch, has_root, program, printed
 
 
 @pytest.mark.parametrize(
-    ("program", "said"),
+    ("program", "printed"),
     [
         ("1 / 0", r"ZeroDivisionError: division by zero\n$"),
         ("def", r"SyntaxError: invalid syntax\n$"),
@@ -121,8 +121,8 @@ def test_a_program_prints_the_same_again(monkeypatch, has_root, program, printed
         pytest.param("import time\ntime.sleep(60)", r"^\[more than 1 s\]$", marks=pytest.mark.full),
     ],
 )
-def test_whatever_a_program_does_is_one_observation(program, said):
-    assert re.search(said, run_python(program, LIMITS))
+def test_whatever_a_program_does_is_one_observation(program, printed):
+    assert re.search(printed, run_python(program, LIMITS))
 
 
 def test_a_program_does_not_outlive_the_process_that_runs_it():
@@ -158,8 +158,8 @@ def test_files_outside_are_neither_read_nor_changed(tmp_path, does):
     file = tmp_path / "file"
     file.write_text("42")
     # No such file where it has no name; else permission is denied; nothing is made beside the directory.
-    said = run_python(f"import os\nf = {str(file)!r}\n{does}", LIMITS)
-    assert re.search(r"Error: \[Errno (1|2|13|30)\]", said)
+    printed = run_python(f"import os\nf = {str(file)!r}\n{does}", LIMITS)
+    assert re.search(r"Error: \[Errno (1|2|13|30)\]", printed)
     assert (file.read_text(), file.stat().st_mode & 0o777 != 0) == ("42", True)
 
 
@@ -216,8 +216,8 @@ def test_a_problem_is_computed_and_answered(tmp_path):
     environment, (problem,) = made.environment(), made.problems("train")
     contents = environment.reset(problem, key)
     assert [message["content"] for message in contents] == ["Use Python.", "What is 12 * 34?"]
-    said = environment.step([], "```python\nprint(12 * 34)\n```")
-    assert (said.content, said.reward, said.done) == ("```output\n408\n```", 0.0, False)
+    answer = environment.step([], "```python\nprint(12 * 34)\n```")
+    assert (answer.content, answer.reward, answer.done) == ("```output\n408\n```", 0.0, False)
     for text, reward in (("It is $408$.", 1.0), ("It is $409$.", 0.0)):
         last = environment.step([], text)
         assert (last.reward, last.done) == (reward, True)
