@@ -169,7 +169,7 @@ class Executor:
         return self._collect(wait, replaces=True)
 
     def _collect(self, wait: bool, replaces: bool) -> dict[int, Any]:
-        """See `collect`, which makes processes anew that have ended or were too slow. replaces: whether to."""
+        """replaces: whether a process that has ended, or that was too slow, is made anew."""
         answers, self._failed = dict(self._failed), {}
         while self._send_queued():
             for worker, answer in self._answers(wait and not answers):

@@ -239,7 +239,7 @@ def test_a_reference_scores_on_the_device():
 
 
 def test_control_scores_that_stay_on_the_device_are_refused(monkeypatch):
-    plant(monkeypatch, given_tokens, "of_batch.cpu().split", "of_batch.split")
+    plant(monkeypatch, given_tokens, "batch_scores.cpu().split", "batch_scores.split")
     monkeypatch.setattr(scorer, "score_rollouts", given_tokens.score_rollouts)
     with pytest.raises(TypeError, match="numpy"):
         _scored()
