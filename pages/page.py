@@ -9,6 +9,7 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from ..files.inputs import read_text
 from .html import inert
 
 STATIC = Path(__file__).parent / "static"
@@ -54,10 +55,6 @@ def document(
 def generator(kind: str) -> str:
     """The line of every page of a kind, by which a file is told from one that zerokl has not made."""
     return f'<meta name="generator" content="zerokl {inert(kind)}">'
-
-
-def _read(file: Path) -> str:
-    return file.read_text(encoding="utf-8")
 
 
 def _hash(content: str) -> str:

@@ -31,6 +31,9 @@ READERS = {
         "engine/tasks/tokenizer.py",
         "engine/runs/checks/variants.py",
         "engine/rollout/hf.py",
+        # model folders that a plant's world has made itself
+        "audit/faults/planting/sampling.py",
+        "audit/faults/planting/world.py",
     ),
     # folders whose lists of names are synced or locked, shared memory, /dev/null, places that Linux is told
     "os.open": (

@@ -8,6 +8,7 @@ from dataclasses import replace
 from itertools import combinations
 from typing import TYPE_CHECKING
 
+from ....files.reading import read_json
 from ...engines.generation_config import generation_defaults
 from ...hypotheses.evidence import Evidence
 from ...hypotheses.penalties import repetition
@@ -41,7 +42,7 @@ def _obeyed(w: World, drawn: Settings, declared: Settings, **defaults) -> Log:
     name = "-".join(f"{k}{v}" for k, v in defaults.items())
     folder = w.copy(f"defaults-{name}")
     path = folder / "generation_config.json"
-    raw = json.loads(path.read_text()) if path.exists() else {}
+    raw = read_json(path) if path.exists() else {}
     path.write_text(json.dumps(raw | defaults))
     return w.sampler(drawn=drawn, declared=declared, options={"model": str(folder)})
 

@@ -38,7 +38,8 @@ class Said:
 def disagreements(shown: Said, kind: Kind, faults: tuple[str, ...] = ()) -> list[str]:
     """The places that do not say this outcome."""
     outcome = Outcome(kind, faults)
-    colour, words = re.search(r'<p class="answer (\w+)"><span.*?</span> (.*?)</p>', shown.page).groups()
+    verdict = r'<div class="card verdict (\w+)"><p class="answer"><span.*?</span> (.*?)</p>'
+    colour, words = re.search(verdict, shown.page).groups()
     agreements = {
         "exit code": shown.code == (0 if outcome.passed else 1),
         "page, words": html.unescape(words) == outcome.words,
@@ -254,7 +255,7 @@ def test_control_a_place_that_says_something_else_is_found(tmp_path, audited, pl
     planted = {
         "exit code": {"code": 0},
         "page, words": {"page": shown.page.replace("</span> Not equal", "</span> Equal to the bit")},
-        "page, colour": {"page": shown.page.replace("answer unequal", "answer equal")},
+        "page, colour": {"page": shown.page.replace("verdict unequal", "verdict equal")},
         "terminal": {"terminal": shown.terminal.replace("outcome: Not", "outcome:")},
         "summary": {"summary": shown.summary.replace("failed", "passed")},
         "json": {"report": shown.report | {"outcome": shown.report["outcome"] | {"passed": True}}},
