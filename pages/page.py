@@ -33,8 +33,8 @@ def document(
     bar leads to; the first one is the content. body, data: HTML. scripts: those of this page, after the
     template's. connect: the policy's address of a server.
     """
-    style = "\n".join(map(_read, (STATIC / name for name in _STYLES)))
-    script = "\n".join(map(_read, (*(STATIC / name for name in _SCRIPTS), *scripts)))
+    style = "\n".join(map(read_text, (STATIC / name for name in _STYLES)))
+    script = "\n".join(map(read_text, (*(STATIC / name for name in _SCRIPTS), *scripts)))
     return _TEMPLATE.format(
         policy=(
             f"default-src 'none'; script-src '{_hash(script)}'; style-src '{_hash(style)}'; "
