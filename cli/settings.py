@@ -34,7 +34,9 @@ def _showing(model: type[Section], shown: Collection[str], prefix: str = "") -> 
             fields[name] = Annotated[_showing(section, shown, f"{name}."), Parameter(group=group)], default
         elif prefix + name not in shown:
             fields[name] = Annotated[field.annotation, Parameter(show=False)], field
-    return create_model(model.__name__, __base__=model, __doc__=model.__doc__, **fields)
+    # The fields have their descriptions: pydantic need not look for them in the source again, which is slow.
+    known = {"use_attribute_docstrings": False}
+    return create_model(model.__name__, __base__=model, __doc__=model.__doc__, __cls_kwargs__=known, **fields)
 
 
 def sections() -> list[str]:
