@@ -1,6 +1,8 @@
 """What the hypotheses about a log say, in words."""
 
+from ..figures.drawn_from import ANY_CUT
 from ..finding import Finding
+from ..hypotheses.judgement import EXACT
 from ..hypotheses.tried import Row, Tried
 from ..log_section import TrainerColumn
 from ..report import Measurements
@@ -18,11 +20,23 @@ def log_notes(measured: Measurements) -> list[str]:
     return [*texts, measured.log.signal.words()]
 
 
+def is_exact(tried: Tried) -> bool:
+    """Whether what was tried explains a column to the last tenth of its difference, or better."""
+    return tried.best is not None and tried.best.share_left <= EXACT
+
+
+def _missing_cut(tried: TrainerColumn) -> Finding | None:
+    """A cut that the trainer's column lacks. One that no line declares is a guess, below an exact cause."""
+    missing = tried.distribution.found
+    if not missing or not missing.kind.startswith("trainer"):
+        return None
+    return None if missing.kind.endswith(ANY_CUT) and is_exact(tried) else missing
+
+
 def _trainer_remedy(tried: TrainerColumn) -> str:
     """What to do about the fault that `_trainer_column` names; empty where it names none."""
-    beside = tried.distribution.found
-    if beside and beside.kind.startswith("trainer"):
-        return beside.remedy
+    if missing := _missing_cut(tried):
+        return missing.remedy
     return tried.best.remedy if tried.distance and not tried.is_rounding and tried.best else ""
 
 
@@ -30,9 +44,8 @@ def _trainer_column(tried: TrainerColumn, beside_model: bool) -> str:
     """What the model, or the sampler's column, says to the log's own trainer column."""
     judge = "the model" if beside_model else "the sampler's"
     distance = f"The log's trainer column differs from {judge} by {tried.distance:.3g} nats a token"
-    beside = tried.distribution.found
-    if beside and beside.kind.startswith("trainer"):
-        return f"{distance}: {beside.text}"
+    if missing := _missing_cut(tried):
+        return f"{distance}: {missing.text}"
     if tried.is_within_rounding:
         return "The log's trainer column is the model's, to within rounding."
     if row := tried.best:
@@ -54,10 +67,9 @@ def trainer_column_fault(measured: Measurements) -> Finding | None:
     tried = measured.log and measured.log.trainer_column
     if not tried:
         return None
-    beside = tried.distribution.found
-    text = _trainer_column(tried, not measured.columns_alone)
-    if beside and beside.kind.startswith("trainer"):
-        return None if measured.columns_alone else Finding(beside.kind, text, beside.remedy, True)
+    missing, text = _missing_cut(tried), _trainer_column(tried, not measured.columns_alone)
+    if missing:
+        return None if measured.columns_alone else Finding(missing.kind, text, missing.remedy, True)
     if tried.best and not tried.is_rounding and not _sampler_is_nearer(measured):
         return Finding(f"the log's trainer column, {tried.best.name}", text, tried.best.remedy, True)
     if measured.columns_alone or tried.is_within_rounding or not measured.log.hypotheses.is_within_rounding:
