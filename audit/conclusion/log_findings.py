@@ -20,7 +20,7 @@ def log_notes(measured: Measurements) -> list[str]:
 
 def _trainer_remedy(tried: TrainerColumn) -> str:
     """What to do about the fault that `_trainer_column` names; empty where it names none."""
-    beside = tried.distribution.found
+    beside = tried.distribution.fault
     if beside and beside.kind.startswith("trainer"):
         return beside.remedy
     return tried.best.remedy if tried.distance and not tried.is_rounding and tried.best else ""
@@ -30,7 +30,7 @@ def _trainer_column(tried: TrainerColumn, beside_model: bool) -> str:
     """What the model, or the sampler's column, says to the log's own trainer column."""
     judge = "the model" if beside_model else "the sampler's"
     distance = f"The log's trainer column differs from {judge} by {tried.distance:.3g} nats a token"
-    beside = tried.distribution.found
+    beside = tried.distribution.fault
     if beside and beside.kind.startswith("trainer"):
         return f"{distance}: {beside.text}"
     if tried.is_within_rounding:
@@ -54,7 +54,7 @@ def trainer_column_fault(measured: Measurements) -> Finding | None:
     tried = measured.log and measured.log.trainer_column
     if not tried:
         return None
-    beside = tried.distribution.found
+    beside = tried.distribution.fault
     text = _trainer_column(tried, not measured.columns_alone)
     if beside and beside.kind.startswith("trainer"):
         return None if measured.columns_alone else Finding(beside.kind, text, beside.remedy, True)
