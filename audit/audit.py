@@ -87,8 +87,8 @@ def _set_up(cfg: AuditConfig, stage: Callable[[str], None]) -> _Setup:
     for folder in dict.fromkeys(folders):
         check_weights(folder, Layout(ModelConfig.from_file(folder)))
     device = device_of(cfg)
-    log = _read(cfg, model, folders[1], stage) if cfg.of_log else None
-    stage(f"loading {cfg.trainer if cfg.of_log else f'{cfg.sampler} and {cfg.trainer}'}")
+    log = _read(cfg, model, folders[1], stage) if cfg.reads_log else None
+    stage(f"loading {cfg.trainer if cfg.reads_log else f'{cfg.sampler} and {cfg.trainer}'}")
     with library_errors(cfg, "start"):
         sampler, trainer = make_engines(cfg, folders, device)
     return _Setup(cfg, folders, model, tokenizer, device, sampler, trainer, stage, log)

@@ -114,9 +114,9 @@ def audit_columns(
         if with_trainer and (faults := columns.values.faults()):
             what = f"{faults[0].name}, {faults[0].text}"
             raise NothingToCompareError(f"audit: {path} leaves no token to compare: {what}")
-        of_version = "" if version is None else f" of weight version {version}"
+        version_phrase = "" if version is None else f" of weight version {version}"
         raise ValueError(
-            f"audit: {path} holds no trainer logprobs{of_version} beside the sampler's; "
+            f"audit: {path} holds no trainer logprobs{version_phrase} beside the sampler's; "
             "name the model that drew it with --model"
         )
     return concluded(_measured(path, columns, assumed_params), tolerances)
@@ -181,7 +181,7 @@ def _measured(path: Path, columns: _Columns, assumed_params: SamplingParams | No
     figures, signal = measure(trainer, sampler), columns.signal.judged()
     log_faults = [*columns.values.faults(), *signal.faults, *check_log(columns.first, None)]
     by_version = _by_version(columns)
-    of_sampler, of_trainer = try_columns(columns.first)
+    tried_sampler, tried_trainer = try_columns(columns.first)
     distribution = check(columns.drawn(), is_doubled(log_faults))
     log = LogSection(
         logged=columns.logged,
@@ -189,8 +189,8 @@ def _measured(path: Path, columns: _Columns, assumed_params: SamplingParams | No
         no_logprobs=columns.values.counts(),
         signal=signal,
         distribution=distribution,
-        hypotheses=of_sampler,
-        trainer_column=TrainerColumn(**vars(of_trainer), distribution=distribution),
+        hypotheses=tried_sampler,
+        trainer_column=TrainerColumn(**vars(tried_trainer), distribution=distribution),
         log_faults=log_faults,
         rounding=rounding(trainer, sampler, columns.tolerances, min(columns.decimals, default=None)),
         by_version=by_version,

@@ -121,7 +121,7 @@ def _check_log(log: Path, trainer_model: str, settings: AuditSettings) -> None:
         raise ValueError(
             f"audit: {log} is a log, so it is the sampler; leave out --sampler {settings.sampler}"
         )
-    check_requests(settings.batch_invariance, of_log=True)
+    check_requests(settings.batch_invariance, reads_log=True)
 
 
 def write_reports(report: Report, folder: Path) -> None:

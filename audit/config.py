@@ -161,14 +161,14 @@ class AuditConfig(AuditSettings):
     """Completions to compare."""
 
     @property
-    def of_log(self) -> bool:
+    def reads_log(self) -> bool:
         """Whether the sampler is a log."""
         return self.sampler not in SAMPLERS
 
 
 def check(cfg: AuditConfig) -> None:
     """Raise ValueError for a pair that cannot be compared."""
-    if cfg.of_log and not Path(cfg.sampler).exists():
+    if cfg.reads_log and not Path(cfg.sampler).exists():
         refusal = _refusal(cfg.sampler, _NO_SAMPLER, "is no file")
         raise ValueError(
             f"audit: sampler {cfg.sampler} {refusal}; choose {', '.join(SAMPLERS)}, or name a log of rollouts"
@@ -178,7 +178,7 @@ def check(cfg: AuditConfig) -> None:
         raise ValueError(f"audit: trainer {cfg.trainer} {refusal}; choose {', '.join(TRAINERS)}")
     check_draw(cfg, "audit")
     cfg.tolerances.check()
-    check_requests(cfg.batch_invariance, cfg.of_log)
+    check_requests(cfg.batch_invariance, cfg.reads_log)
     for name in vars(cfg.dtypes).values():
         if name not in DTYPES:
             raise ValueError(f"audit: dtype {name} is not known; choose {', '.join(DTYPES)}")
@@ -201,9 +201,9 @@ def _refusal(name: str, reasons: Mapping[str, str], otherwise: str) -> str:
     return sampler_names.RENAMED.get(name, otherwise)
 
 
-def check_requests(requests: int, of_log: bool) -> None:
+def check_requests(requests: int, reads_log: bool) -> None:
     """Raise ValueError where batch invariance cannot be asked for. requests: 0 does not ask for it."""
-    if requests and of_log:
+    if requests and reads_log:
         raise ValueError(
             "audit: --batch_invariance compares a sampler with itself, and a log cannot draw again"
         )
@@ -213,18 +213,18 @@ def check_requests(requests: int, of_log: bool) -> None:
 
 def _check_for_sampler(cfg: AuditConfig) -> None:
     """Raise ValueError for a setting that is not for this sampler: an engine, or a log."""
-    if cfg.checkpoints and not cfg.of_log:
+    if cfg.checkpoints and not cfg.reads_log:
         raise ValueError("audit: --checkpoints says which weights may have drawn a log; name a log")
-    if cfg.adapter and not cfg.of_log:
+    if cfg.adapter and not cfg.reads_log:
         raise ValueError("audit: --adapter says which adapter may have drawn a log; name a log")
-    if cfg.weight_version is not None and not cfg.of_log:
+    if cfg.weight_version is not None and not cfg.reads_log:
         raise ValueError(
             "audit: --weight_version chooses among the rollouts of a log; "
             "an engine draws with the model's weights"
         )
-    if cfg.full_vocab and cfg.of_log:
+    if cfg.full_vocab and cfg.reads_log:
         raise ValueError("audit: --full_vocab needs an engine as sampler; a log holds the drawn tokens only")
-    if cfg.trainer_model and cfg.of_log:
+    if cfg.trainer_model and cfg.reads_log:
         raise ValueError(
             "audit: a log was drawn elsewhere, so a second model has nothing to draw with; give the "
             "trainer's alone"

@@ -24,19 +24,19 @@ _KINDS = list(Kind)
 
 def audit_run(
     run: Path,
-    every: int,
+    step_interval: int,
     n: int | None,
     settings: AuditSettings,
     out: Path,
     stage: Callable[[str], None] = silent,
 ) -> RunReport:
-    """Audit the checkpoints of a run whose step `every` divides; step 0 is the model it began with.
+    """Audit the checkpoints of a run whose step `step_interval` divides; step 0 is the model it began with.
 
     Each audit's own audit.json and audit.html go to out/step-NNNNNN. stage: is called with what begins now,
     in words. Raises ValueError for a folder without a run, for a run without such a checkpoint, and for bad
     input.
     """
-    models = _models(run, every)
+    models = _models(run, step_interval)
     reports: dict[int, Report] = {}
     for step, model in models.items():
         stage(f"step {step} ({len(reports) + 1} of {len(models)} checkpoints)")
@@ -46,7 +46,7 @@ def audit_run(
     return RunReport(
         run=str(run),
         model=f"checkpoints of {run}",
-        every=every,
+        step_interval=step_interval,
         sampler=first.sampler,
         trainer=first.trainer,
         dtypes=first.dtypes,
@@ -62,17 +62,19 @@ def audit_apart(model: Path, n: int | None, settings: AuditSettings) -> Report:
         return process.submit(run_audit, str(model), "", n, settings).result()
 
 
-def _models(run: Path, every: int) -> dict[int, Path]:
+def _models(run: Path, step_interval: int) -> dict[int, Path]:
     """The model of each step that is audited, by step."""
-    if every < 1:
-        raise ValueError(f"audit: every ({every}) must be at least 1")
+    if step_interval < 1:
+        raise ValueError(f"audit: every ({step_interval}) must be at least 1")
     base = _first_model(run)
     by_step = {0: base} if base.is_dir() else {}
     by_step |= {int(folder.name[5:]): folder for folder in reversed(checkpoint_folders(run))}
-    models = {step: folder for step, folder in by_step.items() if step % every == 0}
+    models = {step: folder for step, folder in by_step.items() if step % step_interval == 0}
     if not models:
         steps = ", ".join(map(str, by_step)) or "none"
-        raise ValueError(f"audit: {run} has no checkpoint of a step that {every} divides (it has {steps})")
+        raise ValueError(
+            f"audit: {run} has no checkpoint of a step that {step_interval} divides (it has {steps})"
+        )
     return models
 
 

@@ -33,7 +33,7 @@ class RunReport:
 
     run: str
     model: str
-    every: int
+    step_interval: int = field(metadata={"json": "every"})
     sampler: str
     trainer: str
     dtypes: Dtypes = field(metadata=PART)

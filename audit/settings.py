@@ -95,24 +95,24 @@ def assumed(
 
 def versions() -> dict[str, str]:
     """The versions of Python and of the installed packages that decide bits."""
-    known = {name: found for name in _PACKAGES if (found := _version(name))}
+    known = {name: installed for name in _PACKAGES if (installed := _version(name))}
     return known | {"python": platform.python_version()}
 
 
 def distribution(params: DrawnWith) -> str:
     """Sampling parameters in words. Temperature, top-p and top-k are there where they are off, too."""
-    of_tokens = ""
+    token_limits = ""
     if params.biased_tokens:
-        of_tokens += f", a bias of {params.biased_tokens:,} tokens"
+        token_limits += f", a bias of {params.biased_tokens:,} tokens"
     if params.allowed_tokens is not None:
-        of_tokens += f", {params.allowed_tokens:,} tokens allowed"
+        token_limits += f", {params.allowed_tokens:,} tokens allowed"
     if params.temperature == 0.0:
-        return f"greedy (temperature 0; log-probabilities of temperature 1){of_tokens}"
+        return f"greedy (temperature 0; log-probabilities of temperature 1){token_limits}"
     top_k, top_p = params.top_k, params.top_p
     min_p = "" if params.min_p is None else f", min-p {params.min_p:g}"
     return (
         f"temperature {params.temperature:g}, top-p {'off' if top_p >= 1.0 else f'{top_p:g}'}, "
-        f"top-k {'off' if top_k <= 0 else top_k}{min_p}{of_tokens}"
+        f"top-k {'off' if top_k <= 0 else top_k}{min_p}{token_limits}"
     )
 
 

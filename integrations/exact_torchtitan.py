@@ -82,7 +82,7 @@ class ExactModel(CausalLM, BaseModel):
         self.mesh: DeviceMesh | None = None  # of the ranks, once FSDP has sharded the model
 
     def verify_module_protocol(self) -> None:
-        """See BaseModel. The modules below hold Parameters only, and torchtitan builds none of them."""
+        """The modules below hold Parameters only, and torchtitan builds none of them."""
 
     def init_states(self, *, buffer_device: torch.device | None = None) -> None:
         """Read this rank's pieces of the model's folder."""
@@ -148,12 +148,11 @@ class ExactTrainer(Trainer):
     def post_dataloading_process(
         self, input_dict: dict[str, torch.Tensor], labels: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
-        """See Trainer."""
         inputs, labels, others = super().post_dataloading_process(input_dict, labels)
         return inputs, labels, others | {"labels": labels}
 
     def forward_backward_step(self, **named: Any) -> torch.Tensor:
-        """See Trainer. After the last backward of a step, the gradients are the tree's root."""
+        """After the last backward of a step, the gradients are the tree's root."""
         loss = super().forward_backward_step(**named)
         model = self.model_parts[0]
         gradients = [p.grad.to_local() for p in model.parameters()]
@@ -171,11 +170,9 @@ class HuggingFaceNames(StateDictAdapter):
     """The names of ExactModel are Hugging Face's already. A tied lm_head is in no checkpoint."""
 
     def to_hf(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """See StateDictAdapter."""
         return {name: x for name, x in state_dict.items() if not (self._tied and name == _TIED[0])}
 
     def from_hf(self, hf_state_dict: dict[str, Any]) -> dict[str, Any]:
-        """See StateDictAdapter."""
         return hf_state_dict | ({_TIED[0]: hf_state_dict[_TIED[1]]} if self._tied else {})
 
     @property

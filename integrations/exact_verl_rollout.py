@@ -70,7 +70,7 @@ class ExactServer:
     async def generate(
         self, prompt_ids: list[int], sampling_params: dict[str, Any], request_id: str, **others: Any
     ) -> TokenOutput:
-        """See verl's vLLMHttpServer. Raises ValueError for what the native sampler does not draw from."""
+        """Raises ValueError for what the native sampler does not draw from."""
         given = [name for name, value in others.items() if value is not None]
         if given:
             raise ValueError(f"exact_verl: {given[0]} is refused: the kernels read text only")
@@ -180,10 +180,10 @@ class ExactRollout(rollouts.BaseRollout):
         self.replica_rank = device_mesh.get_rank() if replica_rank < 0 else replica_rank
 
     async def resume(self, tags: list[str]) -> None:
-        """See BaseRollout. The server keeps its weights, and no cache between two calls."""
+        """The server keeps its weights, and no cache between two calls."""
 
     async def release(self) -> None:
-        """See BaseRollout."""
+        """Nothing is given up, for the reason that `resume` gives."""
 
     @torch.no_grad()
     async def update_weights(
@@ -194,7 +194,7 @@ class ExactRollout(rollouts.BaseRollout):
         peft_config: Any = None,
         **_: Any,
     ) -> None:
-        """See BaseRollout. Raises ValueError for adapters and for weights as differences."""
+        """Raises ValueError for adapters and for weights as differences."""
         if peft_config is not None or wire_format != "named_tensors":
             raise ValueError(
                 "exact_verl: adapters and weights as differences are refused; send whole weights"

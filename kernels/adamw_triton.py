@@ -60,7 +60,7 @@ def adamw(
     numbers: tuple[float, ...],
     out: torch.Tensor | None,
 ) -> None:
-    """See adamw.adamw. numbers: an adamw.AdamW."""
+    """The update of adamw.adamw. numbers: an adamw.AdamW."""
     n, (grad_scale, lr, beta1, beta2, correction1, correction2, eps) = master.numel(), numbers
     if not n:
         return

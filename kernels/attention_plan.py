@@ -111,7 +111,7 @@ class AttentionPlan:
 
     @property
     def host_tensors(self) -> list[torch.Tensor]:
-        """See upload.Tables: those of the spans, in the order of their fields."""
+        """The tensors of the spans, in the order of their fields."""
         return [x for x in self._host_spans if isinstance(x, torch.Tensor)]
 
     def arrived(self, device: torch.device, tensors: Sequence[torch.Tensor]) -> None:

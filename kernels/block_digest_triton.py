@@ -27,7 +27,7 @@ def _block_digests(x_ptr, key_ptr, block_ptr, digest_ptr, BLOCK: tl.constexpr, T
 
 
 def block_digests(x: torch.Tensor, blocks: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-    """See block_digest.block_digests. keys [2, elements of a block at most] int64."""
+    """The digests of block_digest.block_digests. keys [2, elements of a block at most] int64."""
     digests = torch.empty(len(blocks), len(keys), dtype=torch.int64, device=x.device)
     words = x.detach().view(torch.int16 if x.element_size() == 2 else torch.int32)
     if len(blocks):

@@ -57,7 +57,7 @@ def combine_bwd_ref(
 def _backward(
     dy: torch.Tensor, h: torch.Tensor, w: torch.Tensor, q: torch.Tensor, rows: Rows
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """See combine_bwd_ref."""
+    """The results of combine_bwd_ref; on a GPU by the Triton kernels."""
     if not on_triton(h):
         return combine_bwd_ref(dy, h, w, q, rows)
     from .combine_experts_triton import combine_bwd

@@ -16,7 +16,7 @@ def draw_on_cpp(z: torch.Tensor) -> bool:
 
 
 def drawn_logprobs(z: torch.Tensor, u: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """See draw.drawn_logprobs; not greedy."""
+    """The ids and logp of draw.drawn_logprobs, not greedy."""
     (T, V), z = z.shape, z.contiguous()
     shifted = torch.empty_like(z)
     call("draw_shift", None, z, shifted, T, V)
@@ -26,7 +26,7 @@ def drawn_logprobs(z: torch.Tensor, u: torch.Tensor) -> tuple[torch.Tensor, torc
 
 
 def uniforms(counter: torch.Tensor, seed: int, stream: int) -> torch.Tensor:
-    """See uniforms.uniforms. counter [4, n] int64."""
+    """The numbers of uniforms.uniforms. counter [4, n] int64."""
     counter = counter.contiguous()
     u = torch.empty(counter.shape[1], dtype=torch.float64)
     call("uniforms", None, counter, u, len(u), seed, stream)

@@ -126,7 +126,7 @@ def _pick(
 def draw_tokens(
     logits: torch.Tensor, u: torch.Tensor, temperature: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """See draw.draw_tokens. logits [n, V], u [n] -> ids [n], logp [n]."""
+    """The tokens of draw.draw_tokens. logits [n, V], u [n] -> ids [n], logp [n]."""
     logits, (n, V), device = dense(logits), logits.shape, logits.device
     tiles = ceil_div(V, TILE)
     largest = torch.empty(n, SPLITS, dtype=torch.float32, device=device)

@@ -69,7 +69,7 @@ class RowIds:
 
     @cached_property
     def sorted(self) -> "SortedIds":
-        """See embedding_triton.sorted_ids."""
+        """The ids in ascending order, and where each one was."""
         from .embedding_triton import sorted_ids
 
         return sorted_ids(self.ids)

@@ -138,7 +138,7 @@ def _runs_of_experts(
 
 @dataclass(frozen=True)
 class ExpertTables:
-    """See expert_rows.ExpertRows: the rows that the tokens' experts make, as tables on a device.
+    """ExpertRows on a device: the rows that the tokens' experts make, as tables.
 
     shape: T and k. block_m: the most rows of a row tile.
     """

@@ -31,7 +31,7 @@ def _merge(y_ptr, w_ptr, b_ptr, a_ptr, N, K, rank, s, ROWS: tl.constexpr, COLS: 
 
 
 def merge(y: torch.Tensor, w: torch.Tensor, b: torch.Tensor, a: torch.Tensor, s: float) -> None:
-    """See merge.merge."""
+    """Write w + s (b a) to `y`; merge.merge has checked the shapes."""
     N, K = w.shape
     launch(
         _merge,

@@ -104,7 +104,7 @@ class TokenBlocks:
 
     @property
     def host_tensors(self) -> tuple[torch.Tensor, ...]:
-        """See upload.Tables: those of BlockTables. All but the first may have been made on the device."""
+        """The tensors of BlockTables. All but the first may have been made on the device."""
         tables = torch.tensor(self.shards, dtype=torch.int32), self.first, self.rows
         return tables if self.sequences is None else (*tables, self.sequences)
 

@@ -31,7 +31,7 @@ def _uniforms(counter_ptr, u_ptr, n, stride, seed, stream, ROWS: tl.constexpr):
 
 
 def uniforms(counter: torch.Tensor, seed: int, stream: int) -> torch.Tensor:
-    """See uniforms.uniforms. counter [4, n] int64, with contiguous rows."""
+    """The numbers of uniforms.uniforms. counter [4, n] int64, with contiguous rows."""
     n = counter.shape[1]
     assert n == 1 or counter.stride(1) == 1, counter.stride()
     u = torch.empty(n, dtype=torch.float64, device=counter.device)

@@ -336,7 +336,7 @@ class CausalLM(nn.Module):
             self.lm_head.register_parameter("weight", self.model.embed_tokens.weight)
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
-        """See nn.Module: .to, .cuda, .bfloat16 and so on. The Parameters then lie in one memory again."""
+        """nn.Module's .to, .cuda, .bfloat16 and so on. The Parameters then lie in one memory again."""
         super()._apply(fn, recurse)
         self._tie()
         if self._can_lie_flat():

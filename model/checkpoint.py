@@ -153,7 +153,7 @@ def read_rows(folder: Path, layout: Layout, rows: Mapping[str, slice]) -> dict[s
 def _rows_of_experts(
     stored: Any, layout: Layout, name: str, rows: Mapping[str, slice]
 ) -> dict[str, torch.Tensor]:
-    """See read_rows, for a tensor that holds those of all experts of a layer, [E, n R, ...], n of each."""
+    """The rows of read_rows in a tensor that holds all experts of a layer, [E, n R, ...], n of each."""
     weight, (experts, width, _) = layout.fused[name]
     parts = layout.entries[weight].parts
     per_expert = len(parts) // experts

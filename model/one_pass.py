@@ -110,7 +110,7 @@ class OnePassContext(NarrowingContext):
     def attend(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
     ) -> torch.Tensor:
-        """See decoder.Context. In the last layer only the rows of the samples, [n, Hq, D]."""
+        """In the last layer it returns only the rows of the samples, [n, Hq, D]."""
         (q, q_prompts, q_padding), (k, k_prompts, _), (v, v_prompts, _) = map(self.by_kind, (q, k, v))
         kv = torch.stack([k_prompts, v_prompts], dim=1).view(self.rows[1], -1)
         # The gradient of a prompt's keys and values is summed over its samples in fp32, and rounded once.

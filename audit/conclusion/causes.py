@@ -50,7 +50,7 @@ def _vocab_differs(measured: Measurements) -> bool:
 
 def _not_drawn(measured: Measurements) -> Finding | None:
     """What the numbers of a log say against a column, whatever the other one is."""
-    return measured.log and measured.log.distribution.found
+    return measured.log and measured.log.distribution.fault
 
 
 def _rounded_log(measured: Measurements) -> Finding | None:

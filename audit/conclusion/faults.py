@@ -41,7 +41,7 @@ def _not_drawn_from_the_columns(measured: Measurements) -> Finding | None:
         # Of two columns alone, one whose numbers are known to be wrong is no witness against the other.
         wrong = is_exact(measured.log.hypotheses) or trainer_column_fault(measured)
         witness = not (measured.columns_alone and wrong)
-        return measured.log.distribution.found if witness else None
+        return measured.log.distribution.fault if witness else None
     if not not_drawn_from(measured.figures):
         return None
     return Finding(

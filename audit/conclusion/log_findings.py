@@ -27,7 +27,7 @@ def is_exact(tried: Tried) -> bool:
 
 def _missing_cut(tried: TrainerColumn) -> Finding | None:
     """A cut that the trainer's column lacks. One that no line declares is a guess, below an exact cause."""
-    missing = tried.distribution.found
+    missing = tried.distribution.fault
     if not missing or not missing.kind.startswith("trainer"):
         return None
     return None if missing.kind.endswith(ANY_CUT) and is_exact(tried) else missing

@@ -191,7 +191,7 @@ def _negative(measured: Measurements) -> str:
 def _below_one(measured: Measurements) -> str:
     """A trainer with mass where the sampler draws nothing; empty where the cause says so already."""
     ratio = measured.figures.mean_ratio
-    named = measured.log and measured.log.distribution.found
+    named = measured.log and measured.log.distribution.fault
     if named or not mass_missing(ratio, measured.figures.tokens):
         return ""
     return (

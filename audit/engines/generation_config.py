@@ -27,9 +27,9 @@ def not_obeyed(folder: Path, sampler: str) -> list[str]:
     """That an audit's sampler drew without these values, as a note of a report; none where there are none."""
     if not (given := generation_defaults(folder)):
         return []
-    said = ", ".join(f"{name} {value:g}" for name, value in given.items())
+    asked_values = ", ".join(f"{name} {value:g}" for name, value in given.items())
     return [
-        f"The checkpoint's {NAME} asks for {said}. {sampler} drew here without it: with the settings of this "
-        "audit alone. Where your own sampler obeys it, give the audit the same values (--temperature, "
-        "--top_p, --top_k, --min_p), or switch it off there (vLLM: generation_config='vllm')."
+        f"The checkpoint's {NAME} asks for {asked_values}. {sampler} drew here without it: with the settings "
+        "of this audit alone. Where your own sampler obeys it, give the audit the same values "
+        "(--temperature, --top_p, --top_k, --min_p), or switch it off there (vLLM: generation_config='vllm')."
     ]

@@ -57,7 +57,7 @@ class HfEngine(HfGenerator):
     def score(
         self, pairs: Sequence[Pair], sampling_params: SamplingParams, together: bool = True
     ) -> list[np.ndarray]:
-        """See Engine. Sequences are padded on the right."""
+        """Sequences are padded on the right."""
         scores, size = [], TOGETHER if together else 1
         for start in range(0, len(pairs), size):
             batch = pairs[start : start + size]

@@ -30,7 +30,7 @@ def make_engines(
         engine = _engine("vllm", folders[0], device, tiles, dtype, head)
         return engine, engine
     sampler = None
-    if not cfg.of_log:
+    if not cfg.reads_log:
         beside_vllm = cfg.trainer == "vllm"
         sampler = _engine(cfg.sampler, folders[0], device, tiles, *sampler_dtypes, beside_vllm)
     return sampler, _engine(cfg.trainer, folders[1], device, tiles, dtype, head)

@@ -88,7 +88,7 @@ class VllmZeroklEngine(ZeroklEngine):
         return torch.cat(hidden_of_passes)
 
     def settings(self) -> Settings:
-        """See Engine. Of a vLLM in another process, only our decoder's."""
+        """Of a vLLM in another process, only our decoder's settings are known."""
         return super().settings() if self.traced_outside else vllm_settings(self.sampler.llm)
 
     def drop_caches(self) -> bool:
@@ -116,9 +116,7 @@ class VllmEngine(VllmGenerator):
     def score(
         self, pairs: Sequence[Pair], sampling_params: SamplingParams, together: bool = True
     ) -> list[np.ndarray]:
-        """See Engine.
-
-        vLLM's prompt logprobs ignore temperature and filters. Where one of them is set, vLLM's logits go
+        """vLLM's prompt logprobs ignore temperature and filters. Where one of them is set, vLLM's logits go
         through the steps of its sampler instead.
         """
         if not self.scores_together(sampling_params):
@@ -182,7 +180,7 @@ class VllmEngine(VllmGenerator):
         return vllm_settings(self.llm)
 
     def decode(self, pairs: Sequence[Pair], sampling_params: SamplingParams) -> None:
-        """See Engine. It returns None: vLLM cannot be told which tokens to draw."""
+        """It returns None: vLLM cannot be told which tokens to draw."""
 
     def trace(self, pair: Pair, sampling_params: SamplingParams) -> Trace:
         trace = self._hooked(pair, lambda model, record: _hooks(model, record, self._config))

@@ -17,7 +17,7 @@ A token of temperature 0 was not drawn from any column, and is passed over.
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -91,7 +91,7 @@ class Distribution:
     """Whether tokens were drawn from the columns. Nothing is known where no token was judged."""
 
     tokens: int
-    found: Finding | None = None  # the fault
+    fault: Finding | None = field(default=None, metadata={"json": "found"})
     mean_ratio: MeanRatio | None = None
     signs: Signs | None = None
     repeats: Repeats | None = None

@@ -101,6 +101,6 @@ def _variance(p: np.ndarray) -> float:
     sum p^2 and sum p^3: the means of p and of p^2 over the drawn tokens.
     """
     n, square, cube = len(p), float(p.mean()), float((p * p).mean())
-    of_one = max(cube - square * square, 0.0) / 4.0
-    of_pair = max(square - 1.5 * cube + 0.5 * square * square, 0.0)
-    return (4.0 * (n - 2) * of_one + 2.0 * of_pair) / (n * (n - 1))
+    projection_variance = max(cube - square * square, 0.0) / 4.0
+    pair_variance = max(square - 1.5 * cube + 0.5 * square * square, 0.0)
+    return (4.0 * (n - 2) * projection_variance + 2.0 * pair_variance) / (n * (n - 1))

@@ -102,10 +102,10 @@ def _in_their_dtype(tried: Tried, evidence: Evidence, lines: Sequence[LoggedRoll
 
 def _without_undeclared_cut(column: TrainerColumn) -> TrainerColumn:
     """The column, which does not lack a cut that the log does not declare: the model has none."""
-    fault = column.distribution.found
+    fault = column.distribution.fault
     if not fault or fault.kind != f"trainer without {ANY_CUT}":
         return column
-    return replace(column, distribution=replace(column.distribution, found=None))
+    return replace(column, distribution=replace(column.distribution, fault=None))
 
 
 def _drawn_only(line: Line, part: slice) -> Line:

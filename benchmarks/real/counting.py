@@ -36,7 +36,6 @@ class Counting:
         self._splits = split_problems(problems, train, held_out, "counting")
 
     def problems(self, split: str) -> list[Problem]:
-        """See Task."""
         return self._splits[split]
 
     def reward(self, problem: Problem, completion: str) -> float:

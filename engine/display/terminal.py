@@ -22,7 +22,6 @@ class Printer(PipedConsole):
     """
 
     def render_str(self, text: str, **options: Any) -> Text:
-        """See rich.console.Console."""
         return super().render_str(printable(text), **options)
 
     def say(self, text: str) -> None:

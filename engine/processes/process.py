@@ -135,7 +135,7 @@ class ForkServer:
     def start_keeper(
         self, entry: str, fds: Sequence[int], output: int, env: Mapping[str, str]
     ) -> subprocess.Popen:
-        """See Process. Returns the process that forks. Where it has ended, nothing is started."""
+        """Returns the process that forks. Where it has ended, nothing is started."""
         with suppress(BrokenPipeError, ConnectionResetError):
             socket.send_fds(self._connection, [b"k"], [*fds, output])
             self._channel.send(json.dumps([entry, dict(env)]).encode())

@@ -27,7 +27,7 @@ from .types import Completion, Request, RequestSource
 
 
 class PassLimits(NamedTuple):
-    """See NativeSampler."""
+    """The most that one worker of a NativeSampler computes together: samples, and prompt tokens of a pass."""
 
     max_concurrency: int
     max_batch_tokens: int

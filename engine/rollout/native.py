@@ -86,7 +86,7 @@ class NativeSampler:
         self._decoding: dict[_Kind, DecodeRows] = {}
 
     def sync_weights(self, version: int) -> None:
-        """See Sampler. The decoder's weights are the trainer's, or their owner has changed them already."""
+        """Name the new version: the decoder's weights are those of the trainer, or are changed already."""
         self.end_turns()
         self.version = version
 
@@ -102,11 +102,10 @@ class NativeSampler:
 
     @torch.no_grad()
     def generate(self, requests: Sequence[Request]) -> list[Completion]:
-        """See Sampler.
+        """Complete the requests: those of one kind run together, one kind after another.
 
-        Requests of one kind run together, one kind after another. Raises ValueError for an empty prompt, for
-        a prompt that is too long, or where the cache cannot hold one sample. Raises FloatingPointError where
-        logits are not finite.
+        Raises ValueError for an empty prompt, for a prompt that is too long, or where the cache cannot hold
+        one sample. Raises FloatingPointError where logits are not finite.
         """
         self.tokens_read = self.tokens_cached = 0
         if not requests:  # a rank without a share: its times are zeros, as the trainer's are
@@ -122,7 +121,7 @@ class NativeSampler:
 
     @torch.no_grad()
     def serve(self, source: RequestSource) -> None:
-        """See ContinuousSampler. The first requests are all that can be ready, so that they share memory.
+        """The first requests are all that can be ready, so that they share memory.
 
         Raises as `generate` does.
         """

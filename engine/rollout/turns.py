@@ -298,7 +298,7 @@ class _Turns:
         self._player.environments.ask(play.game)
 
     def ready(self, at_least: float) -> list[tuple[int, Request]]:
-        """See RequestSource. In the order of the places, so that equal prompts stand side by side."""
+        """They come in the order of the places, so that equal prompts stand side by side."""
         if self._answering and not at_least:
             self._collect(wait=False)
         with self._player.station("time/environment_s") if at_least else nullcontext():
@@ -320,7 +320,7 @@ class _Turns:
             self._ready.append(place)
 
     def completed(self, place: int, completion: Completion) -> None:
-        """See RequestSource. The environment begins to answer at once."""
+        """The environment begins to answer at once."""
         play, self.version = self._plays[place], completion.weight_version
         self._player.drawn(play, self._requests.pop(place), completion)
         if not play.finish:

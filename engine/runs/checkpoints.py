@@ -212,8 +212,8 @@ def _wrong_state(checkpoint: Checkpoint, ledger: LedgerFile) -> str | None:
 def unchecked(checkpoint: Checkpoint, ledger: LedgerFile) -> list[str]:
     """What of an intact checkpoint the ledger has no hash of."""
     hashes = ledger.lines[checkpoint.step - 1].quantities if checkpoint.step else {}
-    of_state = [words for name, words in _HASHED.items() if checkpoint.step and name not in hashes]
-    return of_state + (["weights of earlier steps"] if checkpoint.older_versions else [])
+    unhashed = [words for name, words in _HASHED.items() if checkpoint.step and name not in hashes]
+    return unhashed + (["weights of earlier steps"] if checkpoint.older_versions else [])
 
 
 def usable_checkpoint(folder: Path, ledger: LedgerFile, config: Config) -> tuple[Checkpoint | None, str]:

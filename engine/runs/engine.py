@@ -31,7 +31,7 @@ from .trained import adapters_before
 
 
 class Engine(NamedTuple):
-    """See TrainState."""
+    """What a run computes with, which becomes a part of its TrainState."""
 
     policy: Decoder
     optimizer: Optimizer
@@ -114,8 +114,8 @@ def _of_adapters(run: EngineInputs) -> tuple[WholeWeights, Optimizer, ShardedAda
 
 def _sharded_model(run: EngineInputs, adapters: Mapping[str, LowRankBuffers] | None = None) -> ShardedModel:
     recompute = run.config.recompute == "layer"
-    of_model = run.folder, run.layout, run.dtype, numerics_of(run.config), recompute
-    return ShardedModel(*of_model, run.ranks, run.device, adapters or {})
+    model_arguments = run.folder, run.layout, run.dtype, numerics_of(run.config), recompute
+    return ShardedModel(*model_arguments, run.ranks, run.device, adapters or {})
 
 
 def _reference(run: EngineInputs, folder: Path, ref_config: ModelConfig, micro_batch: int) -> GatheredScorer:

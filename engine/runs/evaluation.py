@@ -80,11 +80,11 @@ class HeldOut:
             return metrics, None
         training = self._of_training(self._state.evaluator)
         metrics[TRAINING_REWARD] = training.mean_reward
-        of_sampler, line = self._of_sampler(result, training) if self._compares else ({}, None)
-        return metrics | of_sampler, line
+        sampler_metrics, line = self._of_sampler(result, training) if self._compares else ({}, None)
+        return metrics | sampler_metrics, line
 
     def _of_sampler(self, held_out: Episodes, training: Episodes) -> tuple[dict[str, float], str | None]:
-        """See metrics. held_out, training: those of the trainer's policy."""
+        """The metrics of the sampler's policy, and the line. held_out, training: of the trainer's policy."""
         sampler = self._state.sampler
         pairs = {
             "training": (self._of_training(sampler), training),
@@ -94,7 +94,7 @@ class HeldOut:
             SAMPLER_TRAINING_REWARD: pairs["training"][0].mean_reward,
             SAMPLER_REWARD: pairs["held-out"][0].mean_reward,
         }
-        lines = [line for of, pair in pairs.items() if (line := _difference(*pair, of))]
+        lines = [line for problems, pair in pairs.items() if (line := _difference(*pair, problems))]
         if not lines or (self._warned and self._state.step < self._config.steps):
             return metrics, None
         self._warned = True
@@ -130,13 +130,13 @@ class HeldOut:
         )
 
 
-def _difference(of_sampler: Episodes, of_trainer: Episodes, problems: str) -> str | None:
+def _difference(by_sampler: Episodes, by_trainer: Episodes, problems: str) -> str | None:
     """How much better the sampler's policy is, or worse; None where chance explains it.
 
     Both have the same problems, so the difference is of each problem, and its error over problems. problems:
     what they are called.
     """
-    a, b = (episodes.rewards.mean(axis=1) for episodes in (of_sampler, of_trainer))
+    a, b = (episodes.rewards.mean(axis=1) for episodes in (by_sampler, by_trainer))
     difference, error = mean(a - b), standard_error(a - b, [1] * len(a))
     if not abs(difference) > _ERRORS_APART * error:  # the error of one problem is NaN
         return None

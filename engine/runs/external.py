@@ -46,7 +46,6 @@ class ExternalSampler:
         self._engine.load_weights(self._layout.checkpoint_views(self._weights()))
 
     def sync_weights(self, version: int) -> None:
-        """See Sampler."""
         self._load()
         self.version = version
 

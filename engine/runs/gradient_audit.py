@@ -119,11 +119,11 @@ def run_gradient_bias(
         stage(f"{draws} exact gradients")
         exact = [exact_gradient(state, RngKey(seed, i, Stream.GRADIENT_EXACT)) for i in places]
         losses: dict[str, dict[str, Bias]] = {}
-        of_all = None
+        whole_products = None
         for name, products in loss_products(state, measured_losses(state), sampled, exact):
             stage(f"{draws} gradients of the loss {name}")
             losses[name] = {layer: estimate(x) for layer, x in products.items()}
-            of_all = products[WHOLE]
+            whole_products = products[WHOLE]
         layers = [layer for layer in losses["own"] if layer != WHOLE]
         return DrawnBias(
             step=state.step,
@@ -131,7 +131,7 @@ def run_gradient_bias(
             draws=draws,
             prompts=config.prompts,
             num_generations=config.rollouts_per_prompt,
-            exact=of_exact(of_all[draws:, draws:]),
+            exact=of_exact(whole_products[draws:, draws:]),
             losses={name: by_layer[WHOLE] for name, by_layer in losses.items()},
             layers={layer: {name: x[layer] for name, x in losses.items()} for layer in layers},
         )

@@ -143,7 +143,7 @@ def _initialise(
     task: Task | EnvironmentTask,
     player_of: Callable[[Tokenizer], EpisodePlayer],
 ) -> dict[str, Any]:
-    """See initialise. report: what is asked for. Returns it with what became of it."""
+    """Write what `initialise` promises. report: what is asked for. Returns it with what became of it."""
     seed, characters = report["seed"], character_tokenizer()
     decoder = random_decoder(report["preset"], len(characters), seed, init.sizes)
     scratch = out.with_name(f".{out.name}.tokenizer")

@@ -61,11 +61,9 @@ class DrawingSampler:
 
     @property
     def samples_at_once(self) -> int | None:
-        """See Sampler."""
         return self._drawing.sampler.samples_at_once
 
     def end_turns(self) -> None:
-        """See Sampler."""
         self._drawing.sampler.end_turns()
 
     def generate(self, requests: Sequence[Request]) -> list[Completion]:
@@ -126,7 +124,7 @@ class LaggedSampler(_Lagged, DrawingSampler):
 
     @torch.no_grad()
     def sync_weights(self, version: int) -> None:
-        """See Sampler. It is called once for each step."""
+        """It is called once for each step."""
         self._push(version)
         due = self.older.due()
         self._drawing.flat.copy_(due.sampled)
@@ -158,13 +156,12 @@ class PooledSampler(_Lagged):
         self._before = replace(self._pool.counts)
 
     def sync_weights(self, version: int) -> None:
-        """See Sampler. It is called once for each step."""
+        """It is called once for each step."""
         self._push(version)
         kept = self.older.versions
         self._published = {v: published for v, published in self._published.items() if v in kept}
 
     def pinned(self, ahead: int = 0) -> PinnedSampler:
-        """See PinnedSamplers."""
         due, pool = self.older.due(ahead), self._config.pool
         if due.version not in self._published:
             sent = self._pool.cluster.publish(weight_bytes(due.sampled))
@@ -179,7 +176,6 @@ class PooledSampler(_Lagged):
         )
 
     def metrics(self, step_s: float) -> dict[str, float]:
-        """See PinnedSamplers."""
         before, self._before = self._before, replace(self._pool.counts)
         busy_s, tokens = self._before.busy_s - before.busy_s, self._before.tokens - before.tokens
         return {

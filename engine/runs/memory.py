@@ -180,13 +180,13 @@ def _gradient_bytes(run: RunShape, sizes: PassSizes) -> int:
     """
     if run.config.parallel.engine == "fsdp":
         # A leaf, the tree over the rounds, the rank's slice, and the slice on its way back to the pieces.
-        of_rank = (3 + _levels(run.shards_of_a_rank)) * run.trained_numel // run.ranks
-        return 4 * (of_rank + (run.trained_numel if run.adapters else 0))
+        rank_elements = (3 + _levels(run.shards_of_a_rank)) * run.trained_numel // run.ranks
+        return 4 * (rank_elements + (run.trained_numel if run.adapters else 0))
     trained, rounds = run.trained_numel, run.shards_of_a_rank // sizes.shards_at_once
     in_flight = min(sizes.shards_in_flight, sizes.shards_at_once)
     whole = in_flight * (trained + run.lm_head_elements) + _levels(sizes.shards_at_once) * trained
-    of_slice = (1 + _levels(rounds)) * trained // run.ranks if run.ranks > 1 else 0
-    return 4 * (whole + of_slice)
+    slice_elements = (1 + _levels(rounds)) * trained // run.ranks if run.ranks > 1 else 0
+    return 4 * (whole + slice_elements)
 
 
 class ShardedBytes(NamedTuple):
@@ -204,7 +204,7 @@ class ShardedBytes(NamedTuple):
 
 
 def sharded_bytes(run: RunShape) -> ShardedBytes:
-    """See ShardedBytes. A gradient is whole four times: summed, handed over, sent and received.
+    """The bytes of a run. A gradient is whole four times: summed, handed over, sent and received.
 
     Beside a layer the next one is gathered, and a layer's fused weights are copies of their parts.
     """
@@ -214,8 +214,8 @@ def sharded_bytes(run: RunShape) -> ShardedBytes:
     computing = size * (outside + 3 * layer)
     spread = 4 * layout.numel + size * run.ref_numel
     if run.adapters:
-        of_adapters = run.adapters.numel * (4 + 8 // run.ranks)
-        persistent = (spread + run.base.itemsize * layout.trained_numel) // run.ranks + of_adapters
+        adapter_bytes = run.adapters.numel * (4 + 8 // run.ranks)
+        persistent = (spread + run.base.itemsize * layout.trained_numel) // run.ranks + adapter_bytes
     else:
         persistent = (spread + 8 * layout.trained_numel) // run.ranks
         computing += 16 * max(layer, outside)
@@ -315,7 +315,7 @@ def fit(run: RunShape, device: torch.device) -> PassSizes:
 
 
 def fit_into(run: RunShape, free: int) -> PassSizes:
-    """See fit. free: bytes of the GPU, before the run has put anything on it."""
+    """The sizes of `fit` on a GPU. free: its bytes, before the run has put anything on it."""
     config, shards = run.config, run.shards_of_a_rank
     buffer_bytes = 4 * (run.trained_numel + run.lm_head_elements)
     most = max(1, int(_GRADIENT_SHARE * free) // buffer_bytes)

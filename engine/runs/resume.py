@@ -95,8 +95,8 @@ class Resumption:
             )
         if (name := frozen_name(key)) is not None:
             return self._altered_frozen(name, was, now)
-        of_model = key.startswith("model.")
-        file = "config.json of the run's first model" if of_model else self.path / "config.toml"
+        is_model_key = key.startswith("model.")
+        file = "config.json of the run's first model" if is_model_key else self.path / "config.toml"
         return f"{key} is {now!r} in {file} and {was!r} in the ledger; the file was altered"
 
     def _altered_frozen(self, name: str, was: str | None, now: str | None) -> str:

@@ -53,8 +53,8 @@ def rollout_line(record: StepRecord, p: int, g: int, G: int) -> dict[str, Any]:
     if episodes.turn_rewards is not None:
         line["turn_rewards"] = episodes.turn_rewards[i]
         line |= {"error": episodes.errors[i]} if episodes.errors[i] else {}
-    if record.trainer_logprobs is not None and (own := record.trainer_logprobs[i]) is not None:
-        line["trainer_logprobs"] = _by_place(r, own)
+    if record.trainer_logprobs is not None and (logprobs := record.trainer_logprobs[i]) is not None:
+        line["trainer_logprobs"] = _by_place(r, logprobs)
     return json_ready(line)
 
 
@@ -70,7 +70,7 @@ def _advantage(record: StepRecord, p: int, g: int, G: int) -> float | list[float
     return float(A.rows[i][0]) if A.shape else _by_place(record.episodes.rollouts[i], A.rows[i])
 
 
-def _by_place(rollout: Rollout, of_tokens: np.ndarray) -> list[float | None]:
-    """of_tokens [C] as a list for completion_ids; None for a token that was not drawn."""
-    values = iter(of_tokens.tolist())
+def _by_place(rollout: Rollout, by_token: np.ndarray) -> list[float | None]:
+    """by_token [C] as a list for completion_ids; None for a token that was not drawn."""
+    values = iter(by_token.tolist())
     return [next(values) if drawn else None for drawn in rollout.mask]

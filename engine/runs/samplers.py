@@ -222,30 +222,30 @@ def copied_weight_bytes(config: Config) -> int:
     They are beside those of the trainer.
     """
     compute = DTYPES[config.dtype].itemsize
-    of_sampler = DTYPES[config.precision.sampler_dtype or config.dtype].itemsize
+    sampler_bytes = DTYPES[config.precision.sampler_dtype or config.dtype].itemsize
     in_engine = 0  # those that the engine itself holds
     if config.sampler in EXTERNAL or config.sampler == "vllm-exact":
-        in_engine = of_sampler
+        in_engine = sampler_bytes
     if config.sampler == "vllm-zerokl" and config.vllm.cuda_graphs:
-        in_engine = of_sampler
+        in_engine = sampler_bytes
     if not (is_separate(config) or config.pool.engine):
         return in_engine
-    drawing = in_engine + (4 if config.sampler in EXTERNAL else of_sampler)
+    drawing = in_engine + (4 if config.sampler in EXTERNAL else sampler_bytes)
     if config.pool.engine or config.staleness_schedule == "lagged":
-        return _lagged_weight_bytes(config, compute, of_sampler, drawing)
+        return _lagged_weight_bytes(config, compute, sampler_bytes, drawing)
     delayed = 4 * (config.perturb.delay + 1) if config.perturb.delay else 0
     return drawing + delayed + (compute if config.max_staleness and config.sampler_differs else 0)
 
 
-def _lagged_weight_bytes(config: Config, compute: int, of_sampler: int, drawing: int) -> int:
-    """See copied_weight_bytes.
+def _lagged_weight_bytes(config: Config, compute: int, sampler_bytes: int, drawing: int) -> int:
+    """copied_weight_bytes where the sampler draws from older weights.
 
-    compute, of_sampler: bytes of a weight of the trainer and of the sampler. drawing: of all copies of one
+    compute, sampler_bytes: bytes of a weight of the trainer and of the sampler. drawing: of all copies of one
     version that a sampler of this process has.
     """
     assert config.lag is not None
     has_scored = bool(config.lag) and config.sampler_differs
-    kept = (config.lag + 1) * (of_sampler + has_scored * compute)  # older_weights.py
+    kept = (config.lag + 1) * (sampler_bytes + has_scored * compute)  # older_weights.py
     if config.pool.engine:
         return kept + bool(config.lag) * compute  # the scorer's
     return kept + drawing + has_scored * compute
@@ -303,10 +303,7 @@ class SeparateSampler(DrawingSampler):
 
     @torch.no_grad()
     def sync_weights(self, version: int) -> None:
-        """See Sampler.
-
-        The weights come from the master weights. They are renewed only when they would otherwise be too old.
-        """
+        """They come from the master weights, and are renewed only when they would otherwise be too old."""
         flat, sampler, workers = self._drawing
         rewound = version < sampler.version  # steps are done again
         if rewound:

@@ -73,8 +73,10 @@ def make_state(
     limits = turn_limits(config.environment, max_tokens, sampling_context(config, model_config))
     render = config.environment.render
     # What runs beside the trainer is no station of its step.
-    of_player = None if config.pool.engine else stopwatch
-    player = make_player(task, judge, tokenizer, limits, render, console.print, of_player, _answers(config))
+    player_stopwatch = None if config.pool.engine else stopwatch
+    player = make_player(
+        task, judge, tokenizer, limits, render, console.print, player_stopwatch, _answers(config)
+    )
     _check_players(config.prompts, player.players)
     _check_binary(config, player.binary)
     checked = player.check(problems, max_tokens, model_config.max_positions)

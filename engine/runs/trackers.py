@@ -170,8 +170,8 @@ class _Mlflow:
             self.run_id = start.run_id
             self._client.update_run(self.run_id, status="RUNNING")
             return
-        found = self._client.get_experiment_by_name(start.project)
-        experiment = found.experiment_id if found else self._client.create_experiment(start.project)
+        existing = self._client.get_experiment_by_name(start.project)
+        experiment = existing.experiment_id if existing else self._client.create_experiment(start.project)
         self.run_id = self._client.create_run(experiment, run_name=start.name).info.run_id
         for key, value in start.settings.items():
             self._client.log_param(self.run_id, key, value)

@@ -47,8 +47,8 @@ class Numeric:
 
     def __call__(self, problem: Problem, completion: str) -> float:
         """1.0 or 0.0. Raises ValueError for an answer that is no number."""
-        found = _NUMBER.findall(_ascii_minus(completion[-READ_CHARS:]))
-        return float(bool(found) and _value(found[-1]) == self._answer(problem))
+        numbers = _NUMBER.findall(_ascii_minus(completion[-READ_CHARS:]))
+        return float(bool(numbers) and _value(numbers[-1]) == self._answer(problem))
 
     def check(self, problem: Problem) -> None:
         """Raise ValueError for an answer that is no number."""

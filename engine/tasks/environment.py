@@ -123,7 +123,7 @@ class EnvironmentTask(Protocol):
     chat: bool  # whether contents go through the tokenizer's chat template, if it has one
 
     def problems(self, split: str) -> Sequence[Problem]:
-        """See Task."""
+        """The problems of a split, as those of a Task."""
         ...
 
     def environment(self) -> Environment:

@@ -89,9 +89,9 @@ def _answer(value: Any, where: str, column: str) -> str:
 
 def _after(answer: str, marker: str, where: str) -> str:
     """What follows the last `marker`. Raises ValueError where there is none, and where nothing follows it."""
-    _, found, rest = answer.rpartition(marker)
-    if not found or not rest.strip():
-        what = "nothing after it" if found else "no such text"
+    _, separator, rest = answer.rpartition(marker)
+    if not separator or not rest.strip():
+        what = "nothing after it" if separator else "no such text"
         raise ValueError(
             f"{where}: task.options.answer_after is {shown(marker)}, and the answer "
             f"{shown(answer[-60:])} has {what}"

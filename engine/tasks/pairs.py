@@ -52,7 +52,9 @@ class Pairs:
         self._template = prompt_template("pairs", template, system, chat)
         read = partial(_triples, columns={"prompt": prompt, "chosen": chosen, "rejected": rejected})
         splits = read_splits("pairs", read, file, held_out_file, held_out, seed)
-        self._splits = {split: [*map(self._pair, range(len(of)), of)] for split, of in splits.items()}
+        self._splits = {
+            split: [*map(self._pair, range(len(triples)), triples)] for split, triples in splits.items()
+        }
 
     def problems(self, split: str) -> list[Problem]:
         return self._splits[split]

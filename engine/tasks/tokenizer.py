@@ -163,7 +163,7 @@ class Tokenizer:
         where: str,
         opening: bool = True,
     ) -> str:
-        """See render. where: what the error adds to "fails"."""
+        """The text that `render` returns. where: what the error adds to "fails"."""
         source = f"the chat template of {self._folder}"
         if isinstance(self._hf.chat_template, str):
             check_template(self._hf.chat_template, source)
@@ -214,8 +214,8 @@ class Tokenizer:
     @property
     def stop_id(self) -> int:
         """The token that ends a given completion: the tokenizer's own end token, or the least of stop_ids."""
-        own = self._hf.eos_token_id
-        return min(self.stop_ids) if own is None else own
+        end_id = self._hf.eos_token_id
+        return min(self.stop_ids) if end_id is None else end_id
 
     def checked(self, ids: Sequence[int]) -> list[int]:
         """The ids, if the tokenizer has all of them. Raises ValueError."""

@@ -52,8 +52,8 @@ def parse_calls(text: str, form: str) -> ToolCalls:
 def calls_of_message(message: Mapping[str, Any]) -> ToolCalls:
     """The calls of a message of the model as transformers' parse_response gives it."""
     try:
-        found = message.get("tool_calls") or []
-        return ToolCalls(tuple(_call(item["function"]) for item in found))
+        items = message.get("tool_calls") or []
+        return ToolCalls(tuple(_call(item["function"]) for item in items))
     except (ValueError, KeyError, TypeError) as error:
         return ToolCalls(error=f"is no tool call ({error})")
 

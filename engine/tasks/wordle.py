@@ -54,10 +54,10 @@ class Wordle:
                 f"({words}) in 1 to letters^length, and guesses ({guesses}) be at least 1"
             )
         rng, alphabet = Random(seed), "abcdefghijklmnopqrstuvwxyz"[:letters]
-        found: dict[str, None] = {}
-        while len(found) < words:
-            found["".join(rng.choices(alphabet, k=length))] = None
-        self.words, self._guesses = list(found), guesses
+        drawn: dict[str, None] = {}
+        while len(drawn) < words:
+            drawn["".join(rng.choices(alphabet, k=length))] = None
+        self.words, self._guesses = list(drawn), guesses
         self._splits = {
             split: [Problem(i, _PROMPT, self.words[i % words]) for i in range(n)]
             for split, n in (("train", train), ("held_out", held_out))

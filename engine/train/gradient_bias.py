@@ -54,8 +54,8 @@ def step_bias(state: TrainState, sampled: Shard) -> StepBias:
 
     sampled: what the step trains on. Raises ValueError as collect_step does.
     """
-    every, began_s = state.config.monitor.gradient, time.perf_counter()
-    if not every or state.step % every:
+    interval, began_s = state.config.monitor.gradient, time.perf_counter()
+    if not interval or state.step % interval:
         return StepBias()
     with state.stopwatch.apart():
         metrics, layers = _measured(state, sampled)
@@ -87,7 +87,7 @@ def _metrics(losses: dict[str, dict[str, dict[str, float]]], floor: dict[str, fl
 def _of_layers(
     losses: dict[str, dict[str, dict[str, float]]], floors: dict[str, dict[str, float]]
 ) -> dict[str, dict[str, dict[str, float]]]:
-    """See StepBias.notes."""
+    """The figures of each layer beside their floor, as StepBias.notes holds them."""
     by_loss = {FLOOR: floors} | losses
     return {
         layer: {name: {f: figures[layer][f] for f in OF_LAYERS} for name, figures in by_loss.items()}
@@ -114,21 +114,21 @@ def loss_products(
     done: dict[str, dict[str, np.ndarray]] = {}
     slices = state.optimizer.slices
     with state.parallel.own_threads():
-        of_exact = inner_products(exact, slices)
+        exact_products = inner_products(exact, slices)
     for name, loss in losses.items():
         key = loss.model_dump_json(exclude={"preset"})
         if key not in done:
             gradients = [gradient(state, shard, loss) for shard in sampled]
             with state.parallel.own_threads():
                 products = inner_products(gradients, slices, exact)
-            done[key] = {layer: _all_products(x, of_exact[layer]) for layer, x in products.items()}
+            done[key] = {layer: _all_products(x, exact_products[layer]) for layer, x in products.items()}
         yield name, done[key]
 
 
-def _all_products(of_sampled: np.ndarray, of_exact: np.ndarray) -> np.ndarray:
+def _all_products(sampled_products: np.ndarray, exact_products: np.ndarray) -> np.ndarray:
     """The products of m + n gradients, [m + n, m + n]: of the first m [m, m + n], of the rest [n, n]."""
-    m = len(of_sampled)
-    return np.block([[of_sampled], [of_sampled[:, m:].T, of_exact]])
+    m = len(sampled_products)
+    return np.block([[sampled_products], [sampled_products[:, m:].T, exact_products]])
 
 
 def exact_gradient(state: TrainState, rng_key: RngKey) -> torch.Tensor:

@@ -64,18 +64,18 @@ class Optimizer:
         self.decoder, self.cfg, self.total_updates = decoder, cfg, total_updates
         self._quantisation = quantisation
         self.slices = slices or Slices(self.layout)
-        own = self.slices.own
-        self.master = self._flat[own] if self.in_place else weights[own].to(decoder.device, copy=True)
+        place = self.slices.own
+        self.master = self._flat[place] if self.in_place else weights[place].to(decoder.device, copy=True)
         self._keep_frozen(weights)
         self.moments = torch.zeros_like(self.master), torch.zeros_like(self.master)
         self.updates = 0
         self._slice = GPU_SLICE if self.master.is_cuda else SLICE
         matrices = [e for e in self.layout.trained if len(e.shape) > 1]
-        overlaps = ((max(e.offset, own.start), min(e.offset + e.numel, own.stop)) for e in matrices)
+        overlaps = ((max(e.offset, place.start), min(e.offset + e.numel, place.stop)) for e in matrices)
         # The parts of `master` that belong to matrices.
-        self._decayed = [slice(a - own.start, b - own.start) for a, b in overlaps if a < b]
+        self._decayed = [slice(a - place.start, b - place.start) for a, b in overlaps if a < b]
         heads = [e.offset for e in self.layout.trained if e.name == VALUE_HEAD]
-        head = min(max(heads[0] - own.start, 0), len(self.master)) if heads else len(self.master)
+        head = min(max(heads[0] - place.start, 0), len(self.master)) if heads else len(self.master)
         # The parts of `master`, each with its share of the learning rate. A critic's head is the last weight.
         parts = (slice(0, head), 1.0), (slice(head, len(self.master)), cfg.critic_lr_ratio)
         self._rates = [(part, ratio) for part, ratio in parts if part.start < part.stop]
@@ -244,8 +244,8 @@ class Optimizer:
         out = None if self.in_place else self._flat[self.slices.own]
         for part, ratio in self._rates:
             moments = (moment[part] for moment in self.moments)
-            own = numbers._replace(lr=numbers.lr * ratio)
-            adamw(self.master[part], *moments, grad[part], own, None if out is None else out[part])
+            part_numbers = numbers._replace(lr=numbers.lr * ratio)
+            adamw(self.master[part], *moments, grad[part], part_numbers, None if out is None else out[part])
         self.slices.share(self._flat)
         self._quantise(self.layout.trained_views)
 

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class ShardedOptimizer(Optimizer):
-    """See Optimizer. `moments` are this rank's pieces, [pieces.numel] fp32 each.
+    """An Optimizer of spread weights. `moments` are this rank's pieces, [pieces.numel] fp32 each.
 
     whole: of the model. Its decoder is the sampler's, and has its weights only while it draws.
     """
@@ -47,7 +47,7 @@ class ShardedOptimizer(Optimizer):
         return False
 
     def frozen_views(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """See Optimizer. All ranks iterate together: each weight is gathered in its turn."""
+        """All ranks iterate together: each weight is gathered in its turn."""
         frozen = set(self._model.by_name) - {part.name for part in self._pieces.parts}
         for name, tensor in self._model.by_name.items():
             if name in frozen:
@@ -55,7 +55,7 @@ class ShardedOptimizer(Optimizer):
 
     @torch.no_grad()
     def load(self, weights: torch.Tensor, updates: int) -> None:
-        """See Optimizer. Every rank is given all of them."""
+        """Every rank is given all of them."""
         self.updates = updates
         self._model.load(weights)
 
@@ -65,7 +65,7 @@ class ShardedOptimizer(Optimizer):
 
     @torch.no_grad()
     def load_moments(self, moments: Sequence[torch.Tensor]) -> None:
-        super().load_moments([self._pieces.from_slice(own.to(self.decoder.device)) for own in moments])
+        super().load_moments([self._pieces.from_slice(moment.to(self.decoder.device)) for moment in moments])
 
     def whole_master(self) -> torch.Tensor:
         flat = torch.zeros(self.layout.numel, device=self.decoder.device)
@@ -96,7 +96,7 @@ class ShardedOptimizer(Optimizer):
         return self.slices.hash_tree(self.slices.hashing(self._master_slice()))
 
     def hash_compute_weights(self) -> Tree | None:
-        """See Optimizer. What a layer computes with is the master weights, rounded once."""
+        """What a layer computes with is the master weights, rounded once."""
         if self.decoder.dtype == torch.float32:
             return None
         rounded = self._master_slice().to(self.decoder.dtype)
@@ -143,18 +143,18 @@ class ShardedOptimizer(Optimizer):
                 local.mul_(factor)
 
     def _adamw(self, grad: torch.Tensor, numbers: AdamW) -> None:
-        own = self.slices.own
-        of_parts = map(
-            self._pieces.split, (*self.moments, self._pieces.from_slice(grad[: own.stop - own.start]))
+        place = self.slices.own
+        split_vectors = map(
+            self._pieces.split, (*self.moments, self._pieces.from_slice(grad[: place.stop - place.start]))
         )
-        parts, of_head = self._pieces.parts, numbers._replace(lr=numbers.lr * self.cfg.critic_lr_ratio)
-        for part, local, m, v, g in zip(parts, self._model.locals(), *of_parts, strict=True):
+        parts, head_numbers = self._pieces.parts, numbers._replace(lr=numbers.lr * self.cfg.critic_lr_ratio)
+        for part, local, m, v, g in zip(parts, self._model.locals(), *split_vectors, strict=True):
             if local.numel():
-                adamw(local.view(-1), m, v, g, of_head if part.name == VALUE_HEAD_TENSOR else numbers)
+                adamw(local.view(-1), m, v, g, head_numbers if part.name == VALUE_HEAD_TENSOR else numbers)
 
 
 class ShardedAdapterOptimizer(AdapterOptimizer):
-    """See AdapterOptimizer: A and B are whole in every rank; what they are merged into is spread."""
+    """An AdapterOptimizer: A and B are whole in every rank; what they are merged into is spread."""
 
     def __init__(
         self,
@@ -169,7 +169,7 @@ class ShardedAdapterOptimizer(AdapterOptimizer):
         self._whole = whole
 
     def hash_compute_weights(self) -> Tree:
-        """See AdapterOptimizer. All ranks call this together."""
+        """All ranks call this together."""
         return self.adapters.hash_merged()
 
     def whole_policy(self) -> AbstractContextManager[None]:

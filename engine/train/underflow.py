@@ -57,7 +57,7 @@ class PromptUnderflow:
         self._prompt_of_row = torch.from_numpy(np.repeat(np.arange(len(layout.lengths)), layout.lengths))
 
     def hook(self, name: str, x: torch.Tensor) -> None:
-        """See Decoder.hidden. x [B + padding, D]."""
+        """The hook of Decoder.hidden. x [B + padding, D]."""
         if name == "embed" and x.requires_grad:
             x.register_hook(self.count)
 
@@ -86,7 +86,7 @@ class Underflow:
         self._reached = self._predicting
 
     def hook(self, name: str, x: torch.Tensor) -> None:
-        """See Decoder.hidden. x [T + padding, D]."""
+        """The hook of Decoder.hidden. x [T + padding, D]."""
         if name in WATCHED and x.requires_grad:
             x.register_hook(lambda dx: self._count(name, dx))
 
@@ -113,7 +113,6 @@ class Underflow:
 
     @property
     def host_tensors(self) -> list[torch.Tensor]:
-        """See upload.Tables."""
         return [self._predicting, self._reached]
 
     def arrived(self, device: torch.device, tensors: Sequence[torch.Tensor]) -> None:
@@ -135,6 +134,6 @@ class OnePassUnderflow(Underflow):
         if name == "norm":  # only the samples have rows there
             super()._count(name, dx)
             return
-        of_samples, of_prompts, _ = self._context.by_kind(dx)
-        super()._count(name, of_samples)
-        self._of_prompts.count(of_prompts)
+        sample_rows, prompt_rows, _ = self._context.by_kind(dx)
+        super()._count(name, sample_rows)
+        self._of_prompts.count(prompt_rows)

@@ -22,9 +22,9 @@ class _Shipped(build_py):
 
     def find_package_modules(self, package: str, package_dir: str) -> list[tuple[str, str, str]]:
         """The modules of a package that are shipped."""
-        of_it = {str(file.resolve()) for file in FILES.values()}
+        shipped_files = {str(file.resolve()) for file in FILES.values()}
         modules = super().find_package_modules(package, package_dir)
-        return [module for module in modules if os.path.realpath(module[2]) in of_it]
+        return [module for module in modules if os.path.realpath(module[2]) in shipped_files]
 
 
 def _version() -> str:

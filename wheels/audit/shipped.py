@@ -44,19 +44,19 @@ def module_file(name: str, root: Path = ROOT) -> Path | None:
 
 def shipped(root: Path = ROOT, entries: tuple[str, ...] = ENTRIES) -> dict[str, Path]:
     """The modules of the wheel, by name below the package, and their files. Sorted."""
-    found: dict[str, Path] = {}
+    modules: dict[str, Path] = {}
     waiting = ["", *entries]
     for package in BY_PLACE:
         waiting += [f"{package}.{file.stem}" for file in root.glob(f"{package.replace('.', '/')}/[a-z]*.py")]
     while waiting:
         name = waiting.pop()
         file = module_file(name, root)
-        if name in found or file is None:
+        if name in modules or file is None:
             continue
-        found[name] = file
+        modules[name] = file
         waiting.append(name.rpartition(".")[0])
         waiting += imported(file, root)
-    return dict(sorted(found.items()))
+    return dict(sorted(modules.items()))
 
 
 @cache

@@ -76,21 +76,17 @@ class RayCluster:
             raise ValueError(f"pool.address ({config.address!r}): no Ray cluster there; {line}") from None
 
     def publish(self, weights: np.ndarray) -> object:
-        """See Cluster."""
         return self._ray.put(weights)
 
     def start(self) -> object:
-        """See Cluster."""
         return self._actor.remote(self._blueprint)
 
     def greet(self, actor: object) -> Future:
-        """See Cluster."""
         return self._call(lambda: actor.greet.remote())
 
     def generate(
         self, actor: object, sent: object, weights: WeightsId, requests: Sequence[Request]
     ) -> Future:
-        """See Cluster."""
         return self._call(lambda: actor.generate.remote(sent, weights, requests))
 
     def _call(self, remote: Callable[[], Any]) -> Future:
@@ -112,11 +108,10 @@ class RayCluster:
             result.set_exception(_lost(error))
 
     def end(self, actor: object) -> None:
-        """See Cluster."""
         self._ray.kill(actor, no_restart=True)
 
     def close(self) -> None:
-        """See Cluster. A cluster that ran before goes on."""
+        """A cluster that ran before goes on."""
         if self._owns:
             self._ray.shutdown()
 

@@ -47,14 +47,14 @@ class PinnedSampler:
         self._change, self._batch, self._most = change, batch, most
 
     def generate(self, requests: Sequence[Request]) -> list[Completion]:
-        """See Sampler. Raises what Dispatcher.submit's future raises, and ValueError (check_requests)."""
+        """Raises what Dispatcher.submit's future raises, and ValueError (check_requests)."""
         completions: list[Completion] = []
         for _, future in self._submit(list(enumerate(requests))):
             completions += future.result().completions
         return completions
 
     def serve(self, source: RequestSource) -> None:
-        """See ContinuousSampler. The turns that are ready go to the actors at once.
+        """The turns that are ready go to the actors at once.
 
         While actors draw, it looks every 10 ms whether an environment has answered.
         """

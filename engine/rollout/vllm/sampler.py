@@ -141,10 +141,7 @@ class KeyedSampler:
         ) | (ON_A_GPU if flat.is_cuda else {})
 
     def sync_weights(self, version: int) -> None:
-        """See Sampler.
-
-        The weights are those in the trainer's memory. vLLM drops what it has cached with older weights.
-        """
+        """The weights are those in the trainer's memory. vLLM drops what it has cached with older weights."""
         self.llm.start_weight_update()
         self.llm.update_weights({"update_info": {}})
         self.llm.finish_weight_update(weight_version=str(version))
@@ -159,9 +156,7 @@ class KeyedSampler:
         """Do nothing: vLLM's cache has a fixed size, and vLLM drops what it needs the room of."""
 
     def generate(self, requests: Sequence[Request]) -> list[Completion]:
-        """See Sampler.
-
-        Raises ValueError for requests that no sampler can serve, and for a completion that was drawn with
+        """Raises ValueError for requests that no sampler can serve, and for a completion that was drawn with
         another version of the weights. Raises FloatingPointError where logits are not finite.
         """
         check_requests(requests, self.context, self.vocab)
@@ -174,7 +169,7 @@ class KeyedSampler:
         return self._completions([*zip(range(len(requests)), requests, outputs, strict=True)])
 
     def serve(self, source: RequestSource) -> None:
-        """See ContinuousSampler. Raises as `generate` does."""
+        """Raises as `generate` does."""
         engine, going = self.llm.llm_engine, {}
         while True:
             for place, request in source.ready(0 if going else 1):

@@ -53,10 +53,7 @@ class RankedWorkers:
     def sum_shards(
         self, work: ShardsWork, shards: Sequence[X | None]
     ) -> tuple[list[Y | None], torch.Tensor | None]:
-        """See Workers.sum_shards.
-
-        Every rank gets the same results, and its own part of the gradient (Slices.sum_roots).
-        """
+        """Every rank gets the same results, and its own part of the gradient (Slices.sum_roots)."""
         results: list[Y | None] = []
         for first in range(0, len(shards), self._round):
             round_results, gradient = self._sum_round(work, shards[first : first + self._round])
@@ -92,7 +89,7 @@ class RankedSampler:
 
     @property
     def samples_at_once(self) -> int | None:
-        """See Sampler. Those of this rank."""
+        """The samples that this rank draws at once."""
         return self._sampler.samples_at_once
 
     def sync_weights(self, version: int) -> None:
@@ -111,11 +108,9 @@ class RankedSampler:
 
     @property
     def version(self) -> int:
-        """See ScoringSampler."""
         return self._sampler.version
 
     def score(self, rollouts: Sequence[Rollout], sampling_params: SamplingParams) -> list[np.ndarray]:
-        """See ScoringSampler."""
         return _scores_of_all(lambda part: self._sampler.score(part, sampling_params), self._ranks, rollouts)
 
     def close(self) -> None:
@@ -129,14 +124,13 @@ class RankedScorer:
         self._scorer, self._ranks, self.decoder = scorer, ranks, scorer.decoder
 
     def fingerprint(self) -> str:
-        """See Scorer. All ranks call this together."""
+        """All ranks call this together."""
         return self._scorer.fingerprint()
 
     def score(self, rollouts: Sequence[Rollout], sampling_params: SamplingParams) -> list[np.ndarray]:
         return _scores_of_all(lambda part: self._scorer.score(part, sampling_params), self._ranks, rollouts)
 
     def values(self, rollouts: Sequence[Rollout]) -> list[np.ndarray]:
-        """See Scorer."""
         return _scores_of_all(self._scorer.values, self._ranks, rollouts)
 
     def close(self) -> None:
@@ -204,7 +198,7 @@ class RankedEnvironments:
         self.players, self.binary, self.tools, self.tool_calls = ranks.from_first(open_here)
 
     def ask(self, game: Game) -> None:
-        """See Environments. All ranks ask for the same games in the same order."""
+        """All ranks ask for the same games in the same order."""
         if not self._waiting:
             self._games = []
         self._games.append(game)
@@ -213,7 +207,7 @@ class RankedEnvironments:
             self._environments.ask(game)
 
     def answers(self, wait: bool) -> list[tuple[Game, Answer | Failure]]:
-        """See Environments. The same in every rank."""
+        """They are the same in every rank."""
 
         def answers_here() -> list[tuple[int, Answer | Failure]]:
             places = {id(game): place for place, game in enumerate(self._games)}

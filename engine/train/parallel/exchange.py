@@ -32,14 +32,14 @@ def pack_completions(completions: Sequence[Completion]) -> list[torch.Tensor]:
 
 def unpack_completions(tensors: Sequence[torch.Tensor]) -> list[Completion]:
     """The completions that pack_completions was given."""
-    ids, together, of_each, ends, *experts = tensors
-    logprobs = unpack_scores([together, of_each])
-    lengths = of_each.tolist()
-    of_rows = [None] * len(lengths)
+    ids, together, counts, ends, *experts = tensors
+    logprobs = unpack_scores([together, counts])
+    lengths = counts.tolist()
+    by_completion = [None] * len(lengths)
     if experts:
-        of_all, rows = experts
-        of_rows = [x.numpy() for x in of_all.split(rows.tolist())]
-    parts = zip(ids.split(lengths), logprobs, ends.tolist(), of_rows, strict=True)
+        all_experts, rows = experts
+        by_completion = [x.numpy() for x in all_experts.split(rows.tolist())]
+    parts = zip(ids.split(lengths), logprobs, ends.tolist(), by_completion, strict=True)
     return [
         Completion(tuple(own_ids.tolist()), logp, _FINISHES[finish], version, own_experts)
         for own_ids, logp, (finish, version), own_experts in parts

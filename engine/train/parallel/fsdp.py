@@ -45,7 +45,6 @@ class TreeReduceScatter(ReduceScatter):
     def allocate(
         self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
     ) -> torch.Tensor:
-        """See torch's Comm."""
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(

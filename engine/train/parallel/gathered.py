@@ -40,7 +40,6 @@ class FrozenPieces:
         self._own = torch.cat(pieces)
 
     def gather_into(self, flat: torch.Tensor) -> None:
-        """See SpreadWeights."""
         self._pieces.gather_into(flat, self._own)
 
 
@@ -82,20 +81,17 @@ class GatheredScorer:
 
     @property
     def decoder(self) -> Decoder:
-        """See Scorer. Its weights are there inside a call only."""
+        """Its weights are there inside a call only."""
         return self._whole.decoder
 
     def fingerprint(self) -> str:
-        """See Scorer."""
         return self._whole.fingerprint()
 
     def score(self, rollouts: Sequence[Rollout], sampling_params: SamplingParams) -> list[np.ndarray]:
-        """See Scorer."""
         with self._whole.gathered():
             return self._scorer.score(rollouts, sampling_params)
 
     def values(self, rollouts: Sequence[Rollout]) -> list[np.ndarray]:
-        """See Scorer."""
         with self._whole.gathered():
             return self._scorer.values(rollouts)
 
@@ -111,29 +107,23 @@ class GatheredSampler:
 
     @property
     def samples_at_once(self) -> int:
-        """See Sampler."""
         return self._sampler.samples_at_once
 
     @property
     def version(self) -> int:
-        """See ScoringSampler."""
         return self._sampler.version
 
     def sync_weights(self, version: int) -> None:
-        """See Sampler."""
         self._sampler.sync_weights(version)
 
     def end_turns(self) -> None:
-        """See Sampler."""
         self._sampler.end_turns()
 
     def generate(self, requests: Sequence[Request]) -> list[Completion]:
-        """See Sampler."""
         with self._whole.gathered():
             return self._sampler.generate(requests)
 
     def score(self, rollouts: Sequence[Rollout], sampling_params: SamplingParams) -> list[np.ndarray]:
-        """See ScoringSampler."""
         with self._whole.gathered():
             return self._sampler.score(rollouts, sampling_params)
 

@@ -23,8 +23,8 @@ WHOLE = "model"
 
 def layer_of(name: str) -> str:
     """The layer of a tensor of a checkpoint, such as layers.3; outside of layers its module, as lm_head."""
-    found = re.search(r"\blayers\.\d+\b", name)
-    return found[0] if found else name.split(".")[-2]
+    match = re.search(r"\blayers\.\d+\b", name)
+    return match[0] if match else name.split(".")[-2]
 
 
 @torch.no_grad()
@@ -37,11 +37,13 @@ def inner_products(
     rank's part (Slices.sum_roots), and all ranks must call this together; every rank gets the products of the
     whole gradients. A product of gradients that are not finite is NaN.
     """
-    every, m = [*gradients, *others], len(gradients)
-    own = [(name, _of_block([g[start:stop] for g in every], m)) for name, start, stop in slices.blocks]
+    all_gradients, m = [*gradients, *others], len(gradients)
+    products_here = [
+        (name, _of_block([g[start:stop] for g in all_gradients], m)) for name, start, stop in slices.blocks
+    ]
     by_layer: dict[str, list[np.ndarray]] = {WHOLE: []}
-    for of_rank in slices.ranks.gather(lambda: own):
-        for name, products in of_rank:
+    for rank_products in slices.ranks.gather(lambda: products_here):
+        for name, products in rank_products:
             by_layer.setdefault(layer_of(name), []).append(products)
             by_layer[WHOLE].append(products)
     return {layer: _summed(blocks) for layer, blocks in by_layer.items()}

@@ -75,7 +75,7 @@ def in_order(parts: Sequence[Sequence[int]], results: Sequence[Sequence[X]]) -> 
     """The results of all parts in the order of the requests. parts: as RequestParts.cut gives them."""
     by_index = {
         i: result
-        for part, of_part in zip(parts, results, strict=True)
-        for i, result in zip(part, of_part, strict=True)
+        for part, part_results in zip(parts, results, strict=True)
+        for i, result in zip(part, part_results, strict=True)
     }
     return [by_index[i] for i in range(len(by_index))]

@@ -81,15 +81,15 @@ class Pieces:
         return list(vector.split([part.stop - part.start for part in self.parts]))
 
     @torch.no_grad()
-    def gather_into(self, flat: torch.Tensor, own: torch.Tensor) -> None:
+    def gather_into(self, flat: torch.Tensor, rank_pieces: torch.Tensor) -> None:
         """Write the pieces of all ranks to their places in `flat`. All ranks call this together.
 
-        own [numel]: this rank's, in the dtype of `flat`.
+        rank_pieces [numel]: this rank's, in the dtype of `flat`.
         """
         for rank in range(self._ranks.size):
             ranges = self.ranges(rank)
             n = _length(ranges)
-            pieces = own if rank == self._ranks.rank else own.new_empty(n)
+            pieces = rank_pieces if rank == self._ranks.rank else rank_pieces.new_empty(n)
             if self._ranks.size > 1 and n:
                 self._ranks.broadcast(pieces.view(torch.uint8), rank)  # gloo does not know every dtype
             start = 0
@@ -104,11 +104,11 @@ class TrainedPieces(Pieces):
     def __init__(self, layout: FlatLayout, ranks: Ranks):
         super().__init__(layout.trained, ranks)
         slices = Slices(layout, ranks)
-        own = [(part.start, part.stop) for part in slices.parts]
+        slice_ranges = [(part.start, part.stop) for part in slices.parts]
         with_tiles = [(part.start, part.stop) for part in map(slices.of_gradient, slices.parts)]
         self._to_slices, self._to_tiles = (
             _Moves(list(map(self.ranges, range(ranks.size))), [[x] for x in places], ranks)
-            for places in (own, with_tiles)
+            for places in (slice_ranges, with_tiles)
         )
 
     def to_gradient_slice(self, vector: torch.Tensor) -> torch.Tensor:
@@ -162,10 +162,10 @@ def _length(ranges: Sequence[Range]) -> int:
     return sum(b - a for a, b in ranges)
 
 
-def _overlap(own: Sequence[Range], other: Sequence[Range]) -> list[Range]:
+def _overlap(ranges: Sequence[Range], other: Sequence[Range]) -> list[Range]:
     """What two lists of ranges have in common, as places in the vector of the first, in ascending order."""
     places, start, j = [], 0, 0
-    for a, b in own:
+    for a, b in ranges:
         while j < len(other) and other[j][1] <= a:
             j += 1
         for c, d in other[j:]:

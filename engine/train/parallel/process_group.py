@@ -110,17 +110,19 @@ class Ranks:
 
         Only their shapes and dtypes are pickled. Where make() fails, all ranks raise as in `gather`.
         """
-        own: list[torch.Tensor] = []
+        local_tensors: list[torch.Tensor] = []
 
         def shapes() -> list[tuple[torch.Size, torch.dtype]]:
-            own.extend(x.contiguous() for x in make())
-            return [(x.shape, x.dtype) for x in own]
+            local_tensors.extend(x.contiguous() for x in make())
+            return [(x.shape, x.dtype) for x in local_tensors]
 
         gathered = self.gather(shapes)
         if self.size == 1:
-            return [own]
-        all_tensors = [[torch.empty(shape, dtype=dtype) for shape, dtype in of_rank] for of_rank in gathered]
-        all_tensors[self.rank] = own
+            return [local_tensors]
+        all_tensors = [
+            [torch.empty(shape, dtype=dtype) for shape, dtype in rank_shapes] for rank_shapes in gathered
+        ]
+        all_tensors[self.rank] = local_tensors
         for sender, tensors in enumerate(all_tensors):
             for x in tensors:
                 if x.numel():

@@ -43,7 +43,7 @@ class AdapterGradient:
 
 
 class ShardedAdapters:
-    """See Adapters (model/adapters.py). Of the base, a rank has its rows of what is adapted."""
+    """Adapters (model/adapters.py) of a spread base: a rank has its rows of what is adapted."""
 
     def __init__(self, adapters: TrainedAdapters, model: ShardedModel, decoder: Decoder, base: torch.dtype):
         """model: with the base in it; the adapters are merged into it at once. decoder: see WholeWeights."""
@@ -74,7 +74,7 @@ class ShardedAdapters:
         return tuple(views)
 
     def base_views(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """See Adapters. All ranks iterate together: each weight is gathered in its turn."""
+        """All ranks iterate together: each weight is gathered in its turn."""
         for name in self._model.by_name:
             yield name, self._model.whole(name, self._base.get(name)).cpu()
 
@@ -86,7 +86,7 @@ class ShardedAdapters:
 
 
 class ShardedAdapterWorkers(ShardedWorkers):
-    """See ShardedWorkers, for adapters. slices: of the adapters."""
+    """ShardedWorkers whose gradient is that of the adapters. slices: of the adapters."""
 
     def __init__(self, model: ShardedModel, gradient: AdapterGradient, slices: Slices, virtual_shards: int):
         super().__init__(model, virtual_shards)
@@ -101,8 +101,8 @@ class ShardedAdapterWorkers(ShardedWorkers):
         if not has_gradient:
             self._gradient.flat.zero_()
         present = [shard is not None for shard in shards]
-        own = self._gradient.flat if present[self._model.ranks.rank] else None
-        return results, self._slices.sum_roots(own, present)
+        gradient = self._gradient.flat if present[self._model.ranks.rank] else None
+        return results, self._slices.sum_roots(gradient, present)
 
     def _slice_of(self, root: torch.Tensor | None) -> torch.Tensor | None:
         """It is this rank's slice already."""

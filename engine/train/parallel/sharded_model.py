@@ -95,13 +95,13 @@ class ShardedModel:
         """The same of every Parameter, in the order of the flat tensor."""
         return [self._named[part.name].detach().to_local() for part in self._all_pieces.parts]
 
-    def whole(self, name: str, own: torch.Tensor | None = None) -> torch.Tensor:
-        """A Parameter, in every rank; or what has its shape, and of which this rank has the rows `own`.
+    def whole(self, name: str, rows: torch.Tensor | None = None) -> torch.Tensor:
+        """A Parameter, in every rank; or what has its shape and, in this rank, these rows.
 
         All ranks call this together.
         """
         like = self._named[name].detach()
-        return like.full_tensor() if own is None else placed_like(like, own.to(like.dtype)).full_tensor()
+        return like.full_tensor() if rows is None else placed_like(like, rows.to(like.dtype)).full_tensor()
 
     @property
     def by_name(self) -> dict[str, "DTensor"]:
@@ -117,16 +117,16 @@ class ShardedModel:
 
         Returns the results of all ranks, and whether this rank has a gradient that counts.
         """
-        own = shards[self.ranks.rank]
+        rank_shard = shards[self.ranks.rank]
         if not any(shard is not None for shard in shards):
             return list(shards), False
         # FSDP's ranks gather and add together, so a rank without a shard computes another's, for nothing.
-        shard = own if own is not None else next(x for x in shards if x is not None)
+        shard = rank_shard if rank_shard is not None else next(x for x in shards if x is not None)
         backward = any(shard is not None and work.has_gradient(shard) for shard in shards)
         has_gradient = backward and work.has_gradient(shard)
         self._comm.begin([shard is not None for shard in shards], is_zero=not has_gradient)
         result = work.one_pass(self.model, shard, backward)
-        return self.ranks.gather(lambda: None if own is None else result), has_gradient
+        return self.ranks.gather(lambda: None if rank_shard is None else result), has_gradient
 
     def sum_round(
         self, work: OnePassWork, shards: Sequence[X | None]
@@ -147,14 +147,14 @@ class ShardedModel:
 
     def gather_into(self, flat: torch.Tensor) -> None:
         """Write the compute weights of all ranks to `flat` [layout.numel], rounded once to its dtype."""
-        own = torch.cat([x.reshape(-1).to(flat.dtype) for x in self._all_locals()])
-        self._all_pieces.gather_into(flat, own)
+        rank_pieces = torch.cat([x.reshape(-1).to(flat.dtype) for x in self._all_locals()])
+        self._all_pieces.gather_into(flat, rank_pieces)
 
 
-def placed_like(tensor: "DTensor", own: torch.Tensor) -> "DTensor":
-    """A tensor of the same shape, of which each rank has the same rows. own: this rank's."""
+def placed_like(tensor: "DTensor", rows: torch.Tensor) -> "DTensor":
+    """A tensor of the same shape and placement. rows: this rank's."""
     return type(tensor).from_local(
-        own.view(tensor.to_local().shape),
+        rows.view(tensor.to_local().shape),
         tensor.device_mesh,
         tensor.placements,
         run_check=False,
@@ -176,7 +176,7 @@ class ShardedWorkers:
         self._tree = GradientTree(virtual_shards // model.ranks.size)
 
     def own_threads(self) -> AbstractContextManager[None]:
-        """See Workers: there is one worker."""
+        """There is one worker, so it has all threads."""
         return nullcontext()
 
     def sum_shards(
@@ -185,8 +185,8 @@ class ShardedWorkers:
         results: list[Y | None] = []
         size = self._model.ranks.size
         for first in range(0, len(shards), size):
-            of_round, gradient = self._sum_round(work, shards[first : first + size])
-            results += of_round
+            round_results, gradient = self._sum_round(work, shards[first : first + size])
+            results += round_results
             self._tree.push(gradient)
         return results, self._slice_of(self._tree.take())
 

@@ -68,7 +68,7 @@ def draw(
 
 
 def kind(rollouts: list[Drawn]) -> str | None:
-    fault = check(rollouts).found
+    fault = check(rollouts).fault
     return fault and fault.kind
 
 
@@ -129,7 +129,7 @@ def test_rare_tokens_that_were_not_drawn_are_no_fault():
         s, t = (np.full(10, math.log(p), np.float32) for p in (0.999, trainer))
         ids = np.zeros(10, int)
         log = [Drawn(i // 4, ids, np.arange(10), s, t, RAW) for i in range(100)]
-        assert check(log).found is None, trainer
+        assert check(log).fault is None, trainer
 
 
 def test_greedy_tokens_are_passed_over():
@@ -142,7 +142,7 @@ def test_repeats_show_two_equal_columns_of_another_distribution():
     for declared, name in ((P(0.7), "distribution"), (P(1.0, 0, 0.8), "distribution"), (RAW, None)):
         log = draw(3, declared, RAW, RAW, shape=shape)
         assert kind(log) == name, declared
-    fault = check(draw(3, P(0.7), RAW, RAW, shape=shape)).found
+    fault = check(draw(3, P(0.7), RAW, RAW, shape=shape)).fault
     assert (
         "drawn from a sharper distribution than the sampler's column, and so neither column is" in fault.text
     )
