@@ -52,8 +52,8 @@ def contents(folder: Path) -> dict[Path, bytes | None]:
 
     Python writes the bytecode of a user's module where it lies, as for any other module.
     """
-    found = (p for p in folder.rglob("*") if "__pycache__" not in p.parts)
-    return {p: p.read_bytes() if p.is_file() else None for p in found}
+    paths = (p for p in folder.rglob("*") if "__pycache__" not in p.parts)
+    return {p: p.read_bytes() if p.is_file() else None for p in paths}
 
 
 def fingerprint(run: Path) -> str:

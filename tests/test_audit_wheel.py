@@ -147,7 +147,7 @@ def test_control_an_import_before_the_door_and_a_new_room_are_found(tmp_path):
     (tmp_path / "__init__.py").write_text("")
     (tmp_path / "engine" / "train" / "step.py").write_text("")
     file, line = tmp_path / "audit" / "a.py", "    from ..engine.train.step import x\n"
-    for text, found in (
+    for text, is_shipped in (
         (f"def f():\n    needs_trainer('x')\n{line}", False),
         (f"def f():\n{line}    needs_trainer('x')\n", True),
         (f"if has_trainer():\n{line}", False),
@@ -157,7 +157,7 @@ def test_control_an_import_before_the_door_and_a_new_room_are_found(tmp_path):
     ):
         file.write_text(text)
         shipped.parsed.cache_clear()
-        assert ("engine.train.step" in shipped.shipped(tmp_path, ("audit.a",))) == found, text
+        assert ("engine.train.step" in shipped.shipped(tmp_path, ("audit.a",))) == is_shipped, text
 
 
 def test_a_log_is_audited_with_the_dependencies_of_the_wheel_and_no_more():
@@ -177,7 +177,7 @@ def test_a_log_is_audited_with_the_dependencies_of_the_wheel_and_no_more():
 
 def third_party_at_the_top(roots: tuple[str, ...]) -> set[str]:
     """The packages that modules import when they are loaded, and all that these load of ours."""
-    found, seen, waiting = set(), set(), list(roots)
+    packages, seen, waiting = set(), set(), list(roots)
     while waiting:
         name = waiting.pop()
         if name in seen or name not in FILES:
@@ -191,8 +191,8 @@ def third_party_at_the_top(roots: tuple[str, ...]) -> set[str]:
                 waiting += [".".join(base), *(".".join([*base, a.name]) for a in node.names)]
             else:
                 names = [node.module] if isinstance(node, ast.ImportFrom) else [a.name for a in node.names]
-                found |= {name.partition(".")[0] for name in names}
-    return {name for name in found if name not in sys.stdlib_module_names}
+                packages |= {name.partition(".")[0] for name in names}
+    return {name for name in packages if name not in sys.stdlib_module_names}
 
 
 def test_the_commands_that_only_zerokl_has_are_listed():

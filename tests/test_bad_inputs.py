@@ -353,8 +353,8 @@ def test_any_run_folder(run, tmp_path, capsys, monkeypatch, examples):
     place = st.integers(0, 1 << 30)
 
     def check(case: tuple[str, int, int, bool]) -> None:
-        how, file, at, unfinished = case
-        _check_folder(run, tmp_path, how, file, at, capsys, unfinished)
+        how, file, where, unfinished = case
+        _check_folder(run, tmp_path, how, file, where, capsys, unfinished)
 
     check_cases(st.tuples(st.sampled_from(HOWS), place, place, st.booleans()), examples, check)
 

@@ -32,20 +32,20 @@ MAY_LOAD = re.compile(
 
 def jobs(workflow: str) -> list[tuple[dict, dict[str, str]]]:
     """Each job of a workflow, once for each row of its matrix."""
-    of_file = yaml.safe_load(workflow)["jobs"].values()
-    return [(job, row) for job in of_file for row in job["strategy"]["matrix"]["include"]]
+    all_jobs = yaml.safe_load(workflow)["jobs"].values()
+    return [(job, row) for job in all_jobs for row in job["strategy"]["matrix"]["include"]]
 
 
 def make_targets(workflow: str) -> set[str]:
     """What the workflow gives to make, with the values of its matrix."""
-    found = set()
+    targets = set()
     for job, row in jobs(workflow):
         for step in job["steps"]:
             script = step.get("run", "")
             for name, value in row.items():
                 script = script.replace("${{ matrix." + name + " }}", value)
-            found |= set(re.findall(r"\bmake ([\w.-]+)", script))
-    return found
+            targets |= set(re.findall(r"\bmake ([\w.-]+)", script))
+    return targets
 
 
 def test_the_workflow_makes_what_the_makefile_has():
@@ -101,7 +101,7 @@ def wheels_of_other_versions(text: str) -> set[str]:
 
 def test_the_pages_name_the_wheels_of_this_version():
     pages = [path for kind in ("*.md", "*.yaml") for path in (ROOT / "docs").rglob(kind)]
-    assert {path.name: found for path in pages if (found := wheels_of_other_versions(path.read_text()))} == {}
+    assert {path.name: named for path in pages if (named := wheels_of_other_versions(path.read_text()))} == {}
 
 
 def test_control_another_version_is_found():
@@ -131,12 +131,12 @@ def loads_a_pickle(source: str) -> list[ast.Call]:
 def test_the_places_that_load_a_pickle_are_those_that_the_page_names():
     pickles = (ROOT / "SECURITY.md").read_text().partition("## Pickle")[2].partition("\n## ")[0]
     named = set(re.findall(r"`((?:\w+/)+\w+\.py)`", pickles))
-    found = {}
+    by_file = {}
     for path in (p for floor in FLOORS for p in (ROOT / floor).rglob("*.py")):
         file = path.relative_to(ROOT).as_posix()
-        found[file] = loads_a_pickle(path.read_text())
-    assert {file for file, calls in found.items() if calls} == named
-    for call in found["audit/frameworks/slime.py"]:
+        by_file[file] = loads_a_pickle(path.read_text())
+    assert {file for file, calls in by_file.items() if calls} == named
+    for call in by_file["audit/frameworks/slime.py"]:
         assert "weights_only=True" in ast.unparse(call)
 
 

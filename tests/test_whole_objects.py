@@ -46,7 +46,7 @@ def test_nothing_is_completed_after_it_is_made():
 
 
 @pytest.mark.parametrize(
-    ("line", "found"),
+    ("line", "assignment"),
     [
         ("state.recorder = recorder", "state.recorder"),
         ("a, state.recorder = 1, recorder", "state.recorder"),
@@ -59,8 +59,8 @@ def test_nothing_is_completed_after_it_is_made():
         ("def f():\n    global _prepared", "global _prepared"),
     ],
 )
-def test_control_a_late_assignment_is_found(tmp_path, line, found):
+def test_control_a_late_assignment_is_found(tmp_path, line, assignment):
     room = tmp_path / "engine" / "runs"
     room.mkdir(parents=True)
     (room / "wrong.py").write_text(f"class A:\n    def __init__(self):\n        self.a = 1\n{line}\n")
-    assert assigned_outside(tmp_path) == [f"engine/runs/wrong.py: {found}"]
+    assert assigned_outside(tmp_path) == [f"engine/runs/wrong.py: {assignment}"]

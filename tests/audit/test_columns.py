@@ -71,8 +71,8 @@ def test_what_truncated_metrics_hide_is_said(tmp_path):
     assert (row["bound"], row["tokens"]) == (2.0, 0.05)
     assert row["mean_ratio"] == pytest.approx((19 + 50) / 20, rel=1e-5)
     assert row["mean_truncated"] == pytest.approx((19 + 2) / 20, rel=1e-5)
-    said = "ratios reach 50, and their mean is 3.45, but 1.05 once they are cut at 2"
-    assert any(said in note for note in report["notes"])
+    text = "ratios reach 50, and their mean is 3.45, but 1.05 once they are cut at 2"
+    assert any(text in note for note in report["notes"])
 
 
 def test_the_figures_leave_out_what_was_not_drawn(tmp_path):
@@ -87,8 +87,8 @@ def test_the_figures_leave_out_what_was_not_drawn(tmp_path):
 def test_rounded_columns_are_compared_within_their_rounding(tmp_path, capsys, off, code):
     rounded = {"decimals": 4, "trainer_decimals": 4}
     log = write_log(tmp_path / "log.jsonl", [[-1.0, -2.0]], [[-1.0, -2.0 - off]], **rounded)
-    found, report = run(log, tmp_path / "out")
-    assert (found, report["rounding"]["tokens_beyond"]) == (code, code)
+    exit_code, report = run(log, tmp_path / "out")
+    assert (exit_code, report["rounding"]["tokens_beyond"]) == (code, code)
     assert ("the log keeps 4 decimals" in capsys.readouterr().out) == (code == 0)
 
 

@@ -53,8 +53,8 @@ def test_weights_that_nobody_reads_are_named(name, model, tmp_path, capsys):
     folder = shutil.copytree(model, tmp_path / "model")
     (folder / name).write_bytes(b"of an earlier step")
     assert main(["audit", str(folder), "--n", "1", "--max_tokens", "2", "--out", str(tmp_path / "out")]) == 0
-    said = f"also holds {name}, which was not read" in " ".join(capsys.readouterr().out.split())
-    assert said == (name != "optimizer.bin")
+    warned = f"also holds {name}, which was not read" in " ".join(capsys.readouterr().out.split())
+    assert warned == (name != "optimizer.bin")
 
 
 @pytest.mark.parametrize(

@@ -333,7 +333,7 @@ def test_letters_earn_different_rewards():
     assert len({problem.prompt for problem in problems}) == 3
     assert {len(problem.prompt) for problem in problems} == {20}
     assert [task.reward(problems[0], text) for text in ("bd", "ab", "ac", "")] == [1.0, 0.5, 0.0, 0.0]
-    every = characters(151_933)
-    assert len(set(every)) == 151_933
+    alphabet = characters(151_933)
+    assert len(set(alphabet)) == 151_933
     assert set(problems[0].prompt) <= set(characters(125))
-    assert not any(0xD800 <= ord(c) < 0xE000 for c in every)
+    assert not any(0xD800 <= ord(c) < 0xE000 for c in alphabet)

@@ -21,9 +21,9 @@ def _row(floor: float, cosine: float, exact: float, inner: float) -> dict[str, f
 
 def test_a_length_is_that_of_the_sums_and_not_a_mean_of_quotients():
     rows = [_row(0.8, 0.6, 1.0, 1.0), _row(0.9, 0.5, 3.0, 1.0)]
-    found = gradient.figures(rows)
-    assert (found["steps"], found["k3"], found["k3_sequence"]) == (2, 0.25, 2.0)
-    tis = found["losses"]["tis"]
+    measured = gradient.figures(rows)
+    assert (measured["steps"], measured["k3"], measured["k3_sequence"]) == (2, 0.25, 2.0)
+    tis = measured["losses"]["tis"]
     assert tis["cosine"] == pytest.approx(0.55)
     assert tis["below"] == pytest.approx([0.3, 0.1])  # 0.2 and 0.4
     assert tis["length"] == pytest.approx([0.5, 0.5**0.5 / 4])  # residuals of 0.5 and -0.5
@@ -31,9 +31,9 @@ def test_a_length_is_that_of_the_sums_and_not_a_mean_of_quotients():
 
 
 def test_one_step_has_no_errors_and_its_table_shows_none():
-    found = {"e4m3": gradient.figures([_row(0.8, 0.6, 2.0, 1.0)])}
-    assert found["e4m3"]["losses"]["none"]["length"] == [0.5, None]
-    assert "| `none` | 0.200 | 0.50 |" in gradient.corrections(found)
+    samplers = {"e4m3": gradient.figures([_row(0.8, 0.6, 2.0, 1.0)])}
+    assert samplers["e4m3"]["losses"]["none"]["length"] == [0.5, None]
+    assert "| `none` | 0.200 | 0.50 |" in gradient.corrections(samplers)
 
 
 @pytest.mark.parametrize("name", ["gradient.toml", "train.toml"])
@@ -48,9 +48,9 @@ def test_the_committed_result_is_one_of_its_setting():
     result = json.loads((REAL.parent / "results" / "h100" / "real_gradient.json").read_text())
     steps = load_config(REAL / "gradient.toml", None, {}).steps
     assert {"gpu", "cpu", "torch", "date"} <= result.keys()
-    for found in result["samplers"].values():
-        assert found["steps"] == steps - 1
-        assert {name: len(x) for name, x in found["cosines"].items()} == dict.fromkeys(
+    for sampler in result["samplers"].values():
+        assert sampler["steps"] == steps - 1
+        assert {name: len(x) for name, x in sampler["cosines"].items()} == dict.fromkeys(
             ("floor", *gradient.LOSSES), steps
         )
-        assert all(None not in figures["length"] for figures in found["losses"].values())
+        assert all(None not in figures["length"] for figures in sampler["losses"].values())

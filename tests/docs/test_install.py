@@ -38,8 +38,8 @@ def texts() -> list[Path]:
 
 
 def test_nothing_tells_to_install_what_no_index_has():
-    found = {str(p.relative_to(ROOT)): m[0] for p in texts() if (m := _IN_NO_INDEX.search(p.read_text()))}
-    assert found == {}
+    matches = {str(p.relative_to(ROOT)): m[0] for p in texts() if (m := _IN_NO_INDEX.search(p.read_text()))}
+    assert matches == {}
 
 
 @pytest.mark.parametrize(

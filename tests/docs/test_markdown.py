@@ -94,14 +94,14 @@ def inline(tokens: list[Token]) -> list[Token]:
 def anchors(page: Path) -> set[str]:
     """The anchors that a git host gives the headings of a page."""
     tokens = MARKDOWN.parse(page.read_text())
-    found: Counter[str] = Counter()
+    seen: Counter[str] = Counter()
     names = set()
     for opening, heading in pairwise(tokens):
         if opening.type == "heading_open":
             text = "".join(child.content for child in heading.children)
             name = re.sub(r"[^\w\- ]", "", text.lower()).replace(" ", "-")
-            names.add(f"{name}-{found[name]}" if found[name] else name)
-            found[name] += 1
+            names.add(f"{name}-{seen[name]}" if seen[name] else name)
+            seen[name] += 1
     return names
 
 

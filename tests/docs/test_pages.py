@@ -46,8 +46,8 @@ def parsed(monkeypatch, capsys):
 
     def parse(line: str) -> tuple[int, str]:
         words = shlex.split(line, comments=True)
-        at = next(i for i, word in enumerate(words) if word.rpartition("/")[2] == "zerokl")
-        return cli.main(words[at + 1 :]), capsys.readouterr().err
+        start = next(i for i, word in enumerate(words) if word.rpartition("/")[2] == "zerokl")
+        return cli.main(words[start + 1 :]), capsys.readouterr().err
 
     return parse
 

@@ -20,12 +20,12 @@ def messages() -> list[str]:
     """The first column's messages."""
     page = (ROOT / "docs" / "troubleshooting.md").read_text().split("## When a run of zerokl stops")[0]
     rows = [row for row in re.findall(r"^\| (.*?) \|", page, re.M) if "`" in row]
-    found = [code for row in rows for code in re.findall(r"`([^`]+)`", row)]
-    return [code for code in found if " " in code and not code.startswith("zerokl replay")]
+    codes = [code for row in rows for code in re.findall(r"`([^`]+)`", row)]
+    return [code for code in codes if " " in code and not code.startswith("zerokl replay")]
 
 
 @pytest.fixture(scope="module")
-def said() -> str:
+def strings() -> str:
     """Every string of the source; where a value is put into one, a line ends."""
     texts = []
     for folder in FOLDERS:
@@ -43,11 +43,11 @@ def pieces(message: str) -> list[str]:
 
 
 @pytest.mark.parametrize("message", [m for m in messages() if m not in OTHERS])
-def test_the_code_says_every_message_of_the_page(said, message):
+def test_the_code_says_every_message_of_the_page(strings, message):
     assert pieces(message), message
-    assert [part for part in pieces(message) if part not in said] == []
+    assert [part for part in pieces(message) if part not in strings] == []
 
 
-def test_there_are_many_and_a_changed_one_is_found(said):
+def test_there_are_many_and_a_changed_one_is_found(strings):
     assert len(messages()) > 30
-    assert any(part not in said for part in pieces("memory has run out; take a smaller model"))
+    assert any(part not in strings for part in pieces("memory has run out; take a smaller model"))

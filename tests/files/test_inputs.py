@@ -48,7 +48,7 @@ WRITING = {"w", "a", "x"}
 
 def own_readings(source: str, file: str) -> list[str]:
     """The calls in a module that open an input by themselves, one line each."""
-    found = []
+    readings = []
     for node in (n for n in ast.walk(ast.parse(source)) if isinstance(n, ast.Call)):
         name = ast.unparse(node.func)
         last = name.rpartition(".")[2]
@@ -56,12 +56,12 @@ def own_readings(source: str, file: str) -> list[str]:
             continue  # those of files/inputs.py
         places = READERS.get(name, READERS.get(last))
         if places is not None and file not in places:
-            found.append(f"{file} line {node.lineno}: {name}")
+            readings.append(f"{file} line {node.lineno}: {name}")
         elif last == "open" and name != "os.open":
             modes = [a.value for a in [*node.args, *(k.value for k in node.keywords)] if _is_mode(a)]
             if not any(WRITING & set(mode) for mode in modes):
-                found.append(f"{file} line {node.lineno}: {name}")
-    return found
+                readings.append(f"{file} line {node.lineno}: {name}")
+    return readings
 
 
 def _is_mode(node: ast.expr) -> bool:
@@ -71,12 +71,12 @@ def _is_mode(node: ast.expr) -> bool:
 
 
 def test_no_other_module_opens_an_input():
-    found = []
+    readings = []
     for path in sorted(p for floor in FLOORS for p in (PACKAGE_ROOT / floor).rglob("*.py")):
         file = str(path.relative_to(PACKAGE_ROOT))
         if file != "files/inputs.py" and not file.startswith(PROGRAMS):
-            found += own_readings(path.read_text(), file)
-    assert found == []
+            readings += own_readings(path.read_text(), file)
+    assert readings == []
 
 
 @pytest.mark.parametrize(

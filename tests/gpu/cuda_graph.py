@@ -67,12 +67,12 @@ class Graph:
         self._borrowed: dict[int, _Borrowed] = {}  # by the storage
 
     def operation(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """See fake_cuda.Capture."""
+        """Take an operation on the memory, and return its results, whose numbers do not count."""
         if func._schema.is_mutable:
             self._add(func, args, kwargs, [])
             return args[0]
-        of_meta = tree_map_only(torch.Tensor, lambda x: x.to(META), (args, kwargs))
-        made = func(*of_meta[0], **of_meta[1] | ({"device": META} if "device" in kwargs else {}))
+        on_meta = tree_map_only(torch.Tensor, lambda x: x.to(META), (args, kwargs))
+        made = func(*on_meta[0], **on_meta[1] | ({"device": META} if "device" in kwargs else {}))
         results = tree_map_only(torch.Tensor, self._make, made)
         self._add(func, args, kwargs, [x for x in tree_leaves(results) if isinstance(x, torch.Tensor)])
         return results

@@ -311,16 +311,16 @@ class FakeCuda(TorchDispatchMode):
         """The results of an operation on the device. One in place returns its operand."""
         if "device" in kwargs:
             kwargs = kwargs | {"device": self.memory}
-        of_memory = tree_map_only(DeviceTensor, memory_of, (args, kwargs))
+        on_memory = tree_map_only(DeviceTensor, memory_of, (args, kwargs))
         if func.is_view:
-            out = func(*of_memory[0], **of_memory[1])
+            out = func(*on_memory[0], **on_memory[1])
         elif self.capture is None:
-            out = func(*of_memory[0], **of_memory[1])
+            out = func(*on_memory[0], **on_memory[1])
             read, written = _read_and_written(func, args, kwargs)
             made = () if func._schema.is_mutable else filter(_is_tensor, tree_leaves(out))
             self.timeline.operation(read, written, made)
         else:
-            out = self.capture.operation(func, *of_memory)
+            out = self.capture.operation(func, *on_memory)
         if func._schema.is_mutable:
             return args[0] if isinstance(out, torch.Tensor) else out
         return tree_map_only(torch.Tensor, DeviceTensor.over, out)

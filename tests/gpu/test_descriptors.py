@@ -82,11 +82,11 @@ def test_the_descriptors_of_passes_and_of_sampling_break_no_rule(name, dtype, in
     with gpu() as device:
         model = decoder(name, dtype)
         train(model, in_flight)
-        of_passes = len(device.launches)
+        pass_launches = len(device.launches)
         sample(model)
     assert broken_rules(device.launches) == []
-    assert kernels_of(device.launches[:of_passes]) == ARE_ALL.get(name, PRODUCTS | ATTENTION)
-    assert kernels_of(device.launches[of_passes:]) == ARE_ALL.get(name, PRODUCTS) & {"_matmul_tma"}
+    assert kernels_of(device.launches[:pass_launches]) == ARE_ALL.get(name, PRODUCTS | ATTENTION)
+    assert kernels_of(device.launches[pass_launches:]) == ARE_ALL.get(name, PRODUCTS) & {"_matmul_tma"}
 
 
 # A line of `_boxes` in matmul_tma_triton.py, what it may not be, the model, and the rule that it breaks.

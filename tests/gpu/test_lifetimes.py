@@ -129,7 +129,7 @@ class Fault(NamedTuple):
     run: Callable[[], Device]
     module: object
     lines: dict[str, str]  # line -> fault
-    said: str
+    message: str
 
 
 FAULTS = {
@@ -215,7 +215,7 @@ def test_control_a_fault_is_named(name, monkeypatch):
     for line, text in fault.lines.items():
         plant(monkeypatch, fault.module, line, text)
     faults = fault.run().cuda.timeline.faults
-    assert any(fault.said in line for line in faults), faults
+    assert any(fault.message in line for line in faults), faults
 
 
 def test_an_upload_on_another_stream_may_be_in_order_and_recorded(monkeypatch):

@@ -219,7 +219,7 @@ def test_control_a_fault_in_a_pass_is_named_with_file_and_line(name, monkeypatch
         place = plant(monkeypatch, module, line, fault)
     new = {str(event) for event in train(torch.bfloat16, 4).cuda.events} - before
     assert new
-    assert all(said.startswith(f"{place} (") and f": {kind} by " in said for said in new), new
+    assert all(event.startswith(f"{place} (") and f": {kind} by " in event for event in new), new
 
 
 def _scored() -> Device:

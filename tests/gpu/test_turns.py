@@ -94,8 +94,8 @@ UPLOADS = ["memory", "stop ids", "zeros", "prompts", "copies", "first rows", "ro
 
 def uploads(device: Device) -> tuple[int, int]:
     """The copies that do not wait: to the device, and back for the looks."""
-    of = Counter(f"{e.file}: {e.function}" for e in device.cuda.events if e.kind == "upload")
-    return of[UPLOAD], of[LOOK]
+    counts = Counter(f"{e.file}: {e.function}" for e in device.cuda.events if e.kind == "upload")
+    return counts[UPLOAD], counts[LOOK]
 
 
 def test_what_the_host_sends_together_goes_by_one_upload():
@@ -146,9 +146,9 @@ def test_control_a_fault_around_the_turns_is_named_with_file_and_line(name, monk
     with gpu():
         place = plant(monkeypatch, module, line, fault)
     events = around(0.1 if "noise" in name else 0.0).cuda.events
-    found = {str(e) for e in events if e.kind in ("copy", "wait") and e.function != "Look.arrays"}
-    assert found
-    assert all(x.startswith(f"{place} (") and f": {kind} by " in x for x in found), found
+    seen = {str(e) for e in events if e.kind in ("copy", "wait") and e.function != "Look.arrays"}
+    assert seen
+    assert all(x.startswith(f"{place} (") and f": {kind} by " in x for x in seen), seen
 
 
 def test_control_blocks_that_are_filled_one_after_another_are_seen(monkeypatch):
@@ -197,6 +197,6 @@ def test_control_a_fault_in_a_turn_is_named_with_file_and_line(name, monkeypatch
     with gpu() as device:
         place = plant(monkeypatch, module, line, fault)
         generate(model(torch.bfloat16), BOTH)
-    (said,) = set(device.in_graphs())
-    assert said.startswith(f"{place} (")
-    assert f": {kind} by " in said
+    (event,) = set(device.in_graphs())
+    assert event.startswith(f"{place} (")
+    assert f": {kind} by " in event

@@ -104,7 +104,7 @@ class _Memory:
     writes: Clock = field(default_factory=dict)
     reads: Clock = field(default_factory=dict)
     recorded: set[Stream] = field(default_factory=set)  # by record_stream
-    of_graph: bool = False
+    in_graph: bool = False
     used_at: dict[Stream, str] = field(default_factory=dict)  # by streams other than its own
 
 
@@ -187,7 +187,7 @@ class Timeline:
 
     def belongs_to_graph(self, x: torch.Tensor) -> None:
         """x was made by a capture."""
-        self._memory(x).of_graph = True
+        self._memory(x).in_graph = True
 
     def record_stream(self, x: torch.Tensor, stream: Stream) -> None:
         """torch.Tensor.record_stream."""
@@ -220,7 +220,7 @@ class Timeline:
 
     def _use(self, memory: _Memory, n: int, writes: bool) -> None:
         stream, now = self.current, "writes" if writes else "reads"
-        if memory.of_graph:
+        if memory.in_graph:
             self._fault(f"{memory.name} belongs to a graph, whose next replay writes over it")
         if self._unordered(memory.writes, stream.knows):
             self._fault(f"a stream {now} {memory.name}, and another one that writes it may not have ended")

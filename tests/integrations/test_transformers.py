@@ -91,11 +91,11 @@ def assert_equal(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) 
 @pytest.mark.parametrize("dtypes", DTYPES)
 def test_logprobs_and_gradients_are_the_decoders(family, dtypes, tmp_path):
     """A gradient is the Decoder's fp32 sum, rounded once to the Parameter's dtype."""
-    (of_parameters, compute), folder = DTYPES[dtypes], save_random(family, tmp_path)
-    model = load(folder, of_parameters)
+    (parameter_dtype, compute), folder = DTYPES[dtypes], save_random(family, tmp_path)
+    model = load(folder, parameter_dtype)
     exact(model, compute, TRUNCATED)
-    decoder = decoder_results(folder, compute or of_parameters, TRUNCATED)
-    rounded = {name: x if name == "logp" else x.to(of_parameters) for name, x in decoder.items()}
+    decoder = decoder_results(folder, compute or parameter_dtype, TRUNCATED)
+    rounded = {name: x if name == "logp" else x.to(parameter_dtype) for name, x in decoder.items()}
     with torch.autocast("cpu", torch.bfloat16):
         assert_equal(results(model, PAIRS, DY), rounded)
     assert_equal(results(model, PAIRS, DY, left=5), rounded)  # more padding

@@ -141,8 +141,8 @@ def test_uniforms_and_draw(T, V, scale, seed):
     def compute() -> Tensors:
         u = uniforms(counter, seed, Stream.SAMPLE)
         edges = torch.cat([torch.tensor([0.0, 1.0 - 2.0**-53], dtype=torch.float64), u])[:T]
-        of_edges = drawn_logprobs(logits, edges)
-        return u, *drawn_logprobs(logits, u), *of_edges, *drawn_logprobs(logits, u, greedy=True)
+        at_edges = drawn_logprobs(logits, edges)
+        return u, *drawn_logprobs(logits, u), *at_edges, *drawn_logprobs(logits, u, greedy=True)
 
     assert unequal(compute, logits) == 0
 
@@ -201,9 +201,9 @@ def test_a_long_sequence_is_cut_and_takes_little_memory(monkeypatch):
 
 def test_the_constants_are_those_of_the_references():
     text = "".join(f.read_text() for f in cpp.SOURCES.iterdir() if f.suffix in (".h", ".cpp"))
-    found = dict(re.findall(r"(KEY_TILE|QUERY_CHUNK|ALIGN) = (\d+)", text))
+    constants = dict(re.findall(r"(KEY_TILE|QUERY_CHUNK|ALIGN) = (\d+)", text))
     ours = attention_ref.KEY_TILE, attention_ref.QUERY_CHUNK, attention_ref.ALIGN
-    assert tuple(int(found[name]) for name in ("KEY_TILE", "QUERY_CHUNK", "ALIGN")) == ours
+    assert tuple(int(constants[name]) for name in ("KEY_TILE", "QUERY_CHUNK", "ALIGN")) == ours
 
 
 @dtypes

@@ -244,9 +244,9 @@ def test_the_adapters_of_an_expert_have_the_gradient_of_a_linear_over_its_tokens
         in_pass = Pass(token_blocks(counts), {w_e: expected})
         linear(x[tokens], w_e, None, in_pass).backward(dy[first_row : first_row + len(tokens)])
         for name in ("db", "da"):
-            found, sums = (getattr(each, name).sums for each in (buffers.adapters[e], expected.adapters[0]))
-            assert total_unequal([found], [sums]) == 0, (e, name)
-            assert found.any()
+            grouped, sums = (getattr(each, name).sums for each in (buffers.adapters[e], expected.adapters[0]))
+            assert total_unequal([grouped], [sums]) == 0, (e, name)
+            assert grouped.any()
         assert first_row + len(tokens) <= end
     assert len(rows.segments) == 4
     assert buffers.adapters[4].db.empty == buffers.adapters[4].da.empty == {0}, "expert 4 has no tokens"

@@ -97,12 +97,12 @@ def test_the_kept_set_and_its_logprobs_equal_slow_independent_ones(params, seed,
     # Steps of 1/2 are so coarse that some logits tie.
     logits = (randn(seed, 3, V, scale=2.0) * steps).round() / steps
     z = scaled_logits(logits, params)
-    for row, of_row in zip(logits, z, strict=True):
+    for row, z_row in zip(logits, z, strict=True):
         expected = kept_and_logprobs(row.tolist(), params)
         ids = torch.tensor(list(expected))
-        assert (of_row > -INF).nonzero().flatten().tolist() == ids.tolist()
-        ours = token_logprobs(of_row.expand(len(ids), V), ids)[0]
-        plain = torch.log_softmax(of_row, 0)[ids]
+        assert (z_row > -INF).nonzero().flatten().tolist() == ids.tolist()
+        ours = token_logprobs(z_row.expand(len(ids), V), ids)[0]
+        plain = torch.log_softmax(z_row, 0)[ids]
         exact = torch.tensor(list(expected.values()), dtype=torch.float64)
         # Plain torch may be exact by luck on so few numbers. So each of them may be half a unit off as well.
         allowed = (plain.double() - exact).abs() + 2.0**-24 * exact.abs().clamp(min=1.0)

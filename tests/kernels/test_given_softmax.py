@@ -16,9 +16,9 @@ T, E, K = 37, 12, 4
 def test_experts_that_the_router_would_choose_have_its_bits(dtype, renormalise):
     dw, results = randn(2, T, K), []
     _, ids = topk_softmax(randn(1, T, E, dtype=dtype), K, renormalise)
-    for of_choice in (True, False):
+    for by_router in (True, False):
         logits = randn(1, T, E, dtype=dtype).requires_grad_()
-        if of_choice:
+        if by_router:
             w = topk_softmax(logits, K, renormalise)[0]
         else:
             w = given_softmax(logits, ids, renormalise)

@@ -61,8 +61,8 @@ def test_the_gradient_is_that_of_autograd_in_fp64(dtype, rank):
 
 def test_in_fp64_it_is_that_of_autograd():
     x, dy, w, b, a = operands(torch.float64, 5)
-    found = gradients(x, dy, w, [(slice(0, N), b.double(), a.double())])
-    for ours, expected in zip(found, by_autograd(5, torch.float64, torch.float64), strict=True):
+    grads = gradients(x, dy, w, [(slice(0, N), b.double(), a.double())])
+    for ours, expected in zip(grads, by_autograd(5, torch.float64, torch.float64), strict=True):
         torch.testing.assert_close(ours, expected, rtol=1e-11, atol=1e-11)
 
 

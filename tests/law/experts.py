@@ -43,5 +43,5 @@ def mixture(
     in_pass: Pass = ONE_SEQUENCE,
     renormalise: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """See experts_of_logits; the logits come from the router."""
+    """The results of experts_of_logits for the logits of a router [E, D]."""
     return experts_of_logits(x, linear(x, router, None, in_pass), gate_up, down, in_pass, renormalise)

@@ -74,7 +74,7 @@ def test_the_shell_knows_the_batch_script(tmp_path):
 
 def _shellcheck(script: str, folder: Path) -> None:
     (folder / "script.sh").write_text(script)
-    found = subprocess.run(
+    process = subprocess.run(
         ["shellcheck", "--shell=bash", str(folder / "script.sh")], capture_output=True, text=True
     )
-    assert found.returncode == 0, found.stdout
+    assert process.returncode == 0, process.stdout

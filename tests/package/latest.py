@@ -49,8 +49,8 @@ def asked_for() -> dict[str, str]:
 def pinned() -> dict[str, str]:
     """What the Makefile and requirements-vllm.txt give one version: name -> version."""
     text = (ROOT / "Makefile").read_text() + (ROOT / "requirements-vllm.txt").read_text()
-    found = re.findall(r"(?<![\w.-])([A-Za-z][\w.-]*)==(\d[\w.]*\w)", text)
-    return {name.lower().replace("_", "-"): version for name, version in found}
+    pins = re.findall(r"(?<![\w.-])([A-Za-z][\w.-]*)==(\d[\w.]*\w)", text)
+    return {name.lower().replace("_", "-"): version for name, version in pins}
 
 
 def install(folder: Path, torch: Sequence[str]) -> Pip:

@@ -32,11 +32,11 @@ def cuda_packages(pip: Pip, requirements: Sequence[str]) -> list[str]:
 def fault(pip: Pip, requirements: Sequence[str]) -> str:
     """Why the requirements are not a build of torch for CPUs; empty where they are one."""
     try:
-        found = cuda_packages(pip, requirements)
+        packages = cuda_packages(pip, requirements)
     except subprocess.CalledProcessError as error:
-        said = [line for line in error.stderr.splitlines() if line.startswith("ERROR: ")]
-        return f"pip cannot install it: {said[0].removeprefix('ERROR: ') if said else error.stderr.strip()}"
-    return f"only a build for CUDA, with {len(found)} packages of CUDA" if found else ""
+        lines = [line for line in error.stderr.splitlines() if line.startswith("ERROR: ")]
+        return f"pip cannot install it: {lines[0].removeprefix('ERROR: ') if lines else error.stderr.strip()}"
+    return f"only a build for CUDA, with {len(packages)} packages of CUDA" if packages else ""
 
 
 def newest_for_cpus(pip: Pip, lowest: str) -> tuple[str, list[str]]:

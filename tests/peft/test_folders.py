@@ -71,7 +71,7 @@ def test_peft_opens_a_checkpoint_and_merges_what_zerokl_merges(model, run_of, tm
     assert peft.PeftConfig.from_pretrained(folder).base_model_name_or_path == str(model)
     assert main(["merge", str(folder), str(tmp_path / "merged")]) == 0
     ours = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype="auto").state_dict()
-    theirs = merged_by_peft(model, folder)
+    by_peft = merged_by_peft(model, folder)
     base = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).state_dict()
     targets = lora.get("targets", ["_proj"])
     adapter, scale = load_file(folder / "adapter_model.safetensors"), lora.get("alpha", 32.0) / lora["rank"]
@@ -80,7 +80,7 @@ def test_peft_opens_a_checkpoint_and_merges_what_zerokl_merges(model, run_of, tm
     for name in adapted:
         module = f"base_model.model.{name.removesuffix('.weight')}"
         b, a = (adapter[f"{module}.lora_{letter}.weight"].double() for letter in "BA")
-        assert_at_most_twice_the_error(ours[name], theirs[name], base[name].double() + scale * (b @ a), name)
+        assert_at_most_twice_the_error(ours[name], by_peft[name], base[name].double() + scale * (b @ a), name)
 
 
 @pytest.mark.parametrize("targets", [["q_proj", "v_proj"], "all-linear"], ids=str)

@@ -143,8 +143,8 @@ def _killed_after(config: Config, folder: Path, step: int) -> None:
 def test_a_run_whose_driver_was_killed_goes_on_with_other_actors(base, pool, tmp_path):
     settings = base | {"steps": 8, "max_staleness": 2, "checkpoint.every": 1, "dtype": "bfloat16"}
     expected = train(load_config(None, None, settings), tmp_path / "alone")
-    of_driver = pool | {"pool.address": "", "pool.actors": 1, "pool.cpus": 0.5}
-    _killed_after(load_config(None, None, settings | of_driver), tmp_path, 3)
+    driver = pool | {"pool.address": "", "pool.actors": 1, "pool.cpus": 0.5}
+    _killed_after(load_config(None, None, settings | driver), tmp_path, 3)
     overrides = {key: str(value) for key, value in pool.items()}
     assert resume(tmp_path / "run", overrides).fingerprint == expected.fingerprint
     assert main(["verify", "run", str(tmp_path / "run"), "--replays", "1"]) == 0

@@ -143,8 +143,8 @@ def alone(model: str, dtype: str) -> list[float]:
         total = []
         for line, wanted in ((ids[:cut], labels[0, :cut]), (ids[cut:], labels[0, cut:])):
             whole = torch.cat([line, line[:1]])
-            own = torch.cat([wanted.new_tensor([-100]), wanted])
-            total.append(module(whole[None], labels=own[None]).log_probs[0, 1:])
+            whole_labels = torch.cat([wanted.new_tensor([-100]), wanted])
+            total.append(module(whole[None], labels=whole_labels[None]).log_probs[0, 1:])
         losses.append(float(-torch.cat(total).detach()[None].sum() / labelled))
     return losses
 

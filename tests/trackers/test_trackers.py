@@ -71,13 +71,13 @@ def test_trackio_goes_on_with_one_run(run, tmp_path):
 def test_mlflow_goes_on_with_one_run(run):
     client = mlflow.MlflowClient()
     experiment = client.get_experiment_by_name("sums")
-    (found,) = client.search_runs([experiment.experiment_id])
-    assert found.info.run_id == run_id(run, "mlflow")
-    assert found.info.status == "FINISHED"
-    assert found.data.params["optimizer.lr"] == "0.001"
-    assert found.data.tags["fingerprint"] == "abc123"
-    assert found.data.tags["environment.torch"] == "2.13.0"
-    history = client.get_metric_history(found.info.run_id, "train/reward")
+    (mlflow_run,) = client.search_runs([experiment.experiment_id])
+    assert mlflow_run.info.run_id == run_id(run, "mlflow")
+    assert mlflow_run.info.status == "FINISHED"
+    assert mlflow_run.data.params["optimizer.lr"] == "0.001"
+    assert mlflow_run.data.tags["fingerprint"] == "abc123"
+    assert mlflow_run.data.tags["environment.torch"] == "2.13.0"
+    history = client.get_metric_history(mlflow_run.info.run_id, "train/reward")
     assert [(m.step, m.value) for m in history] == [(step, 0.5 + step) for step in range(4)]
-    tables = client.list_artifacts(found.info.run_id, "rollouts")
+    tables = client.list_artifacts(mlflow_run.info.run_id, "rollouts")
     assert [Path(t.path).name for t in tables] == [f"step-{step:06d}.json" for step in range(4)]

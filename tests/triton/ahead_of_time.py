@@ -89,27 +89,27 @@ def heads_beside_vllm(ours: Launch, vllm: Launch, target: str) -> int:
     butterfly of 16 adds zeros. In fp32 a thread's second load is past the head. The other warps add zeros.
     """
     mine, offsets = values(ptx(ours, target))
-    theirs, their_offsets = values(ptx(vllm, target))
+    vllm_forms, vllm_offsets = values(ptx(vllm, target))
     lanes = 16 if "round" in mine else 32
-    of_thread = without_load("1", next(x for x in theirs["bfly"] if "bfly" not in x))
-    total = of_thread
-    for offset in their_offsets[:5]:
+    thread_sum = without_load("1", next(x for x in vllm_forms["bfly"] if "bfly" not in x))
+    total = thread_sum
+    for offset in vllm_offsets[:5]:
         if int(offset) < lanes:
             total = f"add({','.join(sorted((total, f'bfly{offset}({total})')))})"
     r = f"div(0f3F800000,sqrt(add(%,div(add(0f00000000,{total}),%))))"
     results = [re.sub(r"%\w+", "%", x) for x in mine.get("round", mine["store"]) if x.startswith("mul")]
-    elements = {x.split(".", 1)[1] for x in re.findall(r"\b0\.[\d.]+", of_thread)}
+    elements = {x.split(".", 1)[1] for x in re.findall(r"\b0\.[\d.]+", thread_sum)}
     # Loads 0 and 1 are of x, 2 and 3 of the weights; the last one of a register is its name.
     expected = Counter(f"mul(3.{i},mul(1.{i},{r}))" for i in elements)
-    found = Counter(results)
-    assert offsets == [x for x in their_offsets[:5] if int(x) < lanes], offsets
-    return ((expected - found) + (found - expected)).total()
+    counted = Counter(results)
+    assert offsets == [x for x in vllm_offsets[:5] if int(x) < lanes], offsets
+    return ((expected - counted) + (counted - expected)).total()
 
 
 def results(launch: Launch, target: str, operation: str) -> set[str]:
     """The forms of the numbers of a thread that end with `operation`, and are stored."""
-    found, _ = values(ptx(launch, target))
-    return {form(x) for x in found.get("round", found["store"]) if x.startswith(operation)}
+    forms, _ = values(ptx(launch, target))
+    return {form(x) for x in forms.get("round", forms["store"]) if x.startswith(operation)}
 
 
 def decoded_heads(ours: dict[str, Launch], dtype: torch.dtype, target: str) -> tuple[Launch, set[str]]:

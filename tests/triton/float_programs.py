@@ -254,11 +254,11 @@ def column_sum_rows() -> Rows:
     waiting = [PartialSums(acc, partial, blocks, NORM_ROWS)] * 2
     several = our_launch("sm_90", lambda: add_all_partials(waiting))
     half = one._replace(options=one.options | {"RUNS": one.options["RUNS"] // 2})
-    expected, found, other = (expressions(program(x, "sm_90")) for x in (one, several, half))
+    expected, joint, other = (expressions(program(x, "sm_90")) for x in (one, several, half))
     return {
         "norms": {
             "instructions": expected.total(),
-            "differ": total_difference(expected, found),
+            "differ": total_difference(expected, joint),
             "control": total_difference(expected, other),
         }
     }

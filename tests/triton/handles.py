@@ -61,8 +61,8 @@ def unequal_launches(driver: Driver, n: int) -> int:
         args, options = drawn(draw)
         ours = call_of(driver, lambda g=grid, a=args, o=options: launch.launch(scaled, g, *a, **o))
         pinned = options | {"enable_fp_fusion": True}
-        theirs = call_of(driver, lambda g=grid, a=args, o=pinned: scaled[g](*a, **o))
-        unequal += ours != theirs
+        by_triton = call_of(driver, lambda g=grid, a=args, o=pinned: scaled[g](*a, **o))
+        unequal += ours != by_triton
     return unequal
 
 

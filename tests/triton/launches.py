@@ -131,7 +131,7 @@ def run_adapters(name: str, dtype: torch.dtype, rank: int) -> None:
 def runs() -> Iterator[tuple[str, Callable[..., None], tuple]]:
     """All runs, each with its name and its arguments."""
     for name, (dtype, numerics) in product(MODELS, SETTINGS):
-        yield f"{name} {dtype} {numerics}", lambda *of: run(decoder(*of)), (name, dtype, numerics)
+        yield f"{name} {dtype} {numerics}", lambda *args: run(decoder(*args)), (name, dtype, numerics)
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         yield f"replayed {dtype}", lambda dtype: run_replayed(decoder("sparse", dtype, COMPUTE)), (dtype,)
     for name, rank in product(("Qwen3-0.6B", "sparse"), (1, 8, 16)):
@@ -167,8 +167,8 @@ def main() -> None:
     for target in sys.argv[1:]:
         listed = {binary_key(*launch, target): name for name, launch in configurations(target)}
         with tiles_of_target(target):
-            for setting, work, of in runs():
-                for launch in launches(partial(work, *of)):
+            for setting, work, args in runs():
+                for launch in launches(partial(work, *args)):
                     seen, key = seen + 1, binary_key(*launch, target)
                     broken.update(broken_rules([launch]))
                     described += len(list(descriptors(launch)))

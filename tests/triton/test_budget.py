@@ -29,10 +29,10 @@ def test_control_a_launch_for_each_weight_is_found(monkeypatch):
             launch(kernel, grid, *args, **options)
 
     monkeypatch.setattr(columns_triton, "launch", for_each_weight)
-    found = rises(recorded, {"0.6B": budget("0.6B", layers=2)}, PART)
-    assert len(found) == 2
-    assert found[0].startswith("0.6B, pass: launches (")
-    assert "launches of add_all_partials" in found[1]
+    risen = rises(recorded, {"0.6B": budget("0.6B", layers=2)}, PART)
+    assert len(risen) == 2
+    assert risen[0].startswith("0.6B, pass: launches (")
+    assert "launches of add_all_partials" in risen[1]
 
 
 def test_control_a_wait_and_an_upload_are_found(monkeypatch):
@@ -48,10 +48,10 @@ def test_control_a_wait_and_an_upload_are_found(monkeypatch):
 
     monkeypatch.setattr(DecodeRows, "_look", looks_twice)
     monkeypatch.setattr(DecodeRows, "_write", writes_twice)
-    found = rises(recorded, {"0.6B": budget("0.6B", layers=2)}, PART)
-    assert any(line.startswith("0.6B, look: waits (") for line in found)
-    assert any(line.startswith("0.6B, new rows: uploads (") for line in found)
-    assert not any(line.startswith("0.6B, pass") for line in found)
+    risen = rises(recorded, {"0.6B": budget("0.6B", layers=2)}, PART)
+    assert any(line.startswith("0.6B, look: waits (") for line in risen)
+    assert any(line.startswith("0.6B, new rows: uploads (") for line in risen)
+    assert not any(line.startswith("0.6B, pass") for line in risen)
 
 
 @pytest.mark.parametrize(("now", "lines"), [(100, 0), (102, 0), (103, 1)])

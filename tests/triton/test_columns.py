@@ -49,10 +49,10 @@ def test_sums_that_wait_have_the_bits_of_sums_at_once(n, D, lengths, rounds):
 
 def test_one_launch_adds_those_that_wait_and_a_weight_that_comes_again_is_added_before():
     blocks, pending = token_blocks([200]), PendingSums()
-    buffers, of_weights = sums(3, 40, 1, pending), partials(3, 40, blocks)
+    buffers, weight_partials = sums(3, 40, 1, pending), partials(3, 40, blocks)
     with recorded_launches(and_run=True) as launches:
         for _ in range(2):
-            for buffer, partial in zip(buffers, of_weights, strict=True):
+            for buffer, partial in zip(buffers, weight_partials, strict=True):
                 buffer.add_partials(partial, blocks, ROWS)
         assert len(launches) == 1
         assert buffers[0].sums.abs().sum() > 0

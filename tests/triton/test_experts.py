@@ -57,13 +57,13 @@ def experts(
 
 def aligned(ids: torch.Tensor, block: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """What vLLM's compiled moe_align_block_size gives: slots by expert, each expert's padded to a block."""
-    flat, slots, of_block = ids.flatten(), [], []
+    flat, slots, block_experts = ids.flatten(), [], []
     for expert in range(EXPERTS):
-        own = (flat == expert).nonzero()[:, 0].tolist()
-        blocks = -(-len(own) // block)
-        slots += own + [ids.numel()] * (blocks * block - len(own))
-        of_block += [expert] * blocks
-    as_int32 = (torch.tensor(x, dtype=torch.int32) for x in (slots, of_block, [len(slots)]))
+        expert_slots = (flat == expert).nonzero()[:, 0].tolist()
+        blocks = -(-len(expert_slots) // block)
+        slots += expert_slots + [ids.numel()] * (blocks * block - len(expert_slots))
+        block_experts += [expert] * blocks
+    as_int32 = (torch.tensor(x, dtype=torch.int32) for x in (slots, block_experts, [len(slots)]))
     return tuple(as_int32)
 
 
@@ -73,7 +73,7 @@ def vllm_product(
     w: torch.Tensor,
     q: torch.Tensor,
     ids: torch.Tensor,
-    of_tokens: bool,
+    x_of_tokens: bool,
     weigh: bool,
     **config: int,
 ) -> torch.Tensor:
@@ -85,7 +85,7 @@ def vllm_product(
         *(x, w, y, None, None, q),
         *aligned(ids, chosen["BLOCK_SIZE_M"]),
         mul_routed_weight=weigh,
-        top_k=k if of_tokens else 1,
+        top_k=k if x_of_tokens else 1,
         config=chosen,
         compute_type=getattr(module.tl, str(x.dtype).removeprefix("torch.")),
         **dict.fromkeys(("use_fp8_w8a8", "use_int8_w8a8", "use_int8_w8a16", "use_int4_w4a16"), False),

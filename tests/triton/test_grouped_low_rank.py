@@ -105,8 +105,8 @@ def test_micro_batches_decide_no_bit_and_the_error_is_that_of_plain_products(dty
     assert total_unequal([cases[0].sums], [cases[1].sums]) == 0
     assert total_unequal([cases[0].sums], [cases[2].sums]) > 0, "control: another order"
     exact, plain = cases[0].expected(torch.float64), cases[0].expected(torch.float32)
-    error, of_plain = ((x.double() - exact).abs().max() for x in (cases[0].sums[0], plain))
-    assert error <= 2 * of_plain
+    error, plain_error = ((x.double() - exact).abs().max() for x in (cases[0].sums[0], plain))
+    assert error <= 2 * plain_error
 
 
 def test_control_adapters_in_other_memories_are_found():

@@ -55,9 +55,9 @@ def cases(names: dict[str, str], dtypes: tuple[torch.dtype, ...] = DTYPES) -> li
     """Each name with each dtype. With --quick each has one dtype, and neighbours have different ones."""
     params = []
     for i, (name, kernel) in enumerate(names.items()):
-        of_name = [dtype for dtype in dtypes if rows.ONE_DTYPE.get(name, dtype) == dtype]
-        for j, dtype in enumerate(of_name):
-            marks = () if j == i % len(of_name) else pytest.mark.full
+        tested = [dtype for dtype in dtypes if rows.ONE_DTYPE.get(name, dtype) == dtype]
+        for j, dtype in enumerate(tested):
+            marks = () if j == i % len(tested) else pytest.mark.full
             params.append(
                 pytest.param(name, kernel, dtype, id=f"{name}-{dtype}".replace("torch.", ""), marks=marks)
             )

@@ -159,17 +159,17 @@ def emulated_topk_softmax(w, ids, token_expert_indices, logits, renormalise, *_,
         out.copy_(x)
 
 
-def emulated_moe_align_block_size(ids, experts, block, slots, of_block, number, expert_map, scatter) -> None:
+def emulated_moe_align_block_size(ids, experts, block, slots, by_block, number, expert_map, scatter) -> None:
     """Slots by expert, each expert's padded to a block with a slot that is not there."""
     assert expert_map is scatter is None
     flat, filled, blocks = ids.flatten(), [], []
     for expert in range(experts):
-        own = (flat == expert).nonzero()[:, 0].tolist()
-        padded = -(-len(own) // block) * block
-        filled += own + [len(flat)] * (padded - len(own))
+        expert_slots = (flat == expert).nonzero()[:, 0].tolist()
+        padded = -(-len(expert_slots) // block) * block
+        filled += expert_slots + [len(flat)] * (padded - len(expert_slots))
         blocks += [expert] * (padded // block)
     slots.fill_(len(flat))[: len(filled)] = torch.tensor(filled, dtype=slots.dtype)
-    of_block.zero_()[: len(blocks)] = torch.tensor(blocks, dtype=of_block.dtype)
+    by_block.zero_()[: len(blocks)] = torch.tensor(blocks, dtype=by_block.dtype)
     number.fill_(len(filled))
 
 

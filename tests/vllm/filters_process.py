@@ -67,9 +67,9 @@ def metadata_of(requests: list[vllm.SamplingParams]) -> SamplingMetadata:
 
 
 def main() -> None:
-    of_vllm, ours = ([SamplingParams.of(*params) for params in of_side] for of_side in json.load(sys.stdin))
+    vllm_params, ours = ([SamplingParams.of(*params) for params in side] for side in json.load(sys.stdin))
     logits = torch.randn(len(ours) * ROWS, V, generator=torch.Generator().manual_seed(3)) * 2.5
-    metadata = metadata_of([request_of(params) for params in of_vllm for _ in range(ROWS)])
+    metadata = metadata_of([request_of(params) for params in vllm_params for _ in range(ROWS)])
     processed = Sampler("processed_logits")(logits.clone(), metadata).logprobs_tensors.logprobs
     unequal = []
     for rows, drawn_from, params in zip(logits.split(ROWS), processed.split(ROWS), ours, strict=True):

@@ -18,12 +18,12 @@ class Recording:
 
     def __init__(self, folder: Path, server: int, **limits: tuple[int, int]):
         """limits: of resource, such as RLIMIT_NOFILE, each soft and hard."""
-        self.log, self.server, self._said = folder / "log.jsonl", server, folder / "said"
+        self.log, self.server, self._output = folder / "log.jsonl", server, folder / "output.txt"
         words = ["record", "--upstream", f"http://127.0.0.1:{server}", "--out", str(self.log), "--port", "0"]
-        with open(self._said, "w") as said:
+        with open(self._output, "w") as output:
             self.process = subprocess.Popen(
                 [Path(sys.executable).with_name("zerokl"), *words],
-                stdout=said,
+                stdout=output,
                 stderr=subprocess.STDOUT,
                 preexec_fn=lambda: [
                     resource.setrlimit(getattr(resource, name), pair) for name, pair in limits.items()
@@ -35,10 +35,10 @@ class Recording:
         """Wait until it says something, and it may take half a minute."""
         until_s = time.monotonic() + 30
         while time.monotonic() < until_s:
-            if found := re.search(pattern, self._said.read_text()):
-                return found
+            if match := re.search(pattern, self._output.read_text()):
+                return match
             time.sleep(0.05)
-        raise AssertionError(f"{pattern} is not in {self._said.read_text()}")
+        raise AssertionError(f"{pattern} is not in {self._output.read_text()}")
 
     def kill(self) -> None:
         self.process.kill()
@@ -48,7 +48,7 @@ class Recording:
         """Ctrl-C. Returns all that it said."""
         self.process.send_signal(signal.SIGINT)
         self.process.wait(timeout=60)
-        words = self._said.read_text()
+        words = self._output.read_text()
         assert self.process.returncode == code, words
         return words
 

@@ -59,11 +59,11 @@ if __name__ == "__main__":
     params = VllmParams(max_tokens=1, prompt_logprobs=0, detokenize=False, temperature=0.0)
     for request in (LoRARequest("trained", 1, str(folder)), None):
         (out,) = llm.generate([{"prompt_token_ids": ids}], params, lora_request=request, use_tqdm=False)
-        theirs = torch.tensor([of[t].logprob for of, t in zip(out.prompt_logprobs[1:], ids[1:])])
+        by_vllm = torch.tensor([row[t].logprob for row, t in zip(out.prompt_logprobs[1:], ids[1:])])
         with torch.no_grad():
             packed = pack([(ids[:1], ids[1:])])
             ours = [logprobs(decoder, packed, SamplingParams())[0] for decoder in (merged, base)]
-        print("RESULT", *(float((theirs - x).abs().max()) for x in ours))
+        print("RESULT", *(float((by_vllm - x).abs().max()) for x in ours))
 """
 
 

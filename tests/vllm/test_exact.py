@@ -173,7 +173,7 @@ def test_a_mixture_of_experts_too(moe, dtype, multiprocess):
     for version, call, drawn in zip((0, 2, 2), calls, report["drawn"], strict=True):
         rollouts, scores = _native(moe, dtype, call, prompts, version)
         experts = [rest for *_, rest in drawn if call.get("experts")]
-        compared, unequal = _compare([of[:4] for of in drawn], (rollouts, scores), version)
+        compared, unequal = _compare([row[:4] for row in drawn], (rollouts, scores), version)
         assert (compared > 1000, unequal) == (True, 0)
         assert experts == [r.experts.tolist() for r in rollouts if call.get("experts")]
 

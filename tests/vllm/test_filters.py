@@ -22,11 +22,11 @@ PARAMS = [
 ] + [SamplingParams.of(0.0, logit_bias=BIAS), SamplingParams.of(0.0, allowed_token_ids=(5, 900))]
 
 
-def unequal(of_vllm: list[SamplingParams], ours: list[SamplingParams]) -> list[int]:
+def unequal(vllm_params: list[SamplingParams], ours: list[SamplingParams]) -> list[int]:
     """Unequal elements for each of the parameters."""
     process = subprocess.run(
         [sys.executable, str(Path(__file__).with_name("filters_process.py"))],
-        input=json.dumps([of_vllm, ours]),
+        input=json.dumps([vllm_params, ours]),
         capture_output=True,
         text=True,
         check=False,

@@ -31,18 +31,18 @@ def played_by_turns(
     task = load_task(name, options)
     problem = task.problems("train")[problem]
     environments = [task.environment() for _ in games]
-    said = []
+    observations = []
     for environment, sample in zip(environments, samples, strict=True):
         first = awaited(environment.reset(problem, EnvironmentKey(0, 0, 0, problem.id, sample)))
-        said.append([first if isinstance(first, Observation) else Observation(first)])
+        observations.append([first if isinstance(first, Observation) else Observation(first)])
     for k in range(max(map(len, games))):
-        for environment, turns, answers in zip(environments, games, said, strict=True):
+        for environment, turns, answers in zip(environments, games, observations, strict=True):
             if k < len(turns):
                 answers.append(awaited(environment.step([], turns[k])))
     for environment in environments:
         if hasattr(environment, "close"):
             awaited(environment.close())
-    return said
+    return observations
 
 
 def winning(name: str, options: dict[str, Any], turn: str, numbers: int, problem: int) -> int:

@@ -50,7 +50,7 @@ def draw(
 
     noise: of the trainer's logits, as rounding or other weights make it. scale: of the logits.
     """
-    rng, found = np.random.default_rng(seed), []
+    rng, rollouts = np.random.default_rng(seed), []
     for prompt in range(shape[0]):
         logits: dict[tuple, np.ndarray] = {}
         for _ in range(shape[1]):
@@ -63,8 +63,8 @@ def draw(
                 ids.append(token)
             with np.errstate(divide="ignore"):
                 s, t = np.log(np.array(rows)).T.astype(np.float32)
-            found.append(Drawn(prompt, np.array(ids), np.arange(len(ids)), s, t, drawn))
-    return found
+            rollouts.append(Drawn(prompt, np.array(ids), np.arange(len(ids)), s, t, drawn))
+    return rollouts
 
 
 def kind(rollouts: list[Drawn]) -> str | None:
@@ -113,13 +113,13 @@ def sound_logs(count: int):
 
 def test_no_sound_log_is_called_a_fault():
     """From equal bits to other weights (noise 1, whose ratios have heavy tails), any length and entropy."""
-    alarms = {settings: found for settings, log in sound_logs(60) if (found := kind(log))}
+    alarms = {settings: fault for settings, log in sound_logs(60) if (fault := kind(log))}
     assert alarms == {}
 
 
 @pytest.mark.slow
 def test_no_sound_log_of_many_is_called_a_fault():
-    alarms = {settings: found for settings, log in sound_logs(1500) if (found := kind(log))}
+    alarms = {settings: fault for settings, log in sound_logs(1500) if (fault := kind(log))}
     assert alarms == {}
 
 
@@ -205,8 +205,8 @@ def test_a_fault_is_the_same_in_terminal_json_and_page(tmp_path, capsys):
     log = write_log(tmp_path / "log.jsonl", draw(0, P(1.0, 0, 0.95), P(1.0, 0, 0.95), RAW))
     assert main(["audit", str(log), "--out", str(tmp_path / "out")]) == 1
     report = json.loads((tmp_path / "out" / "audit.json").read_text())
-    found = report["distribution"]["found"]
-    assert [report["cause"][name] for name in ("kind", "text")] == [found["kind"], found["text"]]
+    fault = report["distribution"]["found"]
+    assert [report["cause"][name] for name in ("kind", "text")] == [fault["kind"], fault["text"]]
     assert report["cause"]["suspicion"]
     assert report["cause"]["remedy"].startswith("Confirm it with --model")
     assert "not the smaller one in 640 of 640 tokens" in report["cause"]["text"]
@@ -226,10 +226,10 @@ def test_a_named_fault_is_read_last_and_hypotheses_that_explain_nothing_are_left
         return capsys.readouterr().out.splitlines(), (tmp_path / name / "audit.html").read_text()
 
     lines, shown = audited("named", RAW, 0.0)
-    of_cause = next(i for i, line in enumerate(lines) if line.startswith("Suspicion, without a model: "))
-    assert "the trainer's column is without the temperature" in " ".join(lines[of_cause:])
-    assert not [line for line in lines[of_cause:] if line.startswith("A correction with the bound")]
-    assert [line for line in lines[:of_cause] if line.startswith("A correction with the bound")]
+    cause_line = next(i for i, line in enumerate(lines) if line.startswith("Suspicion, without a model: "))
+    assert "the trainer's column is without the temperature" in " ".join(lines[cause_line:])
+    assert not [line for line in lines[cause_line:] if line.startswith("A correction with the bound")]
+    assert [line for line in lines[:cause_line] if line.startswith("A correction with the bound")]
     assert "would explain" not in " ".join(lines) + shown
     lines, shown = audited("unknown", P(0.8), 0.5)
     assert "would explain" in " ".join(lines), "control: no cause is known"

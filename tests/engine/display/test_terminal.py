@@ -183,10 +183,10 @@ def test_a_line_has_a_result_of_its_own_step_only(capsys):
             display.step([], value=0.5, result=f"held-out 0.{step}" if step % 50 == 0 else "")
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) < 20
-    found = [
+    shown = [
         (line.split(", ")[0].split("  ")[0], line.split("held-out ")[1]) for line in lines if "held" in line
     ]
-    assert found == [(f"train {step}/200", f"0.{step}") for step in (50, 100, 150, 200)]
+    assert shown == [(f"train {step}/200", f"0.{step}") for step in (50, 100, 150, 200)]
 
 
 def test_the_time_left_is_that_of_the_recent_steps(capsys):

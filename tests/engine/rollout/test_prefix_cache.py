@@ -182,17 +182,17 @@ class Books:
 
     def start(self, ids: tuple[int, ...]) -> None:
         """A sequence takes its blocks where there is room, as a pass does, and fills them."""
-        found, needed = self.kept.find(ids), BlockCache.blocks_for(len(ids))
-        assert len(found) * KEY_TILE < len(ids)
-        for i, b in enumerate(found):
+        cached, needed = self.kept.find(ids), BlockCache.blocks_for(len(ids))
+        assert len(cached) * KEY_TILE < len(ids)
+        for i, b in enumerate(cached):
             assert self.content[b] == ids[: (i + 1) * KEY_TILE]
-        room = self.kept.free_beside(found) >= needed - len(found)
+        room = self.kept.free_beside(cached) >= needed - len(cached)
         assert room or self.running, "an empty cache has room"
         if not room:
             return
-        new = self.kept.take(found) + self.kept.take_new(needed - len(found))
-        assert not set(new[len(found) :]) & {b for _, blocks in self.running for b in blocks}
-        self.content |= {b: ids[: (i + 1) * KEY_TILE] for i, b in enumerate(new) if i >= len(found)}
+        new = self.kept.take(cached) + self.kept.take_new(needed - len(cached))
+        assert not set(new[len(cached) :]) & {b for _, blocks in self.running for b in blocks}
+        self.content |= {b: ids[: (i + 1) * KEY_TILE] for i, b in enumerate(new) if i >= len(cached)}
         self.running.append((ids, new))
 
     def end(self, place: int, goes_on: bool) -> None:

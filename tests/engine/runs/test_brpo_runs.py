@@ -39,9 +39,10 @@ def brpo(config):
     """brpo(**overrides): reasonings of at most 6 tokens, which end where > is drawn, and short answers."""
 
     def make(**overrides):
-        own = {"loss__preset": "brpo", "task__answer_prefix": PREFIX, "loss__budgets": BUDGETS}
-        own |= {"loss__budget_weights": WEIGHTS, "loss__answers": ANSWERS, "sampling__answer_max_tokens": 4}
-        return config(**own | {"sampling__max_tokens": 6, "prompts": 2, "steps": 3} | overrides)
+        settings = {"loss__preset": "brpo", "task__answer_prefix": PREFIX, "loss__budgets": BUDGETS}
+        settings |= {"loss__budget_weights": WEIGHTS, "loss__answers": ANSWERS, "prompts": 2, "steps": 3}
+        settings |= {"sampling__max_tokens": 6, "sampling__answer_max_tokens": 4}
+        return config(**settings | overrides)
 
     return make
 
@@ -49,15 +50,15 @@ def brpo(config):
 @pytest.mark.parametrize("dtype", ["float32", *(pytest.param(x, marks=pytest.mark.full) for x in HALVES)])
 def test_a_run_is_exact_and_is_done_again_to_the_bit(brpo, read_jsonl, tmp_path, dtype, capsys):
     """Two updates a step, so that ratios move; held-out answers at each budget."""
-    path, own = tmp_path / "run", {"dtype": dtype, "updates_per_rollout": 2, "evaluation__every": 3}
-    run = train(brpo(**own, checkpoint__every=2), path)
+    path, settings = tmp_path / "run", {"dtype": dtype, "updates_per_rollout": 2, "evaluation__every": 3}
+    run = train(brpo(**settings, checkpoint__every=2), path)
     assert (run.tokens_unequal, run.mismatch_max_abs) == (0, 0.0)
     assert main(["verify", "run", str(path), "--replays", "1", "--draw", "0"]) == 0, capsys.readouterr()
     last = read_jsonl(path / "metrics.jsonl")[-1]
     at_budgets = [last[f"eval/reward_at_{b}"] for b in BUDGETS]
     mean = (0.5 * at_budgets[0] + 1.5 * at_budgets[2]) / 2
     assert last["eval/reward"] == pytest.approx(mean, rel=1e-12)
-    other = train(brpo(**own, workers=2, micro_batch=1, shards_in_flight=2), tmp_path / "other")
+    other = train(brpo(**settings, workers=2, micro_batch=1, shards_in_flight=2), tmp_path / "other")
     assert (other.fingerprint, other.weights) == (run.fingerprint, run.weights)
     shutil.rmtree(path / "checkpoints" / "step-000003")
     (path / "summary.json").unlink()
@@ -89,14 +90,14 @@ def check_log(rollouts: list[dict], tokenizer: Tokenizer) -> set[int]:
             lengths.add(len(ids))
             means = []
             for budget in BUDGETS:
-                of_cut = [next(answers) for _ in range(ANSWERS)]
+                cut_answers = [next(answers) for _ in range(ANSWERS)]
                 rest = prefix[1:] if len(ids) <= budget and ids[-1] == prefix[0] else prefix
-                for r in of_cut:
+                for r in cut_answers:
                     assert (r["reasoning"], r["budget"]) == (g, budget)
                     assert r["prompt_ids"] == [*thought["prompt_ids"], *ids[:budget], *rest]
                     assert r["text"] == tokenizer.decode(r["completion_ids"])
                     assert r["reward"] == sum(map(str.isalpha, r["text"])) / 8
-                means.append(fmean(r["reward"] for r in of_cut))
+                means.append(fmean(r["reward"] for r in cut_answers))
             rewards.append((0.5 * means[0] + 1.5 * means[2]) / 2)
             assert "budget" not in thought
         assert [thought["reward"] for thought in prompt[:G]] == pytest.approx(rewards, rel=1e-14)
@@ -118,11 +119,11 @@ def test_the_log_has_reasonings_and_the_answers_after_their_cuts(logged, brpo):
     log = RolloutLog(path / "rollouts.jsonl")
     log.read()
     assert (log.damage, log.rows) == ("", len(rollouts))
-    cuts, (of_ledger, *_) = brpo().loss.cuts(G), load_run(path).ledger.lines
+    cuts, (ledger_line, *_) = brpo().loss.cuts(G), load_run(path).ledger.lines
     lines = rollouts[: 2 * S]
-    assert rollouts_fault(read_step(lines, S, cuts), of_ledger) is None
+    assert rollouts_fault(read_step(lines, S, cuts), ledger_line) is None
     lines[G + 1] = lines[G + 1] | {"reward": lines[G + 1]["reward"] + 0.125}
-    fault = rollouts_fault(read_step(lines, S, cuts), of_ledger)
+    fault = rollouts_fault(read_step(lines, S, cuts), ledger_line)
     assert fault == "step 0: the rewards are not those whose hash is in the ledger"
 
 
@@ -138,11 +139,11 @@ def test_control_a_cut_that_is_one_token_off_is_found(
     brpo, logged, read_jsonl, tmp_path, monkeypatch, capsys
 ):
     """By the log, and by the replay of a run without the fault."""
-    of = BudgetPlayer._requests
+    requests = BudgetPlayer._requests
 
     def one_off(self, reasoning, cuts, params, rng_key):
         late = cuts._replace(budgets=tuple(b + 1 for b in cuts.budgets))
-        return of(self, reasoning, late, params, rng_key)
+        return requests(self, reasoning, late, params, rng_key)
 
     monkeypatch.setattr(BudgetPlayer, "_requests", one_off)
     assert main(["replay", str(logged[0]), "--step", "0"]) == 1
@@ -175,14 +176,14 @@ def by_definition(batch, p: int) -> list[list[float]]:
     share = np.array(WEIGHTS) / sum(WEIGHTS)
     A = []
     for g in range(G):
-        of_parts = []
+        part_advantages = []
         for j in range(M):
             returns = [float(share[j:] @ r[i, j:].mean(1)) for i in range(G)]
             before = [2.0**i for i in range(j)]
             earned = np.average(r[g, :j].mean(1), weights=before) * share[j:].sum() if j else 0.0
-            of_parts.append(returns[g] - (j * earned + (M - j) * fmean(returns)) / M)
+            part_advantages.append(returns[g] - (j * earned + (M - j) * fmean(returns)) / M)
         length = len(rollouts[g].logprobs)
-        A.append([of_parts[sum(c >= b for b in BUDGETS)] for c in range(length)])
+        A.append([part_advantages[sum(c >= b for b in BUDGETS)] for c in range(length)])
     for i, rollout in enumerate(rollouts[G:]):
         same = [k for k, x in enumerate(rollouts[G:]) if x.prompt_ids == rollout.prompt_ids]
         A.append([rewards[G + i] - fmean(rewards[G + k] for k in same)] * len(rollout.logprobs))
@@ -207,11 +208,11 @@ def test_the_gradient_is_that_of_transformers_in_fp64(brpo):
     def of_transformers(dtype: torch.dtype) -> dict[str, torch.Tensor]:
         policy, loss = Qwen3ForCausalLM.from_pretrained(cfg.model, dtype=dtype), 0.0
         policy.model.embed_tokens.padding_idx = None  # torch gives the padding token no gradient as an input
-        for rollout, of_tokens in zip(batch.rollouts, A, strict=True):
+        for rollout, advantages in zip(batch.rollouts, A, strict=True):
             ids = torch.tensor([rollout.ids])
             logp = torch.log_softmax(policy(ids).logits[0, :-1], -1).gather(1, ids[0, 1:, None])[:, 0]
             drawn = logp[len(rollout.prompt_ids) - 1 :]
-            loss = loss - (torch.tensor(of_tokens, dtype=dtype) * drawn).sum()
+            loss = loss - (torch.tensor(advantages, dtype=dtype) * drawn).sum()
         (loss / (len(batch.rollouts) * cfg.sampling.max_tokens)).backward()
         return {name: w.grad for name, w in policy.named_parameters() if w.grad is not None}
 

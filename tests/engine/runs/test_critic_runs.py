@@ -39,8 +39,8 @@ def ppo(config):
     """ppo(**overrides): a run with a critic, of two updates a step, so that ratios and values move."""
 
     def make(**overrides):
-        own = {"loss__preset": "ppo", "steps": 4, "updates_per_rollout": 2, "loss__value_clip": 0.05}
-        return config(**own | {"loss__gamma": 0.9, "loss__gae_lambda": 0.8} | overrides)
+        settings = {"loss__preset": "ppo", "steps": 4, "updates_per_rollout": 2, "loss__value_clip": 0.05}
+        return config(**settings | {"loss__gamma": 0.9, "loss__gae_lambda": 0.8} | overrides)
 
     return make
 
@@ -127,10 +127,10 @@ def test_the_gradient_is_that_of_transformers_and_a_linear_head_in_fp64(ppo):
             _advantages_of_sums([0.0] * (len(v) - 1) + [R], v, 0.9, 0.8)
             for v, R in zip(old, rewards, strict=True)
         ]
-        flat = [a for of_rollout in A for a in of_rollout]
+        flat = [a for row in A for a in row]
         mean, deviation, loss = fmean(flat), math.sqrt(variance(flat) + 1e-8), 0.0
-        for (logp, v), of_rollout, old_v in zip(outputs, A, old, strict=True):
-            advantages = torch.tensor(of_rollout, dtype=dtype)
+        for (logp, v), row, old_v in zip(outputs, A, old, strict=True):
+            advantages = torch.tensor(row, dtype=dtype)
             targets = advantages + torch.tensor(old_v, dtype=dtype)
             loss = loss - ((advantages - mean) / deviation * torch.exp(logp - logp.detach())).sum()
             loss = loss + 0.05 * ((v - targets) ** 2).sum()
@@ -154,10 +154,10 @@ def test_turns_are_rewarded_at_their_last_tokens(ppo, tmp_path, monkeypatch):
         prompts=4,
         loss__overlong_share=1.0,
     )
-    seen, of_tokens = [], preparing.token_rewards
+    seen, token_rewards = [], preparing.token_rewards
 
     def watched(drawn, turn_starts, turn_rewards, shaped):
-        rewards = of_tokens(drawn, turn_starts, turn_rewards, shaped)
+        rewards = token_rewards(drawn, turn_starts, turn_rewards, shaped)
         seen.append((sum(turn_rewards), rewards, shaped))
         return rewards
 
@@ -170,10 +170,10 @@ def test_turns_are_rewarded_at_their_last_tokens(ppo, tmp_path, monkeypatch):
 
 def _shifted_targets(monkeypatch) -> None:
     """The targets of a rollout are those of the next token."""
-    of = critic.critic_of
+    critic_of = critic.critic_of
 
     def shifted(rewards, values, cfg):
-        made = of(rewards, values, cfg)
+        made = critic_of(rewards, values, cfg)
         return made._replace(targets=[np.roll(target, -1) for target in made.targets])
 
     monkeypatch.setattr(preparing, "critic_of", shifted)

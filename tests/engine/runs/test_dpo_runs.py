@@ -38,9 +38,9 @@ def dpo(config, tmp_path_factory):
     options = {"file": str(file), "held_out": 4, "chat": False}
 
     def make(**overrides):
-        of_dpo = {"task__name": "pairs", "task__options": options, "task__reward": "", "loss__preset": "dpo"}
-        of_dpo |= {"loss__beta": BETA, "num_generations": 2, "steps": 4, "optimizer__lr": "3e-3"}
-        return config(**of_dpo | overrides)
+        settings = {"task__name": "pairs", "task__options": options, "task__reward": "", "steps": 4}
+        settings |= {"loss__preset": "dpo", "loss__beta": BETA, "num_generations": 2, "optimizer__lr": "3e-3"}
+        return config(**settings | overrides)
 
     return make
 
@@ -156,8 +156,8 @@ def log_ratio(policy, ref, rollout) -> torch.Tensor:
         return rows.gather(1, ids[0, -n:, None]).sum()
 
     with torch.no_grad():
-        of_reference = logp(ref)
-    return logp(policy) - of_reference
+        ref_logp = logp(ref)
+    return logp(policy) - ref_logp
 
 
 def test_margins_follow_from_the_log_of_two_steps(dpo, read_jsonl, tmp_path):

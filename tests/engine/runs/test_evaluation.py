@@ -97,13 +97,13 @@ def test_training_problems_are_evaluated_where_asked(config, tmp_path, read_json
     assert not {"eval/sampler_reward", "eval/sampler_training_reward"} & last.keys()
 
 
-@pytest.mark.parametrize(("gain", "said"), [(60.0, 1), (0.0, 0)])
-def test_a_difference_beyond_chance_is_said_once_before_the_end(config, tmp_path, capsys, gain, said):
+@pytest.mark.parametrize(("gain", "warned"), [(60.0, 1), (0.0, 0)])
+def test_a_difference_beyond_chance_is_said_once_before_the_end(config, tmp_path, capsys, gain, warned):
     """The sampler's weights are junk, or the trainer's: with a gain of 0 nothing is moved."""
     changes = PERTURBED | SETTINGS | {"perturb__gain": gain, "steps": 3, "evaluation__every": 1}
     train(config(**changes, evaluation__num_generations=4, evaluation__temperature=1.0), tmp_path / "run")
     lines = [line for line in capsys.readouterr().out.splitlines() if "your curve is the sampler's" in line]
-    assert len(lines) in ((1, 2) if said else (0,))
-    if said:
+    assert len(lines) in ((1, 2) if warned else (0,))
+    if warned:
         assert "the sampler earns" in lines[-1]
         assert "standard error" in lines[-1]

@@ -176,7 +176,7 @@ def first_layer(tmp_path_factory) -> Path:
     return random_model(tmp_path_factory.mktemp("first"), EXPERTS | {"mlp_only_layers": [1]})
 
 
-def planting(monkeypatch: pytest.MonkeyPatch, sampler: type, of_prompt: bool) -> None:
+def planting(monkeypatch: pytest.MonkeyPatch, sampler: type, in_prompt: bool) -> None:
     """From now on a sampler names another expert for one row of its first completion, of the first layer.
 
     The row is the prompt's first, or the one that predicts the first drawn token.
@@ -186,27 +186,27 @@ def planting(monkeypatch: pytest.MonkeyPatch, sampler: type, of_prompt: bool) ->
     def planted(self: Sampler, requests: Sequence[Request]) -> list[Completion]:
         first, *others = generate(self, requests)
         named = first.experts.copy()
-        row = named[0 if of_prompt else len(requests[0].ids) - 1, 0]
+        row = named[0 if in_prompt else len(requests[0].ids) - 1, 0]
         row[0] = next(expert for expert in range(6) if expert not in row)
         return [replace(first, experts=named), *others]
 
     monkeypatch.setattr(sampler, "generate", planted)
 
 
-@pytest.mark.parametrize("of_prompt", [False, True], ids=["drawn", "prompt"])
+@pytest.mark.parametrize("in_prompt", [False, True], ids=["drawn", "prompt"])
 @pytest.mark.parametrize("sampler", ["native", "hf"])
 def test_one_planted_expert_is_the_whole_share_and_a_replay_computes_with_it(
-    config, first_layer, tmp_path, monkeypatch, sampler, of_prompt
+    config, first_layer, tmp_path, monkeypatch, sampler, in_prompt
 ):
     settings = {"model": first_layer, "sampler": sampler, "exact": False, "steps": 1}
     sound = train(config(**settings, perturb__routing="replayed"), tmp_path / "sound")
     assert sound.mismatch_max_abs < 1e-5
     assert metrics_of(tmp_path / "sound", "mismatch/other_experts") == [0.0]
     class_of = {"native": samplers.WorkersSampler, "hf": samplers.ExternalSampler}
-    planting(monkeypatch, class_of[sampler], of_prompt)
+    planting(monkeypatch, class_of[sampler], in_prompt)
     free = train(config(**settings), tmp_path / "free")
     (tokens,) = metrics_of(tmp_path / "free", "tokens")
-    share = 0.0 if of_prompt else 1.0 / tokens  # of drawn tokens and the one layer with experts
+    share = 0.0 if in_prompt else 1.0 / tokens  # of drawn tokens and the one layer with experts
     assert metrics_of(tmp_path / "free", "mismatch/other_experts") == [share]
     assert free.mismatch_max_abs < 1e-5
     replayed = train(config(**settings, perturb__routing="replayed"), tmp_path / "replayed")

@@ -66,20 +66,20 @@ def run(frozen, tmp_path_factory) -> Path:
 
 def test_the_first_gradient_of_a_trained_weight_has_the_bits_of_the_run_that_trains_all(plain, run, tmp_path):
     train(plain, tmp_path / "plain")
-    every, some = open_run(tmp_path / "plain"), open_run(run)
-    assert some.head.names == [name for name in every.head.names if not is_frozen(name)]
-    assert 0 < len(some.head.names) < len(every.head.names)
+    whole, part = open_run(tmp_path / "plain"), open_run(run)
+    assert part.head.names == [name for name in whole.head.names if not is_frozen(name)]
+    assert 0 < len(part.head.names) < len(whole.head.names)
 
     def gradients(step: int) -> list[dict[str, str]]:
         """The hash of each weight's gradient in both runs."""
-        leaves = ((r.head.names, r.lines[step].leaves["gradient"]) for r in (every, some))
+        leaves = ((r.head.names, r.lines[step].leaves["gradient"]) for r in (whole, part))
         return [dict(zip(names, hashes, strict=True)) for names, hashes in leaves]
 
-    (first, first_of_some), (second, second_of_some) = gradients(0), gradients(1)
-    assert first_of_some == {name: first[name] for name in first_of_some}
+    (first, first_of_part), (second, second_of_part) = gradients(0), gradients(1)
+    assert first_of_part == {name: first[name] for name in first_of_part}
     for name in ("tokens", "sampling_logprobs", "trainer_logprobs", "advantages"):
-        assert some.lines[0].quantities[name] == every.lines[0].quantities[name]
-    assert second_of_some != {name: second[name] for name in second_of_some}, "control: other weights by then"
+        assert part.lines[0].quantities[name] == whole.lines[0].quantities[name]
+    assert second_of_part != {name: second[name] for name in second_of_part}, "control: other weights by then"
 
 
 def test_frozen_weights_keep_every_bit_and_the_others_move(run, base):

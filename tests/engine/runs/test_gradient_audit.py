@@ -28,14 +28,14 @@ def audited(run, out, *words: str) -> dict:
 
 @pytest.mark.full
 def test_the_bias_of_a_pair_is_in_terminal_json_and_page(run, tmp_path, capsys):
-    found = audited(run, tmp_path / "hf", "--sampler", "hf", "--dtype", "bfloat16")
-    assert (found["step"], found["draws"], found["sampler"]) == (1, 3, "hf")
-    assert list(found["losses"]) == list(MEASURED)
-    assert set(found["layers"]) == {"embed_tokens", "layers.0", "norm"}
-    assert all(list(losses) == list(MEASURED) for losses in found["layers"].values())
-    own = found["losses"]["own"]
-    assert own.keys() == {"bias", "length", "cosine", "noise", "draws_cosine"}
-    assert own["bias"].keys() == {"value", "standard_error"}
+    gradient = audited(run, tmp_path / "hf", "--sampler", "hf", "--dtype", "bfloat16")
+    assert (gradient["step"], gradient["draws"], gradient["sampler"]) == (1, 3, "hf")
+    assert list(gradient["losses"]) == list(MEASURED)
+    assert set(gradient["layers"]) == {"embed_tokens", "layers.0", "norm"}
+    assert all(list(losses) == list(MEASURED) for losses in gradient["layers"].values())
+    own_loss = gradient["losses"]["own"]
+    assert own_loss.keys() == {"bias", "length", "cosine", "noise", "draws_cosine"}
+    assert own_loss["bias"].keys() == {"value", "standard_error"}
     shown, page = capsys.readouterr().out, (tmp_path / "hf" / "audit.html").read_text()
     assert "the gradient against the exact one" in shown
     assert '<div id="gradient"' in page
@@ -44,8 +44,8 @@ def test_the_bias_of_a_pair_is_in_terminal_json_and_page(run, tmp_path, capsys):
 
 @pytest.mark.full
 def test_a_pair_without_a_mismatch_has_one_gradient_under_every_correction(run, tmp_path):
-    found = audited(run, tmp_path / "native", "--sampler", "native", "--dtype", "float32")
-    assert len({json.dumps(x) for x in found["losses"].values()}) == 1
+    gradient = audited(run, tmp_path / "native", "--sampler", "native", "--dtype", "float32")
+    assert len({json.dumps(x) for x in gradient["losses"].values()}) == 1
 
 
 @pytest.mark.parametrize(

@@ -33,9 +33,9 @@ def test_each_step_draws_with_the_weights_of_so_many_steps_before(whole, read_js
     versions = [m["staleness/versions"] for m in read_jsonl(path / "metrics.jsonl")]
     assert versions == [0, 1, 2, 2, 2]
     for step in (3, 4):
-        of_step = [r for r in rollouts if r["step"] == step]
-        batch = pack([(r["prompt_ids"], r["completion_ids"]) for r in of_step])
-        drawn = torch.from_numpy(np.concatenate([np.float32(r["logprobs"]) for r in of_step]))
+        step_rollouts = [r for r in rollouts if r["step"] == step]
+        batch = pack([(r["prompt_ids"], r["completion_ids"]) for r in step_rollouts])
+        drawn = torch.from_numpy(np.concatenate([np.float32(r["logprobs"]) for r in step_rollouts]))
         unequal = {}
         for before in (1, 2, 3):
             folder = path / "checkpoints" / f"step-{step - before:06d}"

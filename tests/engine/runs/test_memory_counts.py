@@ -155,11 +155,11 @@ def test_the_predicted_gradients_are_the_buffers_of_a_sum_of_shards(decoder, sha
     work.add(fill, list(range(shards)))
     kept = [*work.tree._levels.values(), *work.tree._spare]
     tied = 0 if work._tied is None else work._tied.nbytes
-    of_tree = 0 if shards == 1 else sum(x.nbytes for x in kept)
+    tree_bytes = 0 if shards == 1 else sum(x.nbytes for x in kept)
     run = RunShape(Config(virtual_shards=shards), decoder.layout)
     predicted = footprint(run, PassSizes(1, in_flight, shards), 10**9).gradients
-    assert predicted == work._leaves.nbytes + tied + of_tree
-    assert of_tree == int(log2(shards)) * 4 * decoder.layout.trained_numel
+    assert predicted == work._leaves.nbytes + tied + tree_bytes
+    assert tree_bytes == int(log2(shards)) * 4 * decoder.layout.trained_numel
 
 
 def _kept_bytes(decoder: Decoder, prompts: list[list[int]], drawn: int) -> int:

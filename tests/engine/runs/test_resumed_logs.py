@@ -67,7 +67,7 @@ def test_a_state_that_a_resume_lost_is_named(config, tmp_path, capsys, monkeypat
     code = main(["diff", *sides, "--resumed_at", "2"])
     words = " ".join(capsys.readouterr().out.split())
     assert code == (1 if fault else 0), words
-    assert [name for name, said in FAULTS.items() if said in words] == ([fault] if fault else []), words
+    assert [name for name, text in FAULTS.items() if text in words] == ([fault] if fault else []), words
     if fault in ("optimizer", "weights"):  # without the step of the resume the two look the same
         assert main(["diff", *sides]) == 1
         assert "--resumed_at tells them apart" in " ".join(capsys.readouterr().out.split())

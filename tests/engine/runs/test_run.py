@@ -280,8 +280,8 @@ def test_held_out_prompts_that_are_trained_on_are_counted_in_one_line(config, tm
     options = {"file": str(tmp_path / "train.jsonl"), "held_out_file": str(tmp_path / "test.jsonl")}
     jsonl = config(task__name="jsonl", task__options=options, task__reward="", evaluation__every=1, steps=1)
     summary = train(jsonl, tmp_path / "run")
-    said = " ".join(capsys.readouterr().out.split())
-    assert "2 of 3 held-out prompts are training prompts as well, such as '4+1='" in said
+    output = " ".join(capsys.readouterr().out.split())
+    assert "2 of 3 held-out prompts are training prompts as well, such as '4+1='" in output
     assert summary.held_out_accuracy == summary.held_out_reward is not None
     assert any(line.startswith("held-out accuracy ") for line in figures(summary, tmp_path / "run"))
     graded = replace(summary, held_out_accuracy=None)

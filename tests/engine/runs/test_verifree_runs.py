@@ -31,8 +31,8 @@ def verifree(config):
     """verifree(**overrides): a run on sums, with reasonings of at most 6 tokens that end where > is drawn."""
 
     def make(**overrides):
-        own = {"loss__preset": "verifree", "task__answer_prefix": PREFIX, "task__reward": "", "steps": 4}
-        return config(**own | {"sampling__max_tokens": 6, "num_generations": 4} | overrides)
+        settings = {"loss__preset": "verifree", "task__answer_prefix": PREFIX, "task__reward": "", "steps": 4}
+        return config(**settings | {"sampling__max_tokens": 6, "num_generations": 4} | overrides)
 
     return make
 
@@ -104,10 +104,10 @@ def test_a_score_of_other_bits_stops_the_run(verifree, tmp_path, plant_score):
 def test_an_advantage_in_the_log_that_is_another_is_found(verifree, read_jsonl, tmp_path):
     path = tmp_path / "run"
     train(verifree(steps=1), path)
-    lines, (of_ledger,) = read_jsonl(path / "rollouts.jsonl"), load_run(path).ledger.lines
-    assert rollouts_fault(read_step(lines, 4), of_ledger) is None
+    lines, (ledger_line,) = read_jsonl(path / "rollouts.jsonl"), load_run(path).ledger.lines
+    assert rollouts_fault(read_step(lines, 4), ledger_line) is None
     lines[5]["advantage"][-1] *= 2.0
-    fault = rollouts_fault(read_step(lines, 4), of_ledger)
+    fault = rollouts_fault(read_step(lines, 4), ledger_line)
     assert fault == "step 0: the advantages are not those whose hash is in the ledger"
     lines[5]["advantage"][-1] = None
     with pytest.raises(

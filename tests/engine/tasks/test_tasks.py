@@ -177,8 +177,8 @@ def _opened(task: str, **settings: object):
 
 def test_every_task_of_the_table_is_tested_here():
     """Those with an environment are in test_environments.py, and pairs are in test_pairs.py."""
-    of_one_turn = {name for name, task in TASKS.items() if not hasattr(task, "environment")}
-    assert {*GENERATED, "jsonl", "pairs"} == of_one_turn
+    one_turn = {name for name, task in TASKS.items() if not hasattr(task, "environment")}
+    assert {*GENERATED, "jsonl", "pairs"} == one_turn
 
 
 def test_sums_reward_the_share_of_right_places():

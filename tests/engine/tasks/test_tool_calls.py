@@ -117,7 +117,7 @@ def test_what_is_written_is_read(calls, ascii_only, space, data):
 
 def by_trying(text: str) -> list[dict] | None:
     """The JSON of all calls in tags, found by trying every end of a tag; None where one has no JSON."""
-    found, rest = [], text
+    calls, rest = [], text
     while (start := rest.find("<tool_call>")) >= 0:
         rest = rest[start + len("<tool_call>") :]
         for end in [m.start() for m in re.finditer("</tool_call>", rest)]:
@@ -125,12 +125,12 @@ def by_trying(text: str) -> list[dict] | None:
                 value = json.loads(rest[:end])
             except ValueError:
                 continue
-            found.append(value)
+            calls.append(value)
             rest = rest[end + len("</tool_call>") :]
             break
         else:
             return None
-    return None if "</tool_call>" in rest else found
+    return None if "</tool_call>" in rest else calls
 
 
 PIECES = ["<tool_call>", "</tool_call>", TEXT, '{"name": "f"}', '"</tool_call>"', "x", "{", "}", " "]

@@ -123,7 +123,7 @@ def test_control_without_the_directory_nothing_is_found(directory):
 @pytest.mark.full
 @pytest.mark.parametrize("workers", [1, 2])
 def test_a_run_has_a_reward_and_a_surrogate_from_its_tasks_directory(config, tmp_path, directory, workers):
-    own = {"task__reward": "own_task:letters", "loss__surrogate": "own_package.bounds:ppo"}
+    user_settings = {"task__reward": "own_task:letters", "loss__surrogate": "own_package.bounds:ppo"}
     shared = {"loss__preset": "grpo", "updates_per_rollout": 2, "workers": workers}
-    run = train(config(task__directory=directory, **own, **shared), tmp_path / "own")
+    run = train(config(task__directory=directory, **user_settings, **shared), tmp_path / "own")
     assert run.weights == train(config(**shared), tmp_path / "toy").weights

@@ -38,12 +38,12 @@ def adapters_of(model: Path, dtype: torch.dtype, lora: Lora = LORA, trained: boo
     """Adapters of random A and B, or the first ones, merged into the model."""
     config = ModelConfig.from_file(model)
     layout = adapted_layout(config, lora)
-    weights, own = read_weights(model, layout), AdapterLayout(layout, lora)
-    flat = first_adapters(own, 0)
+    weights, adapter_layout = read_weights(model, layout), AdapterLayout(layout, lora)
+    flat = first_adapters(adapter_layout, 0)
     if trained:
-        for i, view in enumerate(own.views(flat).values()):
+        for i, view in enumerate(adapter_layout.views(flat).values()):
             view.copy_(randn(i, *view.shape) * 0.1)
-    return Adapters(own, flat, weights, Decoder(config, weights.to(dtype), layout), torch.float32)
+    return Adapters(adapter_layout, flat, weights, Decoder(config, weights.to(dtype), layout), torch.float32)
 
 
 def gradient(adapters: Adapters, n: int = 1, micro_batch: int = 2, in_flight: int = 1) -> torch.Tensor:

@@ -116,15 +116,15 @@ def answers(four, state) -> list[Answer]:
     for n in range(MAX_TOKENS):
         for prefix in product(TEXTS, repeat=n):
             nodes |= {(*prefix, token): node for token, node in _node(policy, state, prefix)}
-    found = []
+    whole = []
     for ids in nodes:
         if ids[-1] == EOS or len(ids) == MAX_TOKENS:
             log_pi, log_mu, slopes = zip(*(nodes[ids[: t + 1]] for t in range(len(ids))), strict=True)
             text = "".join(TEXTS.get(token, "") for token in ids)
             reward = text.count("c")
             rho = np.exp(np.array(log_pi) - np.array(log_mu))
-            found.append(Answer(reward, math.exp(sum(log_mu)), math.exp(sum(log_pi)), rho, np.stack(slopes)))
-    return found
+            whole.append(Answer(reward, math.exp(sum(log_mu)), math.exp(sum(log_pi)), rho, np.stack(slopes)))
+    return whole
 
 
 def _node(policy, state: TrainState, prefix: tuple[int, ...]) -> Iterator[tuple[int, tuple]]:
@@ -176,11 +176,11 @@ def draws(state: TrainState, n: int, sampler: Sampler, shared: bool = False) -> 
 
     shared: A has the random numbers of g.
     """
-    of_sampler = [RngKey(0, i, Stream.GRADIENT_SAMPLED) for i in range(n)]
+    sampler_keys = [RngKey(0, i, Stream.GRADIENT_SAMPLED) for i in range(n)]
     keys = [RngKey(0, i, Stream.GRADIENT_EXACT) for i in range(2 * n)]
     if shared:
-        keys[::2] = of_sampler
-    sampled = [drawn(state, sampler, key, state.version) for key in of_sampler]
+        keys[::2] = sampler_keys
+    sampled = [drawn(state, sampler, key, state.version) for key in sampler_keys]
     return sampled, [exact_gradient(state, key) for key in keys]
 
 
@@ -207,17 +207,17 @@ def beyond(
     # Known directions stand beside the exact gradients: the products with them are projections.
     directions = [truth.mean, *(form.mean for form in forms.values())]
     beside = [*exact, *(torch.from_numpy(u).float() for u in directions)]
-    n, found = len(sampled), {}
+    n, by_figure = len(sampled), {}
     for name, by_layer in loss_products(state, losses, sampled, beside):
         products, form = by_layer["model"], forms[name]
         drawn_alone, along = products[: 3 * n, : 3 * n], products[: 3 * n, 3 * n :]
-        of_loss = _step_figures(drawn_alone, form, truth) | _estimates(drawn_alone, form, truth)
-        of_loss |= _projections("g", along[:n], form, directions)
-        of_loss |= _projections("exact", along[n:], truth, directions)
+        figures = _step_figures(drawn_alone, form, truth) | _estimates(drawn_alone, form, truth)
+        figures |= _projections("g", along[:n], form, directions)
+        figures |= _projections("exact", along[n:], truth, directions)
         place = 1 + names.index(name)  # of E g among the directions
-        of_loss |= _covariances(drawn_alone, along[:, [place, 0, 0]], [form.mean, truth.mean, truth.mean])
-        found |= {f"{name} {what}": float(sigmas) for what, sigmas in of_loss.items()}
-    return {what: sigmas for what, sigmas in found.items() if not abs(sigmas) <= 4}
+        figures |= _covariances(drawn_alone, along[:, [place, 0, 0]], [form.mean, truth.mean, truth.mean])
+        by_figure |= {f"{name} {what}": float(sigmas) for what, sigmas in figures.items()}
+    return {what: sigmas for what, sigmas in by_figure.items() if not abs(sigmas) <= 4}
 
 
 def _sigmas(values: list[float], true: float) -> float:
@@ -233,16 +233,16 @@ def _step_figures(products: np.ndarray, form: ClosedForm, truth: ClosedForm) -> 
     n = len(products) // 3
     places = [[i, n + 2 * i, n + 2 * i + 1] for i in range(n)]
     steps = [products[np.ix_(place, place)] for place in places]
-    of_steps, floors = [figures_of_step(x) for x in steps], [floor_of_step(x[1:, 1:]) for x in steps]
-    of_mean = [x[1:, 1:].sum() / 4 for x in steps]
+    figures, floors = [figures_of_step(x) for x in steps], [floor_of_step(x[1:, 1:]) for x in steps]
+    mean_squares = [x[1:, 1:].sum() / 4 for x in steps]
     b = form.mean - truth.mean
-    apart = [f["distance"] ** 2 * m for f, m in zip(of_steps, of_mean, strict=True)]
-    floor = [f["distance"] ** 2 * m for f, m in zip(floors, of_mean, strict=True)]
+    apart = [f["distance"] ** 2 * m for f, m in zip(figures, mean_squares, strict=True)]
+    floor = [f["distance"] ** 2 * m for f, m in zip(floors, mean_squares, strict=True)]
     noise = truth.total_variance
     return {
-        "inner": _sigmas([f["inner"] for f in of_steps], form.mean @ truth.mean),
+        "inner": _sigmas([f["inner"] for f in figures], form.mean @ truth.mean),
         "exact inner": _sigmas([f["inner"] for f in floors], truth.mean @ truth.mean),
-        "norm": _sigmas([f["norm"] ** 2 for f in of_steps], form.mean @ form.mean + form.total_variance),
+        "norm": _sigmas([f["norm"] ** 2 for f in figures], form.mean @ form.mean + form.total_variance),
         "exact norm": _sigmas([f["norm"] ** 2 for f in floors], truth.mean @ truth.mean + noise),
         "distance": _sigmas(apart, b @ b + form.total_variance + noise / 2),
         "floor": _sigmas(floor, 1.5 * noise),
@@ -256,23 +256,23 @@ def _covariances(products: np.ndarray, along: np.ndarray, means: list[np.ndarray
     """
     n = len(products) // 3
     places = {"g": np.arange(n), "A": np.arange(n, 3 * n, 2), "B": np.arange(n + 1, 3 * n, 2)}
-    found = {}
+    covariances = {}
     for (i, x), (j, y) in combinations(enumerate("gAB"), 2):
         at_x, at_y = places[x], places[y]
         centred = (
             products[np.ix_(at_x, at_y)] - along[at_x, j][:, None] - along[at_y, i] + means[i] @ means[j]
         )
         # Pairs of different steps are independent in any case, and say how large such a product is.
-        of_one = math.sqrt(np.mean(centred[~np.eye(n, dtype=bool)] ** 2))
-        found[f"covariance of {x} and {y}"] = np.diag(centred).mean() / (of_one / math.sqrt(n))
-    return found
+        deviation = math.sqrt(np.mean(centred[~np.eye(n, dtype=bool)] ** 2))
+        covariances[f"covariance of {x} and {y}"] = np.diag(centred).mean() / (deviation / math.sqrt(n))
+    return covariances
 
 
 def _estimates(products: np.ndarray, form: ClosedForm, truth: ClosedForm) -> dict[str, float]:
     """The estimates from all draws of g and of A."""
     n = len(products) // 3
     places = [*range(n), *range(n, 3 * n, 2)]
-    found = estimate(products[np.ix_(places, places)])
+    estimates = estimate(products[np.ix_(places, places)])
     square, b = truth.mean @ truth.mean, form.mean - truth.mean
     true = {
         "cosine": form.mean @ truth.mean / math.sqrt(form.mean @ form.mean * square),
@@ -283,18 +283,18 @@ def _estimates(products: np.ndarray, form: ClosedForm, truth: ClosedForm) -> dic
     if form.mean @ truth.mean > 0.9999 * math.sqrt(form.mean @ form.mean * square):
         del true["cosine"]  # at its largest value the error is of second order, which no jackknife sees
     return {
-        f"estimated {name}": (getattr(found, name).value - x) / getattr(found, name).standard_error
+        f"estimated {name}": (getattr(estimates, name).value - x) / getattr(estimates, name).standard_error
         for name, x in true.items()
     }
 
 
 def _projections(
-    of: str, products: np.ndarray, form: ClosedForm, directions: list[np.ndarray]
+    gradient: str, products: np.ndarray, form: ClosedForm, directions: list[np.ndarray]
 ) -> dict[str, float]:
     """How far the mean of gradients is from its own, along each direction. products [n, directions]"""
     n = len(products)
     return {
-        f"{of} direction {k}": (products[:, k].mean() - form.mean @ u) / math.sqrt(form.variance(u) / n)
+        f"{gradient} direction {k}": (products[:, k].mean() - form.mean @ u) / math.sqrt(form.variance(u) / n)
         for k, u in enumerate(directions)
     }
 
@@ -313,12 +313,12 @@ def test_the_tool_has_the_expectation_and_the_noise_of_the_closed_form(state, an
 )
 def test_control_a_wrong_correction_is_seen(state, answers, sound, monkeypatch, wrong):
     monkeypatch.setitem(CORRECTIONS, "full", wrong)
-    found = beyond(state, answers, sound, ("full_sequence",))
-    assert any("direction" in what for what in found)
+    seen = beyond(state, answers, sound, ("full_sequence",))
+    assert any("direction" in what for what in seen)
 
 
 def test_control_exact_draws_with_the_random_numbers_of_the_sampler_are_seen(state, answers):
     """The sampler is the policy here, so equal random numbers draw equal answers: g is A."""
-    found = beyond(state, answers, draws(state, 24, state.evaluator, shared=True), ("none",), "exact")
-    assert "none covariance of g and A" in found
-    assert "none covariance of g and B" not in found
+    seen = beyond(state, answers, draws(state, 24, state.evaluator, shared=True), ("none",), "exact")
+    assert "none covariance of g and A" in seen
+    assert "none covariance of g and B" not in seen

@@ -89,9 +89,10 @@ def steps(draw):
     cuts = Cuts(G, tuple(budgets), tuple(weights), n)
     reward = st.sampled_from([0.0, 1.0, 0.5, -0.75])
     rewards = draw(st.lists(reward, min_size=P * G * m * n, max_size=P * G * m * n))
-    of_thoughts, of_answers = st.integers(1, budgets[-1]), st.integers(1, 3)
+    thought_length, answer_length = st.integers(1, budgets[-1]), st.integers(1, 3)
     lengths = [
-        [draw(of_thoughts) for _ in range(G)] + [draw(of_answers) for _ in range(G * m * n)] for _ in range(P)
+        [draw(thought_length) for _ in range(G)] + [draw(answer_length) for _ in range(G * m * n)]
+        for _ in range(P)
     ]
     return cuts, np.array(rewards).reshape(P, G, m, n), lengths
 
@@ -102,11 +103,11 @@ def tokens_one_by_one(cuts: Cuts, rewards: np.ndarray, lengths: list[list[int]])
     for p in range(P):
         means = [[float(rewards[p, g, j].mean()) for j in range(m)] for g in range(G)]
         for g in range(G):
-            of_tokens = []
+            advantages = []
             for c in range(lengths[p][g]):
                 cut = next(j for j, budget in enumerate(cuts.budgets) if c in range(lengths[p][g])[:budget])
-                of_tokens.append(slow(means, list(cuts.weights), g, cut + 1, [True] * G))
-            A.append(of_tokens)
+                advantages.append(slow(means, list(cuts.weights), g, cut + 1, [True] * G))
+            A.append(advantages)
         for g, j, k in np.ndindex(G, m, n):
             kept = [len(range(lengths[p][g])[:budget]) for budget in cuts.budgets]
             group = [Fraction(r) for i in range(m) if kept[i] == kept[j] for r in rewards[p, g, i]]
@@ -124,8 +125,8 @@ def check(cuts: Cuts, rewards: np.ndarray, lengths: list[list[int]]) -> None:
         mean = float(sum(map(Fraction.__mul__, share, means)))
         assert all_rewards[p, g] == pytest.approx(mean, rel=1e-14, abs=1e-16)
     A = cut_advantages(all_rewards, np.array(lengths), cuts)
-    for of_rollout, expected in zip(A, tokens_one_by_one(cuts, rewards, lengths), strict=True):
-        assert of_rollout.tolist() == pytest.approx(expected, rel=1e-12, abs=1e-13)
+    for advantages, expected in zip(A, tokens_one_by_one(cuts, rewards, lengths), strict=True):
+        assert advantages.tolist() == pytest.approx(expected, rel=1e-12, abs=1e-13)
 
 
 @property_settings(200)

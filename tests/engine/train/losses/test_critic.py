@@ -94,5 +94,5 @@ def test_metrics_of_values():
     assert metrics["critic/value_mean"] == 1.0
     assert metrics["critic/value_loss"] == pytest.approx(fmean(e * e for e in errors) / 2)
     assert metrics["critic/explained_variance"] == pytest.approx(1 - variance(errors) / variance([1, 1, 4]))
-    of_equal = critic_metrics(Critic(values[1:], targets[1:], []))
-    assert math.isnan(of_equal["critic/explained_variance"])
+    single = critic_metrics(Critic(values[1:], targets[1:], []))
+    assert math.isnan(single["critic/explained_variance"])

@@ -173,9 +173,9 @@ def main() -> None:
     with join_ranks(device.type == "cuda", always=True) as ranks:
         report = {"equal": compare(folder, dtype, ranks, device)}
         if ranks.size > 1:
-            own, TreeReduceScatter.__call__ = TreeReduceScatter.__call__, plain_sum
+            tree_sum, TreeReduceScatter.__call__ = TreeReduceScatter.__call__, plain_sum
             report["plain sum"] = compare(folder, dtype, ranks, device, 1)
-            TreeReduceScatter.__call__ = own
+            TreeReduceScatter.__call__ = tree_sum
         sharded_model.GradientTree = Accumulated
         report["accumulated"] = compare(folder, dtype, ranks, device, 1)
         reports = ranks.gather(lambda: report)

@@ -24,7 +24,7 @@ class Rank:
         self._barrier, self._shared = barrier, shared
 
     def gather_tensors(self, make: Callable[[], Sequence[torch.Tensor]]) -> list[list[torch.Tensor]]:
-        """See Ranks."""
+        """The tensors that make() returns in every rank, in the order of the ranks."""
         self._shared[self.rank] = list(make())
         self._barrier.wait()
         gathered = list(self._shared)

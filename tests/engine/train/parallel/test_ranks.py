@@ -132,12 +132,12 @@ def test_given_tokens_and_answers_are_spread_over_the_ranks(config, tmp_path, pr
         row = {"prompt": "1+1=", "chosen": "2", "rejected": "no"}
         (tmp_path / "p.jsonl").write_text(json.dumps(row) + "\n" + json.dumps(row | {"prompt": "3-1="}))
         options = {"file": str(tmp_path / "p.jsonl"), "chat": False}
-        own = {"task__name": "pairs", "task__options": options, "num_generations": 2, "prompts": 5}
+        settings = {"task__name": "pairs", "task__options": options, "num_generations": 2, "prompts": 5}
     elif preset == "brpo":
-        own = {"task__answer_prefix": ">", "loss__budgets": [2, 8], "task__reward": "toy:letters"}
+        settings = {"task__answer_prefix": ">", "loss__budgets": [2, 8], "task__reward": "toy:letters"}
     else:
-        own = {"task__answer_prefix": ">", "optimizer__lr": "1e-4"}  # no rank's reasonings get too short
-    cfg = config(**{"task__reward": ""} | own, loss__preset=preset, steps=2, evaluation__every=2)
+        settings = {"task__answer_prefix": ">", "optimizer__lr": "1e-4"}  # no rank's reasonings get too short
+    cfg = config(**{"task__reward": ""} | settings, loss__preset=preset, steps=2, evaluation__every=2)
     train(cfg, tmp_path / "alone")
     _run(2, cfg, tmp_path / "run")
     _same(tmp_path / "run", tmp_path / "alone")
@@ -213,8 +213,8 @@ def test_sharded_weights_are_those_of_one_process(config, tmp_path):
     _run(4, sharded, tmp_path / "run", "--micro_batch", "1")
     _same(tmp_path / "run", tmp_path / "alone")
     _same_metrics(tmp_path / "run", tmp_path / "alone")
-    own, whole = (decoder_of(tmp_path / run / "checkpoints" / "step-000004") for run in ("run", "alone"))
-    assert total_unequal([own], [whole]) == 0
+    gathered, whole = (decoder_of(tmp_path / run / "checkpoints" / "step-000004") for run in ("run", "alone"))
+    assert total_unequal([gathered], [whole]) == 0
     _forget_the_end(tmp_path / "run")
     resume(tmp_path / "run", {"parallel.engine": "replicated"})
     _same(tmp_path / "run", tmp_path / "alone")
@@ -259,8 +259,8 @@ def test_frozen_weights_are_those_of_one_process(plain, tmp_path):
 @pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.proof)])
 def test_quantised_weights_are_those_of_one_process(config, tmp_path, dtype):
     """A rank has a slice of the masters; the parts with one scale reach over slices."""
-    of_run = dict(dtype=dtype, steps=2, checkpoint__every=1, precision__weights="float8_e4m3fn/tensor")
-    quantised = config(**of_run)
+    settings = dict(dtype=dtype, steps=2, checkpoint__every=1, precision__weights="float8_e4m3fn/tensor")
+    quantised = config(**settings)
     train(quantised, tmp_path / "alone")
     _run(2, quantised, tmp_path / "run", "--micro_batch", "2")
     _same(tmp_path / "run", tmp_path / "alone")

@@ -84,9 +84,9 @@ import torch.distributed as dist
 from tests.engine.train.parallel.gloo import gloo_threads
 from zerokl.cli import run
 
-end, found = dist.destroy_process_group, []
+end, counts = dist.destroy_process_group, []
 def watched():
-    found.append(gloo_threads())
+    counts.append(gloo_threads())
     end()
 dist.destroy_process_group = watched
 try:
@@ -94,7 +94,7 @@ try:
 except SystemExit as ended:
     assert not ended.code, ended.code
 with open(os.environ["RANK"], "w") as file:
-    json.dump([*found, gloo_threads()], file)
+    json.dump([*counts, gloo_threads()], file)
 """
 
 
@@ -108,9 +108,9 @@ def test_the_pieces_of_all_ranks_are_what_fsdp_cuts(layers, vocabulary, size):
     for rank in range(size):
         for part in parts_of(layout.trained, rank, size):
             chunks = views[part.name].chunk(size)
-            own = chunks[rank] if rank < len(chunks) else views[part.name][:0]
-            assert torch.equal(flat[part.start : part.stop], own.reshape(-1))
-            assert len(range(*part.rows.indices(len(views[part.name])))) == len(own)
+            piece = chunks[rank] if rank < len(chunks) else views[part.name][:0]
+            assert torch.equal(flat[part.start : part.stop], piece.reshape(-1))
+            assert len(range(*part.rows.indices(len(views[part.name])))) == len(piece)
 
 
 ranges = st.lists(st.integers(0, 60), max_size=12).map(
@@ -119,8 +119,8 @@ ranges = st.lists(st.integers(0, 60), max_size=12).map(
 
 
 @given(ranges, ranges)
-def test_what_two_lists_of_ranges_have_in_common(own, other):
-    elements = [i for a, b in own for i in range(a, b)]
+def test_what_two_lists_of_ranges_have_in_common(one, other):
+    elements = [i for a, b in one for i in range(a, b)]
     common = {i for a, b in other for i in range(a, b)}
-    places = [i for a, b in _overlap(own, other) for i in range(a, b)]
+    places = [i for a, b in _overlap(one, other) for i in range(a, b)]
     assert [elements[i] for i in places] == [i for i in elements if i in common]

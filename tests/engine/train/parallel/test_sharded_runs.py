@@ -67,7 +67,7 @@ def differences(path: Path, alone: Path) -> list[str]:
     a, b = (json.loads((p / "summary.json").read_text()) for p in (path, alone))
     different = [name for name in ("fingerprint", "weights") if a[name] != b[name]]
     lines = [[json.loads(line) for line in (p / "ledger.jsonl").open()] for p in (path, alone)]
-    steps, wanted = ([line for line in of_run if line["kind"] == "step"] for of_run in lines)
+    steps, wanted = ([line for line in run_lines if line["kind"] == "step"] for run_lines in lines)
     for one, other in zip(steps, wanted, strict=True):
         q, r = dict(one["quantities"]), dict(other["quantities"])
         different += [f"{one['step']}: {name}" for name in q.keys() | r.keys() if q.get(name) != r.get(name)]
@@ -113,10 +113,10 @@ def test_a_stale_merge_and_a_bit_of_the_reference_are_seen(make, tmp_path, monke
     plain = make("adapters", "float32")
     train(plain, tmp_path / "alone")
     with monkeypatch.context() as patch:
-        own = FrozenPieces.gather_into
+        gather_into = FrozenPieces.gather_into
 
         def one_bit_off(self, flat):
-            own(self, flat)
+            gather_into(self, flat)
             flat.view(-1)[0] *= 1.5
 
         patch.setattr(FrozenPieces, "gather_into", one_bit_off)

@@ -76,10 +76,10 @@ def test_updates_over_slices_have_the_bits_of_one_process(report):
 def test_a_rank_adds_up_neighbours_and_exchanges_their_sum_once(report):
     """Over 2 and over 4 ranks, with as many exchanges as 16 shards have rounds."""
     for line in report["ranks"]:
-        of_dimensions = [got["rounds"] for got in line["dimensions"][1].values()]
-        for ranks, found in [(RANKS, line["rounds"]), *((2, found) for found in of_dimensions)]:
-            assert {int(at_once) for at_once in found} == {n for n in (1, 2, 4, 8) if n * ranks <= 16}
-            for at_once, (exchanges, unequal, _) in found.items():
+        dimension_rounds = [got["rounds"] for got in line["dimensions"][1].values()]
+        for ranks, rounds in [(RANKS, line["rounds"]), *((2, rounds) for rounds in dimension_rounds)]:
+            assert {int(at_once) for at_once in rounds} == {n for n in (1, 2, 4, 8) if n * ranks <= 16}
+            for at_once, (exchanges, unequal, _) in rounds.items():
                 assert (exchanges, unequal) == (16 // ranks // int(at_once), 0)
     controls = [sum(control for *_, control in line["rounds"].values()) for line in report["ranks"]]
     assert sum(controls) > 1000, "the control: shards that are no neighbours must show"

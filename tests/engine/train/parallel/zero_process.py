@@ -167,7 +167,7 @@ def rounds(ranks: Ranks, layout: Layout) -> dict[int, list[int]]:
     part = Slices.of_gradient(Slices(layout, ranks).own)
     whole = tree.sum_shards(None, shards)[1][part].clone()
     apart = [i for first in range(ranks.size) for i in shards[first :: ranks.size]]
-    found = {}
+    report = {}
     for at_once in (1, 2, 4, 8):
         if at_once * ranks.size > 16:
             continue
@@ -184,8 +184,8 @@ def rounds(ranks: Ranks, layout: Layout) -> dict[int, list[int]]:
         results, gradient = workers.sum_shards(None, shards)
         assert results == shards
         counts, unequal = exchanges, count_unequal(gradient, whole)
-        found[at_once] = [counts, unequal, count_unequal(workers.sum_shards(None, apart)[1], whole)]
-    return found
+        report[at_once] = [counts, unequal, count_unequal(workers.sum_shards(None, apart)[1], whole)]
+    return report
 
 
 def main(dtype: torch.dtype, shape: str) -> dict[str, object]:
