@@ -9,7 +9,7 @@ from zerokl.verify.environment import PACKAGE_ROOT
 
 from tests.test_floors import FLOORS
 
-_FOLDERS = (*FLOORS, "benchmarks", "docs", "wheels")
+_FOLDERS = (*FLOORS, "benchmarks", "docs", "tests", "wheels")
 _DOCUMENTED = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 _EMPTY = {"own", "said", "found", "every", "theirs", "of", "at", "some"}
 # file: name -> why users see it.

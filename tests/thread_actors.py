@@ -44,7 +44,7 @@ class _Handle:
 
 
 class ThreadCluster:
-    """See Cluster.
+    """A Cluster of threads.
 
     befalls(n, lost): what befalls the n-th batch, which was lost so often before: "", "death", "late death"
     or "hang".

@@ -117,7 +117,11 @@ def _environments(a: LedgerFile, b: LedgerFile, step: int) -> tuple[list[str], l
     """Differences of the environments that the two runs had up to `step`: (possible explanations, lawful)."""
     explain, lawful = [], []
     values = (_environment_values(run, step) for run in (a, b))
+    # A setting that one head has, where the other run left it out, is told as a setting.
+    in_a_head = {f"process.{key}" for run in (a, b) for key in run.head.settings}
     for d in sorted(differences(*values, absent={"nothing"}), key=lambda d: d.quantity):
+        if d.quantity in in_a_head:
+            continue
         line = f"{d.quantity}: {' and '.join(', '.join(sorted(side)) for side in d.values)}"
         (lawful if d.quantity.startswith(LAWFUL) else explain).append(line)
     return explain, lawful

@@ -130,8 +130,14 @@ def audit(root: Path, seed: int, only: str, columns: bool = False) -> None:
 
     columns: only the cases of which no model is given, which take a second each.
     """
-    for folder in sorted((root / f"seed-{seed}").glob("*")):
-        if not any(part in folder.name for part in only.split(",")) or (folder / RESULT).exists():
+    folders = sorted((root / f"seed-{seed}").glob("*"))
+    chosen = [folder for folder in folders if any(part in folder.name for part in only.split(","))]
+    if not chosen:
+        raise SystemExit(
+            f"--only {only!r}: no case of {root}/seed-{seed} has that in its name; build it first"
+        )
+    for folder in chosen:
+        if (folder / RESULT).exists():
             continue
         case, start = json.loads((folder / "case.json").read_text()), time.perf_counter()
         if columns and "model" in case["settings"]:

@@ -43,7 +43,7 @@ def plant(patch: pytest.MonkeyPatch, fault: str) -> None:
     if fault == "loader":
         patch.setattr(collect, "step_problems", lambda n, p, seed, draws: problems(n, p, seed, draws - 2))
     if fault == "generator":
-        patch.setattr(collect, "RngKey", lambda seed, step, prompt: RngKey(seed + 1, step, prompt=prompt))
+        patch.setattr(collect, "RngKey", lambda seed, step, **more: RngKey(seed + 1, step, **more))
 
 
 def logs(run: Path) -> str:

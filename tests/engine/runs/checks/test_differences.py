@@ -202,6 +202,21 @@ def test_what_explains_a_difference_is_named(good, tmp_path, capsys):
     assert "decide no bit, unless zerokl or the machine is at fault:\n  process.workers: 1 and 7" in output
 
 
+def test_a_setting_of_one_head_is_not_told_again_as_one_that_decides_no_bit(good, tmp_path, capsys):
+    """A key that is chained only where it is set: the other run has it in its environment."""
+    ledger = open_run(good)
+    (key, value), *_ = (
+        (k, v) for k, v in ledger.head.environment.items() if k.startswith("process.optimizer")
+    )
+    del ledger.head.environment[key]
+    ledger.head.settings[key.removeprefix("process.")] = 7
+    Ledger(tmp_path / "ledger.jsonl", ledger.head)
+    assert main(["diff", str(good), str(tmp_path / "ledger.jsonl")]) == 1
+    output = capsys.readouterr().out
+    assert "first difference before the first step: configuration" in output
+    assert key not in output
+
+
 def test_a_longer_run_is_not_equal(config, good, tmp_path, capsys):
     train(config(steps=2), tmp_path / "short")
     assert main(["diff", str(good), str(tmp_path / "short")]) == 1
