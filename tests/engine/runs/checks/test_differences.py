@@ -205,9 +205,7 @@ def test_what_explains_a_difference_is_named(good, tmp_path, capsys):
 def test_a_setting_of_one_head_is_not_told_again_as_one_that_decides_no_bit(good, tmp_path, capsys):
     """A key that is chained only where it is set: the other run has it in its environment."""
     ledger = open_run(good)
-    (key, value), *_ = (
-        (k, v) for k, v in ledger.head.environment.items() if k.startswith("process.optimizer")
-    )
+    key = next(key for key in ledger.head.environment if key.startswith("process.optimizer"))
     del ledger.head.environment[key]
     ledger.head.settings[key.removeprefix("process.")] = 7
     Ledger(tmp_path / "ledger.jsonl", ledger.head)
