@@ -58,6 +58,7 @@ define OVER_VENV
 test -x $(@D)/bin/python || $(VENV)/bin/python -m venv $(@D)
 echo "import site; site.addsitedir('$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])')')" \
   > $$($(@D)/bin/python -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])')/over_venv.pth
+$(@D)/bin/pip install -q --no-deps --no-build-isolation -e .
 endef
 $(STAMP): pyproject.toml setup.py
 	$(WITH_TORCH)
