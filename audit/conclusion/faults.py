@@ -4,7 +4,7 @@ from ..figures.drawn_from import drawn_elsewhere, ratio_words
 from ..figures.measure import Figures
 from ..finding import Finding
 from ..report import Measurements
-from .log_findings import is_exact, trainer_column_fault
+from .log_findings import trainer_column_fault
 
 
 def faults(measured: Measurements) -> list[Finding]:
@@ -39,7 +39,7 @@ def _not_drawn_from_the_columns(measured: Measurements) -> Finding | None:
     """Tokens that were not drawn from a column: by the checks of a log, or by k1 and the mean ratio."""
     if measured.log:
         # Of two columns alone, one whose numbers are known to be wrong is no witness against the other.
-        wrong = is_exact(measured.log.hypotheses) or trainer_column_fault(measured)
+        wrong = measured.log.hypotheses.is_exact or trainer_column_fault(measured)
         witness = not (measured.columns_alone and wrong)
         return measured.log.distribution.fault if witness else None
     if not not_drawn_from(measured.figures):

@@ -1,8 +1,7 @@
 """What the hypotheses about a log say, in words."""
 
-from ..figures.drawn_from import ANY_CUT
+from ..figures.drawn_from import UNDECLARED_CUT
 from ..finding import Finding
-from ..hypotheses.judgement import EXACT
 from ..hypotheses.tried import Row, Tried
 from ..log_section import TrainerColumn
 from ..report import Measurements
@@ -20,17 +19,12 @@ def log_notes(measured: Measurements) -> list[str]:
     return [*texts, measured.log.signal.words()]
 
 
-def is_exact(tried: Tried) -> bool:
-    """Whether what was tried explains a column to the last tenth of its difference, or better."""
-    return tried.best is not None and tried.best.share_left <= EXACT
-
-
 def _missing_cut(tried: TrainerColumn) -> Finding | None:
     """A cut that the trainer's column lacks. One that no line declares is a guess, below an exact cause."""
     missing = tried.distribution.fault
     if not missing or not missing.kind.startswith("trainer"):
         return None
-    return None if missing.kind.endswith(ANY_CUT) and is_exact(tried) else missing
+    return None if missing.kind == UNDECLARED_CUT and tried.is_exact else missing
 
 
 def _trainer_remedy(tried: TrainerColumn) -> str:

@@ -46,7 +46,9 @@ _GAP = 1e-4
 # Places where completions of one prompt agree so far, that are needed, and the least difference.
 _FEWEST_PLACES, _AGREE = 16, 0.005
 # A cut that the log does not declare.
-ANY_CUT = "top-p, top-k or min-p"
+_ANY_CUT = "top-p, top-k or min-p"
+# The kind of a fault of the trainer's column: it lacks a cut that no line declares, so the cut is a guess.
+UNDECLARED_CUT = f"trainer without {_ANY_CUT}"
 # Larger logs are judged by their first tokens.
 _TOKENS = 2**21
 _SAME = 1e-5  # nats up to which two numbers of an fp32 forward may be the same one
@@ -333,7 +335,7 @@ def _found_cut(tokens: _Tokens, without: str, other: str) -> Finding:
 def _cut_words(tokens: _Tokens) -> tuple[str, str]:
     """The name of the cut, and what bounds the difference."""
     if not tokens.cut.any():
-        return ANY_CUT, ", though the log declares no cut"
+        return _ANY_CUT, ", though the log declares no cut"
     lowest = float(tokens.log_top_p.min())
     if lowest == 0.0:
         return tokens.cuts, ""

@@ -315,7 +315,7 @@ def _together(first: Row, second: Row, share: float) -> Row:
 
 def _nearest(fitting: Sequence[Row]) -> list[Row]:
     """Those that leave the least. To within rounding they cannot be told apart; the first is the simplest."""
-    exact = [row for row in fitting if row.share_left <= EXACT]
+    exact = [row for row in fitting if row.is_exact]
     fitting = exact or fitting
     least = min((row.left for row in fitting), default=0.0)
     return [row for row in fitting if row.left <= 1.1 * least + 0.1 * FP32]

@@ -18,7 +18,7 @@ from ...model.weights import Layout
 from ..faults.fault import LogFault
 from ..faults.model import another_dtype
 from ..faults.registry import in_draws, with_model
-from ..figures.drawn_from import ANY_CUT, check
+from ..figures.drawn_from import UNDECLARED_CUT, check
 from ..figures.repeats import Drawn, group_of
 from ..formats.record import LoggedRollout
 from ..log_section import TrainerColumn
@@ -103,7 +103,7 @@ def _in_their_dtype(tried: Tried, evidence: Evidence, lines: Sequence[LoggedRoll
 def _without_undeclared_cut(column: TrainerColumn) -> TrainerColumn:
     """The column, which does not lack a cut that the log does not declare: the model has none."""
     fault = column.distribution.fault
-    if not fault or fault.kind != f"trainer without {ANY_CUT}":
+    if not fault or fault.kind != UNDECLARED_CUT:
         return column
     return replace(column, distribution=replace(column.distribution, fault=None))
 

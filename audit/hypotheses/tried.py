@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from .judgement import FP32
+from .judgement import EXACT, FP32
 from .places import Where
 
 
@@ -28,6 +28,11 @@ class Row:
     # The share that the best candidate leaves of shuffled numbers; 1 where there is no choice.
     left_by_chance: float = 1.0
 
+    @property
+    def is_exact(self) -> bool:
+        """Whether it explains the whole difference, but for what an exact fit may leave."""
+        return self.share_left <= EXACT
+
 
 @dataclass(frozen=True)
 class Tried:
@@ -48,6 +53,11 @@ class Tried:
     best: Row | None = field(default=None, metadata={"json": "found"})  # the one that fits best
     also: list[str] = field(default_factory=list)  # others that fit as well, in words
     rows: list[Row] = field(default_factory=list)  # the nearest first
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether what fits best is exact."""
+        return self.best is not None and self.best.is_exact
 
     @property
     def is_rounding(self) -> bool:

@@ -6,6 +6,7 @@ given there as overrides, so that everything is checked once, here.
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -155,10 +156,11 @@ def _put(values: dict[str, Any], key: str, value: Any) -> None:
     table[last] = value
 
 
-def known_keys() -> list[str]:
+@cache
+def known_keys() -> tuple[str, ...]:
     """Every dotted key of the configuration, sections included."""
     keys = [name for key in settings_of(Config) for name in (key.rpartition(".")[0], key) if name]
-    return list(dict.fromkeys(keys))
+    return tuple(dict.fromkeys(keys))
 
 
 def _items(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
