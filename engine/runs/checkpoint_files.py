@@ -113,7 +113,7 @@ def other_state(checkpoint: Checkpoint, head: Head, state: TrainState) -> str | 
     Raises ValueError for a file that cannot be read.
     """
     optimizer, older = state.optimizer, state.older_weights
-    hashes = {"weights": optimizer.hash_weights().root, "optimizer": optimizer.hash_moments().root}
+    hashes = {"weights": optimizer.weights.hash().root, "optimizer": optimizer.hash_moments().root}
     if different := different_bits(checkpoint.folder, head, hashes):
         return different
     if older is None:

@@ -37,7 +37,7 @@ from ..rollout.older_weights import Snapshot
 from ..tasks.perfectible import TASK_FILE
 from ..train.loss_scaling import LossScaler
 from ..train.parallel.tree_hash import hash_tree
-from ..train.sharded_optimizer import ShardedOptimizer
+from ..train.sharded_weights import ShardedWeights
 from ..train.state import TrainState
 from .ledger_head import architecture, other_frozen_weight, run_layout
 from .sharded_checkpoints import MOMENT_NAMES, MOMENTS, NamedMoment, load_sharded, place, save_sharded
@@ -102,10 +102,10 @@ def save_checkpoint(
     Raises OSError. Then no part of the new checkpoint is left.
     """
     optimizer, staging, master, moments, beside = state.optimizer, None, None, [], {}
-    if isinstance(optimizer, ShardedOptimizer):
-        staging, beside = save_sharded(optimizer, target, state.ranks), optimizer.collect_beside()
+    if isinstance(optimizer.weights, ShardedWeights):
+        staging, beside = save_sharded(optimizer, target, state.ranks), optimizer.weights.collect_beside()
     else:
-        master, moments = optimizer.collect_master(), optimizer.collect_moments()
+        master, moments = optimizer.weights.collect(), optimizer.collect_moments()
     if not state.ranks.first:
         return
     ledger.sync()
@@ -347,12 +347,12 @@ def restore(state: TrainState, checkpoint: Checkpoint) -> None:
     optimizer, older, folder = state.optimizer, state.older_weights, checkpoint.folder
     if older is not None:
         older.reset(read_older(checkpoint, older.lag, state.policy.layout.numel))
-    if not isinstance(optimizer, ShardedOptimizer):
+    if not isinstance(optimizer.weights, ShardedWeights):
         optimizer.load(read_trained(folder, optimizer.layout), checkpoint.updates)
         has_moments = False
     else:
         has_moments = load_sharded(optimizer, folder, checkpoint.updates, state.ranks)
-        optimizer.load_beside(_read_beside(folder, optimizer.layout))
+        optimizer.weights.load_beside(_read_beside(folder, optimizer.layout))
     if not has_moments:
         with _moments(folder, optimizer.layout) as moments:
             optimizer.load_moments([stored[optimizer.slices.own] for stored in moments])

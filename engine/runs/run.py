@@ -314,7 +314,7 @@ def _guarded_step(state: TrainState, recorder: Recorder, path: Path) -> StepReco
         return train_step(state, recorder)
     except MismatchError as error:
         try:
-            with state.optimizer.whole_policy():
+            with state.optimizer.weights.gathered():
                 if state.ranks.first:
                     names = ("mismatch" if n == 1 else f"mismatch-{n}" for n in count(1))
                     _save_mismatch(state, error, first_free(path / name for name in names))
@@ -371,6 +371,6 @@ def _other_metrics(metrics: dict[str, float], group: str) -> list[Field]:
 
 def _summarise(state: TrainState, history: list[dict[str, float]], chain: str, seconds: float) -> Summary:
     """The summary of a finished run. history: the metrics of all its steps. chain: of its ledger."""
-    layout, master = state.optimizer.layout, state.optimizer.collect_master()
+    layout, master = state.optimizer.layout, state.optimizer.weights.collect()
     weights = state.ranks.from_first(lambda: fingerprint(layout, master))
     return summarise(history, chain, weights, seconds)

@@ -19,22 +19,22 @@ from ...files.writing import os_error_line
 from ...model.checkpoint import SHARD_BYTES
 from ...model.weight_files import open_tensors, tensor_files
 from ...model.weights import FlatLayout
+from ..train.optimizer import Optimizer
 from ..train.parallel.pieces import parts_of
 from ..train.parallel.process_group import Ranks
-from ..train.sharded_optimizer import ShardedOptimizer
 
 MOMENTS = "trainer/moments"
 MOMENT_NAMES = ("first_moment", "second_moment")
 
 
-def save_sharded(optimizer: ShardedOptimizer, target: Path, ranks: Ranks) -> Path:
+def save_sharded(optimizer: Optimizer, target: Path, ranks: Ranks) -> Path:
     """Write weights and moments to a folder beside `target`, and return it. All ranks call this together.
 
     It has the folders `weights` and `moments`. Raises OSError in every rank.
     """
     staging = target.with_name(f".{target.name}.partial-sharded")
     ranks.from_first(lambda: staging.mkdir(parents=True))
-    _save(staging / "weights", optimizer.master_tensors(), ranks)
+    _save(staging / "weights", optimizer.weights.tensors(), ranks)
     _save(staging / "moments", _by_moment(optimizer), ranks)
     return staging
 
@@ -48,13 +48,13 @@ def place(staging: Path, folder: Path) -> None:
     shutil.rmtree(staging)
 
 
-def load_sharded(optimizer: ShardedOptimizer, folder: Path, updates: int, ranks: Ranks) -> bool:
+def load_sharded(optimizer: Optimizer, folder: Path, updates: int, ranks: Ranks) -> bool:
     """Put this rank's rows of the weights back, and of the moments where they lie in MOMENTS.
 
     Returns whether they do. updates: that the weights have had. All ranks call this together.
     """
-    optimizer.begin_after(updates)
-    _load(folder, optimizer.master_tensors(), ranks)
+    optimizer.updates = updates
+    _load(folder, optimizer.weights.tensors(), ranks)
     has_moments = (folder / MOMENTS).is_dir()
     if has_moments:
         _load(folder / MOMENTS, _by_moment(optimizer), ranks)
@@ -100,8 +100,8 @@ class NamedMoment:
         return flat
 
 
-def _by_moment(optimizer: ShardedOptimizer) -> dict[str, torch.Tensor]:
-    moments = zip(MOMENT_NAMES, optimizer.moment_tensors(), strict=True)
+def _by_moment(optimizer: Optimizer) -> dict[str, torch.Tensor]:
+    moments = zip(MOMENT_NAMES, map(optimizer.weights.placed, optimizer.moments), strict=True)
     return {f"{moment}.{name}": x for moment, tensors in moments for name, x in tensors.items()}
 
 

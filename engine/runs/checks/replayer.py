@@ -76,7 +76,7 @@ class Replayer:
             whole = self.config.model_copy(update={"parallel": ParallelConfig()})
             self.state: TrainState = make_state(whole, self.model, self.task, judge, equivalence=equivalence)
             self._open = on_failure.pop_all()
-        self._first_weights = self.state.optimizer.whole_master().clone()
+        self._first_weights = self.state.optimizer.weights.whole().clone()
         self._head = run_head(self.state, {"workers in use": self.state.parallel.n})
         self._recorder = self._new_recorder([])
         self._exact = False  # whether the state is the run's own after state.step steps

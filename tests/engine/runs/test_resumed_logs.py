@@ -33,7 +33,7 @@ def plant(patch: pytest.MonkeyPatch, fault: str) -> None:
                 for moment in state.optimizer.moments:
                     moment.zero_()
             if fault == "weights":  # saved in 16 bits
-                master = state.optimizer.whole_master().bfloat16().float()
+                master = state.optimizer.weights.whole().bfloat16().float()
                 state.optimizer.load(master, state.optimizer.updates)
                 state.sampler.sync_weights(state.version)
             if fault == "scaler":
