@@ -23,9 +23,9 @@ from ...verify.difference import first_difference, same_json
 from ...verify.ledger import Head
 from ..tasks.perfectible import TASK_FILE
 from ..train.state import TrainState
-from .checkpoints import SMALL_FILE, Checkpoint, different_bits, read_older
+from .checkpoints import different_bits
 from .ledger_head import run_layout
-from .sharded_checkpoints import MOMENTS
+from .trainer_state import MOMENTS, SMALL_FILE, Checkpoint, read_older
 
 _BASE = "base_model_name_or_path"
 

@@ -35,7 +35,6 @@ from ..train.recorder import Recorder
 from ..train.state import StepRecord, TrainState
 from ..train.step import train_step
 from .base_model import base_model
-from .checkpoints import restore, save_checkpoint
 from .evaluation import HeldOut
 from .folder import NoFolder, RunFolder, refuse_taken, write_config
 from .held_out import BASE_REWARD, MEAN_REWARD, held_out_name
@@ -46,6 +45,7 @@ from .setup import make_state, on_gpu, run_equivalence, settled
 from .signal import no_signal_line
 from .summary import Summary, summarise, write_summary
 from .trackers import Trackers, require_trackers
+from .trainer_state import restore, save_checkpoint
 
 # Metrics of mismatch and staleness that the display's lines of other metrics leave out.
 _NOT_LISTED = ("mismatch/max_abs", "mismatch/frac_equal", "staleness/versions")

@@ -57,15 +57,6 @@ class Optimizer:
         """Of all that is trained."""
         return self.weights.layout
 
-    @torch.no_grad()
-    def load(self, weights: torch.Tensor, updates: int) -> None:
-        """Replace the master weights by `weights` [layout.numel] fp32, and what computes with them.
-
-        updates: the number of updates that these weights have had.
-        """
-        self.updates = updates
-        self.weights.load(weights)
-
     def hash_moments(self) -> Tree:
         """The hash tree of the moments. All ranks must call this together."""
         return self.slices.hash_tree(self.slices.hashing(*map(self.weights.to_slice, self.moments)))
@@ -75,8 +66,9 @@ class Optimizer:
         return [self.slices.collect(self.weights.to_slice(moment)) for moment in self.moments]
 
     @torch.no_grad()
-    def load_moments(self, moments: Sequence[torch.Tensor]) -> None:
-        """Replace the moments. moments: this rank's slice of each."""
+    def load_moments(self, moments: Sequence[torch.Tensor], updates: int) -> None:
+        """Replace the moments, as they were after so many updates. moments: this rank's slice of each."""
+        self.updates = updates
         for moment, loaded in zip(self.moments, moments, strict=True):
             moment.copy_(self.weights.from_slice(loaded))
 

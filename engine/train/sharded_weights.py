@@ -8,6 +8,7 @@ by element, so where an element lies decides no bit.
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
 from itertools import accumulate, pairwise
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -121,8 +122,6 @@ class ShardedWeights(MasterWeights):
         head = self._model.by_name.get(VALUE_HEAD_TENSOR)
         return {} if head is None else {VALUE_HEAD_TENSOR: head.full_tensor()}
 
-    def load_beside(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Put back what collect_beside gave."""
-        for part, local in zip(self._pieces.parts, self._model.locals(), strict=True):
-            if part.name in tensors:
-                local.copy_(tensors[part.name][part.rows])
+    def read(self, folder: Path, beside: Mapping[str, torch.Tensor]) -> None:
+        """Read this rank's rows from a checkpoint. beside: what collect_beside gave. Raises ValueError."""
+        self._model.read(folder, beside)

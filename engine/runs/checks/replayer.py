@@ -9,6 +9,7 @@ from typing import Any
 from ....verify.compare_runs import compare_heads, compare_lines, open_run
 from ....verify.difference import Difference
 from ....verify.ledger import LedgerFile, Line
+from ....verify.run_files import checkpoint_folders
 from ...config.run_config import ParallelConfig, PoolConfig
 from ...display.terminal import console
 from ...rollout.players import Judge, open_judge
@@ -18,10 +19,11 @@ from ...train.recorder import Recorder
 from ...train.state import StepRecord, TrainState
 from ...train.step import train_step
 from ..base_model import base_model
-from ..checkpoints import Checkpoint, checkpoint_folders, restore, rewind, usable_checkpoint
+from ..checkpoints import usable_checkpoint
 from ..ledger_head import run_head
 from ..resume import run_config
 from ..setup import make_state, run_equivalence
+from ..trainer_state import Checkpoint, restore, rewind
 from .recorded import RecordedEnvironments, can_be_recorded
 from .step_trace import check_trace, trace_step
 

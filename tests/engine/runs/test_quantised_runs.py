@@ -214,7 +214,7 @@ def test_compute_weights_are_the_rounded_masters_frozen_ones_too(base, dtype):
     with pytest.raises(GradientOverflowError):
         optimizer.update(torch.full((layout.trained_numel,), torch.inf))
     assert count_unequal(before, decoder.flat.detach()) == 0
-    optimizer.load(weights, 0)
+    optimizer.weights.load(weights)
     assert follow()
     assert count_unequal(optimizer.weights.whole(), weights) == 0
 
