@@ -15,6 +15,7 @@ from ...model.weights import Layout
 from ..config.run_config import Config
 from ..processes.allocator import return_freed_memory
 from ..rollout.stopwatch import Stopwatch
+from ..train.master_weights import AdapterWeights, MasterWeights
 from ..train.optimizer import Optimizer
 from ..train.parallel.data_parallel import RankedSampler, RankedScorer, RankedWorkers
 from ..train.parallel.gathered import FrozenPieces, GatheredSampler, GatheredScorer, WholeWeights
@@ -25,7 +26,7 @@ from ..train.parallel.sharded_adapters import AdapterGradient, ShardedAdapters, 
 from ..train.parallel.sharded_model import ShardedModel, ShardedWorkers
 from ..train.parallel.workers import Workers
 from ..train.parallel.zero import Slices
-from ..train.sharded_optimizer import ShardedAdapterOptimizer, ShardedOptimizer
+from ..train.sharded_weights import ShardedWeights
 from .samplers import Samplers, numerics_of
 from .trained import adapters_before
 
@@ -78,8 +79,9 @@ def sharded_engine(run: EngineInputs, micro_batch: int, stopwatch: Stopwatch) ->
         raise ValueError(
             'config: parallel.engine ("fsdp") needs a process group, which only `zerokl train` makes'
         )
-    whole, optimizer, parallel = _of_adapters(run) if run.own_layout else _of_weights(run)
+    masters, parallel, whole = _of_adapters(run) if run.own_layout else _of_weights(run)
     policy = whole.decoder
+    optimizer = Optimizer(masters, config.optimizer, run.updates)
     # One worker: the sampler's. It is asked for no gradient.
     drawing = Workers(policy, config.virtual_shards, 1, config.native, stopwatch=stopwatch)
     return_freed_memory()
@@ -92,15 +94,14 @@ def sharded_engine(run: EngineInputs, micro_batch: int, stopwatch: Stopwatch) ->
     return Engine(policy, optimizer, parallel, Samplers(sampler, sampler), ref_policy, critic)
 
 
-def _of_weights(run: EngineInputs) -> tuple[WholeWeights, Optimizer, ShardedWorkers]:
+def _of_weights(run: EngineInputs) -> tuple[MasterWeights, ShardedWorkers, WholeWeights]:
     """What trains the weights."""
     model = _sharded_model(run)
     whole = WholeWeights(model, _empty_decoder(run, run.layout))
-    optimizer = ShardedOptimizer(model, whole, run.config.optimizer, run.updates)
-    return whole, optimizer, ShardedWorkers(model, run.config.virtual_shards)
+    return ShardedWeights(model, whole), ShardedWorkers(model, run.config.virtual_shards), whole
 
 
-def _of_adapters(run: EngineInputs) -> tuple[WholeWeights, Optimizer, ShardedAdapterWorkers]:
+def _of_adapters(run: EngineInputs) -> tuple[MasterWeights, ShardedWorkers, WholeWeights]:
     """What trains LoRA's adapters."""
     flat = adapters_before(run.config, run.own_layout).to(run.device, copy=True)
     adapters = TrainedAdapters(run.own_layout, flat)
@@ -108,8 +109,8 @@ def _of_adapters(run: EngineInputs) -> tuple[WholeWeights, Optimizer, ShardedAda
     model = _sharded_model(run, gradient.buffers)
     whole = WholeWeights(model, _empty_decoder(run, run.layout))
     merged = ShardedAdapters(adapters, model, whole.decoder, run.base)
-    optimizer = ShardedAdapterOptimizer(merged, whole, run.config.optimizer, run.updates, slices)
-    return whole, optimizer, ShardedAdapterWorkers(model, gradient, slices, run.config.virtual_shards)
+    parallel = ShardedAdapterWorkers(model, gradient, slices, run.config.virtual_shards)
+    return AdapterWeights(merged, slices, whole), parallel, whole
 
 
 def _sharded_model(run: EngineInputs, adapters: Mapping[str, LowRankBuffers] | None = None) -> ShardedModel:

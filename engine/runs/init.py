@@ -42,6 +42,7 @@ from ..tasks.pairs import Pairs
 from ..tasks.perfectible import PERFECTIBLE_FILE
 from ..tasks.tokenizer import Tokenizer, character_tokenizer
 from ..train.collect import step_problems
+from ..train.master_weights import SlicedWeights
 from ..train.optimizer import Optimizer
 from ..train.parallel.partition import virtual_shards
 from ..train.parallel.workers import ParallelSampler, Workers, automatic
@@ -285,7 +286,7 @@ def _take_steps(
 ) -> tuple[float, int]:
     """Supervised steps on the examples until the target is reached. Returns accuracy and number of steps."""
     decoder, workers, player, params, seed, target = warm_start
-    optimizer = Optimizer(decoder, decoder.flat.detach(), _OPTIMIZER, _MAX_STEPS)
+    optimizer = Optimizer(SlicedWeights(decoder, decoder.flat.detach()), _OPTIMIZER, _MAX_STEPS)
     sampler, accuracy, tokens, began_s = ParallelSampler(workers), 0.0, 0, time.perf_counter()
     probe = problems[:_PROBE]
     # Accuracy rises slowly, then fast, so the time that is left does not follow from the time so far.

@@ -12,7 +12,7 @@ import torch
 
 from ....kernels.sampling_params import SamplingParams
 from ...rollout.types import Completion, Request, Rollout, Sampler
-from ...tasks.environments import Answer, Environments, Failure, Game
+from ...tasks.environments import AboutEnvironments, Answer, Environments, Failure, Game
 from ...tasks.equivalence import Equivalence
 from ...tasks.problem import Problem
 from ...tasks.rewards import Reward
@@ -191,11 +191,11 @@ class RankedEnvironments:
         self._games: list[Game] = []  # those that were asked since nobody waited for an answer
         self._waiting = 0
 
-        def open_here() -> tuple[int, bool, list | None, str]:
-            self._environments = e = opened()
-            return e.players, e.binary, e.tools, e.tool_calls
+        def open_here() -> AboutEnvironments:
+            self._environments = opened()
+            return self._environments.about
 
-        self.players, self.binary, self.tools, self.tool_calls = ranks.from_first(open_here)
+        self.about = ranks.from_first(open_here)
 
     def ask(self, game: Game) -> None:
         """All ranks ask for the same games in the same order."""

@@ -79,8 +79,16 @@ class ShardedModel:
         self.pieces = TrainedPieces(layout, ranks)
         self._all_pieces = Pieces(layout.entries.values(), ranks)
         self.parameters = [self._named[part.name] for part in self.pieces.parts]
-        rows = read_rows(folder, layout, self._all_pieces.rows)
-        fill_pieces(self._named, self._all_pieces.parts, rows)
+        self.read(folder)
+
+    def read(self, folder: Path, beside: Mapping[str, torch.Tensor] = MappingProxyType({})) -> None:
+        """Read this rank's pieces from a model's folder. beside: whole tensors that it lacks, by name.
+
+        Raises ValueError (see read_rows).
+        """
+        rows = self._all_pieces.rows
+        beside_rows = {name: x[rows[name]] for name, x in beside.items()}
+        fill_pieces(self._named, self._all_pieces.parts, read_rows(folder, self.layout, rows) | beside_rows)
 
     def load(self, flat: torch.Tensor) -> None:
         """Set this rank's pieces from all weights, [layout.numel]."""
