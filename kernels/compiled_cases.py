@@ -330,6 +330,9 @@ def _attention(dtype: torch.dtype) -> Iterator[Case]:
                 lambda q=q, k=k, s=scale, spans=spans, lse=want_lse: attention_packed(q, k, k, spans, s, lse),
             )
         yield f"attention {name}, paged", lambda D=D, group=group: _paged(dtype, dtype, D, group)
+        if dtype != FP32:
+            prompts = f"attention {name}, prompts in pages"
+            yield prompts, lambda D=D, group=group: _paged(dtype, dtype, D, group, tokens=256)
         lse = _meta(FP32, 256, 8 * group)
         yield (
             f"attention backward {name}",
@@ -346,9 +349,10 @@ def _spans(pages: int = 0) -> Spans:
     return Spans(cu_seqlens, seqused, None, 8, cu_seqlens, *tables)
 
 
-def _paged(dtype: torch.dtype, cache_dtype: torch.dtype, D: int, group: int) -> None:
+def _paged(dtype: torch.dtype, cache_dtype: torch.dtype, D: int, group: int, tokens: int = 2) -> None:
+    """Two sequences over pages. Those of many tokens have programs of more rows on Hopper."""
     cache = _meta(cache_dtype, 32, KEY_TILE, 8, D)
-    attention_paged(_meta(dtype, 256, 8 * group, D), cache, cache, _spans(pages=16), D**-0.5)
+    attention_paged(_meta(dtype, tokens, 8 * group, D), cache, cache, _spans(pages=16), D**-0.5)
 
 
 def _logprob() -> Iterator[Case]:

@@ -254,7 +254,12 @@ def numerics_of(config: Config, sampler: bool = False) -> Numerics:
     precision = config.precision.of_sampler if sampler else config.precision
     kv = (sampler and config.perturb.kv) or config.precision.kv
     return named_numerics(
-        precision.head_dtype, precision.cache_dtype, precision.tiles, precision.router_dtype, kv
+        precision.head_dtype,
+        precision.cache_dtype,
+        precision.tiles,
+        precision.router_dtype,
+        kv,
+        precision.attention,
     )
 
 

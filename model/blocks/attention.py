@@ -107,12 +107,12 @@ class Attention(Mixer):
         scale = c.head_dim**-0.5
         in_cache = isinstance(context, DecodeContext) and layer.hook is no_hook
         if not in_cache or not numerics.cache_rounds_once(x.dtype):
-            return context.attend(layer.i, *self._qkv(w, x, layer, context), scale)
+            return context.attend(layer.i, *self._qkv(w, x, layer, context), scale, numerics.attention)
         # As `_qkv`, with the keys and values in the cache by the same kernel.
         qkv = self._heads(w, x, layer, context)
         norm = QKNormWeights(w["q_norm"], w["k_norm"], c.eps) if self.qk_norm else None
         q = heads_to_cache(qkv, norm, *layer.rotation, c.heads, context.slots(layer.i))
-        return context.attend_cached(layer.i, q, scale)
+        return context.attend_cached(layer.i, q, scale, numerics.attention)
 
     def _qkv(
         self, w: LayerWeights, x: torch.Tensor, layer: LayerRun, context: Context

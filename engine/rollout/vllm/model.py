@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from vllm.model_executor.layers.attention import Attention
 
+from ....kernels.attention_rule import WALK, AttentionRule
 from ....kernels.embedding import embedding
 from ....kernels.matmul import UNPACKED, PackedWeights, matmul
 from ....kernels.passes import Pass
@@ -18,7 +19,7 @@ from ....model.quantisation import KvQuantisation
 from ....model.sizes import Experts
 from ....model.weights import Layout
 from .attention import ZeroklAttentionBackend
-from .plugin import FROZEN, HAS_VALUE_HEAD, KV, TILES_OVERRIDE
+from .plugin import ATTENTION, FROZEN, HAS_VALUE_HEAD, KV, TILES_OVERRIDE
 
 
 class _VllmContext:
@@ -40,8 +41,15 @@ class _VllmContext:
         self.routing = routers
 
     def attend(
-        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
+        self,
+        layer: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        scale: float,
+        rule: AttentionRule,
     ) -> torch.Tensor:
+        """`scale` and `rule` are those that vLLM's layers and their metadata already have."""
         return self._layers[layer](q, k, v).view(q.shape)
 
 
@@ -87,6 +95,7 @@ class ZeroklForCausalLM(torch.nn.Module):
             lm_head=model_config.head_dtype,
             tiles=tile_table(version),
             kv=None if kv is None else KvQuantisation(*kv),
+            attention=AttentionRule(*getattr(hf_config, ATTENTION, WALK)),
         )
         self.decoder = Decoder(
             self.zerokl_config, torch.zeros(layout.numel, dtype=model_config.dtype), layout, self.numerics
