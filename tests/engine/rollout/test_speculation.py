@@ -15,6 +15,7 @@ from zerokl.engine.rollout.generation import Sample
 from zerokl.engine.rollout.native import NativeSampler
 from zerokl.engine.rollout.speculation import SampleGuesses
 from zerokl.engine.rollout.types import GenerationParams, Request, RngKey, Rollout, complete, draw
+from zerokl.kernels import backend
 from zerokl.kernels.attention_plan import KEY_TILE
 from zerokl.kernels.sampling_params import SamplingParams
 from zerokl.model.cache import BlockCache
@@ -259,8 +260,12 @@ def test_control_kept_blocks_that_end_after_a_refused_guess_are_seen(decoder, mo
 
 
 @pytest.fixture(params=[torch.float32, torch.bfloat16], ids=str)
-def poisoned(request, model) -> Decoder:
-    """Token 1 has no finite keys and values. It is never drawn."""
+def poisoned(request, model, monkeypatch) -> Decoder:
+    """Token 1 has no finite keys and values. It is never drawn.
+
+    Attention multiplies whole tiles, as on a GPU. The loops of cpp/ leave out the keys after a row.
+    """
+    monkeypatch.setattr(backend, "library", lambda: None)
     raw = json.loads((model / "config.json").read_text()) | {"tie_word_embeddings": False}
     layout = Layout(ModelConfig.from_dict(raw))
     flat = randn(0, layout.numel, scale=0.1)
