@@ -70,6 +70,13 @@ class BlockCache:
             self.data.view(self.config.layers, self.blocks, -1).index_fill_(1, index, 0)
             self._taken = []
 
+    def clear(self, slots: Sequence[tuple[int, int]]) -> None:
+        """Fill single positions with zeros, each given by its block and its place in it: see zero_taken."""
+        if slots:
+            block, offset = upload(self.data.device, *torch.tensor(slots).unbind(1))
+            sizes = self.config.layers, self.blocks, self.config.kv_heads, 2, KEY_TILE, -1
+            self.data.view(torch.uint8).view(sizes)[:, block, :, :, offset] = 0
+
     def share(self, blocks: Sequence[int]) -> list[int]:
         """Add one owner to each block."""
         for b in blocks:
