@@ -32,6 +32,7 @@ class Fault:
     remedy: str
     tries: str  # what is tried, or looked at, for docs/audit/log.md
     known_from: tuple[str, ...] = ()  # public reports of it
+    perturb: tuple[str, ...] = ()  # the settings of `[perturb]` that plant it in a run's sampler
     plants: tuple[Plant, ...] = ()
 
     def names_of(self, plant: Plant) -> tuple[str, ...]:
