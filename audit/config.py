@@ -58,7 +58,11 @@ class AuditSettings(Section):
     sampler: str = Field(
         "native", description=f"{sampler_names.listed(SAMPLERS)}; or a JSONL file of rollouts."
     )
-    trainer: str = Field("zerokl", description=f"{sampler_names.listed(TRAINERS)}.")
+    trainer: str = Field(
+        "zerokl",
+        description=f"{sampler_names.listed(TRAINERS)}; or a model's folder, with which hf scores. A log of "
+        "a family that zerokl has no decoder of is scored by hf.",
+    )
     dtype: Dtype = "bfloat16"
     """Compute dtype."""
     sampler_dtype: str = ""
