@@ -137,6 +137,7 @@ def _audit_log(setup: _Setup, given: _OfLog) -> Measurements:
         given.others,
         given.adapters,
         None if setup.model.config else setup.model,
+        cfg.knobs,
     )
     source = Source(log=cfg.sampler, weight_version=log.rollouts[0][0].weight_version)
     with library_errors(cfg, "compare"):

@@ -99,6 +99,10 @@ class AuditSettings(Section):
     """The LoRA adapter, a folder of PEFT, that is merged into the model that scores a log: which fault of the
     adapter drew the log? Others that may have drawn it follow, each a folder of PEFT, or a folder of such.
     """
+    knobs: bool = False
+    """Fit a number at every operation of the model to each column of a log, though a hypothesis fits already.
+    Without it they are tried where none fits.
+    """
     full_vocab: bool = False
     """Compare the log-probabilities of the whole vocabulary at each place, too: the KL both ways, total
     variation, ranks.

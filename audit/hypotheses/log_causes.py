@@ -22,6 +22,7 @@ from ..faults.registry import in_draws, with_model
 from ..figures.drawn_from import UNDECLARED_CUT, check
 from ..figures.repeats import Drawn, group_of
 from ..formats.record import LoggedRollout
+from ..knobs.column import KnobModel, with_knobs
 from ..log_section import TrainerColumn
 from .column_causes import said
 from .compared import apart
@@ -75,6 +76,10 @@ def log_causes(
         distribution = check(_both_columns(rollouts, lines))
         trainer_column = TrainerColumn(**vars(column), distribution=distribution)
     hypotheses = _in_their_dtype(explain(evidence, faults, stage), evidence, lines)
+    knob_model = KnobModel(scorer.folder, scorer.device, scorer.knobs)
+    hypotheses = with_knobs(hypotheses, evidence, knob_model, stage)
+    if trainer_column:
+        trainer_column = with_knobs(trainer_column, _of_trainer(evidence, lines), knob_model, stage)
     if trainer_column and hypotheses.is_within_rounding and not trainer_column.is_within_rounding:
         trainer_column = _without_undeclared_cut(trainer_column)
     log_faults = check_log(lines, scorer.tokenizer)

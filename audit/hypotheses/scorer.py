@@ -50,6 +50,7 @@ class Scorer:
     checkpoints: tuple[Path, ...] = ()  # other weights that may have drawn the log
     adapters: ModelAdapters | None = None
     audited: AuditedModel | None = None  # of the folder, where zerokl has no decoder of its family
+    knobs: bool = False  # whether knobs are tried though a hypothesis fits
     _loaded: list[Forward] = field(default_factory=list)
     _bases: dict[Path, torch.Tensor] = field(default_factory=dict)
 
