@@ -20,6 +20,7 @@ from ...model.routing import RecordedRouting
 from ...verify.operation_outputs import Trace
 from ..engines.engine import Pair
 from ..formats.record import LoggedRollout
+from ..hypotheses.hf_forward import HfForward
 from ..sections import ExpertsDifference
 
 
@@ -45,7 +46,7 @@ def experts_difference(a: Trace, b: Trace, config: ModelConfig) -> ExpertsDiffer
 
 @torch.no_grad()
 def experts_of_log(
-    lines: Sequence[LoggedRollout], pairs: Sequence[Pair], decoder: Decoder
+    lines: Sequence[LoggedRollout], pairs: Sequence[Pair], decoder: Decoder | HfForward
 ) -> ExpertsDifference | None:
     """The difference of the experts that a log names and those of the decoder; None where there are none.
 

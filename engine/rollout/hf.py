@@ -18,6 +18,28 @@ from .types import GenerationParams, Rollout
 _OF_AN_EXPERT = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 
 
+def load_model(folder: Path, dtype: torch.dtype, attention: str = "sdpa") -> torch.nn.Module:
+    """AutoModelForCausalLM of a folder in one dtype, on the CPU. attention: "eager" or "sdpa".
+
+    Raises ValueError for weights that the folder lacks: transformers would fill them in at random.
+    """
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()  # it would be written across the audit's own display
+    model, info = AutoModelForCausalLM.from_pretrained(
+        folder,
+        dtype=dtype,
+        # transformers takes sdpa by itself, and eager attention for a family that has none.
+        attn_implementation=None if attention == "sdpa" else attention,
+        output_loading_info=True,
+        trust_remote_code=False,
+    )
+    if missing := sorted(info["missing_keys"]):
+        raise ValueError(f"model: {folder} lacks {len(missing)} weights, the first being {missing[0]}")
+    return model.eval()
+
+
 class HfGenerator:
     """AutoModelForCausalLM in one dtype. attention: "eager" or "sdpa"."""
 
@@ -28,15 +50,9 @@ class HfGenerator:
         attention: str = "sdpa",
         device: torch.device | None = None,
     ):
-        from transformers import AutoModelForCausalLM, GenerationConfig
-        from transformers.utils import logging
+        from transformers import GenerationConfig
 
-        logging.disable_progress_bar()  # it would be written across the audit's own display
-        self.model = (
-            AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation=attention)
-            .eval()
-            .to(device or "cpu")
-        )
+        self.model = load_model(folder, dtype, attention).to(device or "cpu")
         # The checkpoint's own generation config may penalise tokens or cut the distribution.
         self.model.generation_config = GenerationConfig()
 

@@ -84,6 +84,7 @@ FAULT = Predicted(
     name="another rotary embedding",
     order=340,
     predict=predict,
+    needs_decoder=True,
     remedy="Compare rope_theta and rope_scaling of both configurations.",
     tries="usual values of `rope_theta` and a searched one, no `rope_scaling`, both at once",
     is_late=True,

@@ -98,6 +98,7 @@ FAULT = Predicted(
     name="weights quantised",
     order=300,
     predict=predict,
+    needs_decoder=True,
     remedy="Let the trainer score with the quantised weights, or correct for it (importance sampling).",
     tries="fp8 e4m3 and int8, with a scale for each matrix, row or block, of the weights or of these in bf16",
     is_dimmed=True,

@@ -120,6 +120,7 @@ FAULT = Predicted(
     name="keys and values rounded",
     order=320,
     predict=predict,
+    needs_decoder=True,
     remedy="Give the cache the compute dtype, or score with rounded keys and values too (kv_cache_dtype).",
     tries="a cache in fp8 e4m3 or e5m2, in e4m3 scaled by the largest value or clipped at a half or a "
     "quarter of it, in int8 with a scale for each token and head",

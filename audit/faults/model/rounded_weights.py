@@ -42,6 +42,7 @@ FAULT = Predicted(
     name="weights rounded",
     order=290,
     predict=predict,
+    needs_decoder=True,
     remedy="Merge adapters and sync weights in the trainer's dtype, or score with the rounded weights too.",
     tries="bf16 or fp16 weights under an fp32 forward, as a merge of an adapter in bf16 leaves them",
     known_from=("huggingface/trl#6688",),
