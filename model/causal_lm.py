@@ -127,7 +127,7 @@ class ModuleForward(Forward):
         adapters = {
             name: self._adapters[key] for name in parts if (key := f"layers.{i}.{name}") in self._adapters
         }
-        call = LayerCall(parts, context.in_pass.buffers, {"router": self.numerics.router}, adapters)
+        call = LayerCall(parts, context.in_pass.buffers, self.config.dtypes(i, self.numerics), adapters)
         args = i, call.tensors, call.begin(*stream), rotation, context, hook
         if self.recompute:
             stream = checkpoint(self._compute_layer, *args, use_reentrant=False, preserve_rng_state=False)

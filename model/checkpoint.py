@@ -153,9 +153,15 @@ def read_rows(folder: Path, layout: Layout, rows: Mapping[str, slice]) -> dict[s
 def _rows_of_experts(
     stored: Any, layout: Layout, name: str, rows: Mapping[str, slice]
 ) -> dict[str, torch.Tensor]:
-    """The rows of read_rows in a tensor that holds all experts of a layer, [E, n R, ...], n of each."""
-    weight, (experts, width, _) = layout.fused[name]
+    """The rows of read_rows in a tensor that holds all experts of a layer, [E, n R, ...], n of each.
+
+    Or in one that holds a weight under another name.
+    """
+    weight, shape = layout.fused[name]
     parts = layout.entries[weight].parts
+    if len(shape) == 2:
+        return {part: stored[rows[part]].float() for part, _ in parts}
+    experts, width, _ = shape
     per_expert = len(parts) // experts
     read = {}
     for i, (part, n_rows) in enumerate(parts):
@@ -258,7 +264,7 @@ def _take(
 
 
 def _target(name: str, wanted: dict[str, torch.Tensor], layout: Layout) -> torch.Tensor | None:
-    """Take the view of a tensor out of `wanted`, or the views of all experts' tensors that it holds."""
+    """Take the view of a tensor out of `wanted`, or the views of all tensors that it holds (Layout.fused)."""
     if name not in layout.fused:
         return wanted.pop(name, None)
     weight, shape = layout.fused[name]
@@ -266,7 +272,7 @@ def _target(name: str, wanted: dict[str, torch.Tensor], layout: Layout) -> torch
     if not wanted.keys() >= set(parts):
         return None
     first, *_ = [wanted.pop(part) for part in parts]
-    strides = (shape[1] * shape[2], shape[2], 1)
+    strides = torch.empty(shape, device="meta").stride()
     return first.as_strided(shape, strides, first.storage_offset())
 
 

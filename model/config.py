@@ -9,6 +9,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from ..files.reading import shown
 from .blocks.block import Block
 from .blocks.embedding import Embedding, Head
@@ -18,6 +20,7 @@ from .blocks.rope import frequencies, read_rope
 from .config_file import ConfigFile, UnsupportedError
 from .families import FAMILIES
 from .family import Family
+from .numerics import Numerics
 from .operation import Operation
 from .sizes import Experts, Sizes
 
@@ -77,10 +80,18 @@ class ModelConfig(Sizes):
         return list(dict.fromkeys(branch.block for layer in self.blocks for branch in layer))
 
     @cached_property
+    def mixture(self) -> MixtureOfExperts | None:
+        """The block of the layers with experts; None where every layer has one MLP."""
+        return next((block for block in self.distinct_blocks if isinstance(block, MixtureOfExperts)), None)
+
+    @property
     def experts(self) -> Experts | None:
         """The mixture of experts; None where every layer has one MLP."""
-        mixtures = (block.experts for block in self.distinct_blocks if isinstance(block, MixtureOfExperts))
-        return next(mixtures, None)
+        return self.mixture and self.mixture.experts
+
+    def dtypes(self, i: int, numerics: Numerics) -> dict[str, torch.dtype | None]:
+        """The dtypes of layer i's weights that compute in another one than they are stored in, by name."""
+        return {name: x for branch in self.blocks[i] for name, x in branch.block.dtypes(numerics).items()}
 
     @property
     def values(self) -> dict[str, Any]:

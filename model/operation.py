@@ -73,6 +73,8 @@ class Operation:
     kept: int = 0
     kept_fp32: int = 0
     fused: str = ""  # the name that our decoder gives to several operations that it computes as one
+    # The module of its weight in a checkpoint, where that is another one than transformers'.
+    weight: str = ""
 
 
 def norm_row(name: str, reads: str, width: int, module: str, **others: object) -> Operation:

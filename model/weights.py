@@ -164,6 +164,7 @@ class Layout(FlatLayout):
         # A tensor that a checkpoint may hold in place of a weight's parts -> the weight, and its shape there.
         self.fused: dict[str, tuple[str, tuple[int, ...]]] = {}
         shapes: dict[str, Shape] = {}
+        self.unpackable: set[str] = set()
         for prefix, weight in _weights(config):
             hf = f"model.{prefix}" if prefix else ""
             parts = tuple((hf + part, rows) for part, rows in weight.parts)
@@ -171,6 +172,8 @@ class Layout(FlatLayout):
             if weight.together:
                 name, shape = weight.together
                 self.fused[hf + name] = prefix + weight.name, shape
+            if not weight.packable:
+                self.unpackable.add(prefix + weight.name)
         if value_head:
             shapes[VALUE_HEAD] = (config.hidden_size,), ((VALUE_HEAD_TENSOR, config.hidden_size),)
         super().__init__(shapes, frozen)

@@ -67,7 +67,7 @@ def weight_names(op: str, checkpoint: Checkpoint) -> tuple[str, str | None]:
     prefix, row = split_name(op)[0], operation(op, checkpoint.config)
     if row.equation not in _WEIGHTED:
         return "", None
-    module = row.transformers.module
+    module = row.weight or row.transformers.module
     if module == "lm_head":
         return checkpoint.lm_head, None
     module = f"model.{prefix}{module}" if prefix else module
@@ -201,13 +201,12 @@ class Operations:
 
     def experts(self, op: str, x: Tensor, routing: Tensor) -> Tensor:
         """The weighted sum of the experts of x [T, D]; routing [T, E]. Weights are rounded to the dtype."""
-        prefix, y = f"model.{split_name(op)[0]}mlp.experts", torch.zeros_like(x)
+        prefix, y = f"model.{split_name(op)[0]}", torch.zeros_like(x)
+        mixture = self.checkpoint.config.mixture
         for e in range(routing.shape[1]):
             rows = routing[:, e].nonzero().flatten()
             if len(rows):
-                gate, up, down = (
-                    self.weight(f"{prefix}.{e}.{p}_proj.weight") for p in ("gate", "up", "down")
-                )
+                gate, up, down = (self.weight(prefix + name) for name in mixture.matrices_of(e))
                 routed = x[rows]
                 h = F.silu(routed @ gate.T) * (routed @ up.T)
                 if self.cut_inside is not None:

@@ -73,6 +73,7 @@ _TINY = dict(
     num_key_value_heads=1,
     head_dim=32,
 )
+_MIXTRAL = dict(architectures=["MixtralForCausalLM"], model_type="mixtral")
 PRESETS: dict[str, dict[str, Any]] = {
     # 0.1 million parameters
     "mini": dict(
@@ -96,6 +97,8 @@ PRESETS: dict[str, dict[str, Any]] = {
     ),
     # A mixture of experts: 3.7 million parameters. A token uses as many as the tiny model has.
     "moe": _TINY | dict(num_experts=8, num_experts_per_tok=2, moe_intermediate_size=224, norm_topk_prob=True),
+    # The same width and experts in other families.
+    "mixtral": _TINY | _MIXTRAL | dict(intermediate_size=224, num_local_experts=8, num_experts_per_tok=2),
 }
 
 
@@ -229,8 +232,9 @@ def _longest_turn(examples: Sequence[Rollout]) -> int:
 def random_decoder(
     preset: str, vocab_size: int, seed: int, sizes: Mapping[str, int] | None = None
 ) -> Decoder:
-    """A Qwen3, or a Qwen3-MoE where the preset has experts. sizes: those that differ from the preset's.
+    """A Qwen3, a Qwen3-MoE where the preset has experts, or the preset's own architecture.
 
+    sizes: those that differ from the preset's.
     Its matrices are random, from counter-based numbers. Its norms are 1.
     The elements of a matrix are uniform in +-sqrt(3 / fan_in), and half of this in the output matrices of
     attention and MLP. fan_in is the number of columns, and the hidden size for the embedding.
@@ -241,7 +245,6 @@ def random_decoder(
         "model_type": "qwen3_moe" if has_experts else "qwen3",
         "vocab_size": vocab_size,
         **PRESETS[preset],
-        **(sizes or {}),
         "max_position_embeddings": _CONTEXT,
         "rms_norm_eps": 1e-6,
         "rope_theta": 10000.0,
@@ -255,7 +258,7 @@ def random_decoder(
         "eos_token_id": 1,
         "bos_token_id": None,
     }
-    config = ModelConfig.from_dict(raw)
+    config = ModelConfig.from_dict(raw | PRESETS[preset] | dict(sizes or {}))
     layout = Layout(config)
     flat = torch.zeros(layout.numel)
     for i, (name, view) in enumerate(layout.views(flat).items()):

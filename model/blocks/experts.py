@@ -6,9 +6,10 @@ The experts of a layer are two weights, whose rows are those of the experts' mat
 Shapes: T tokens of packed sequences, D hidden size, E experts.
 """
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import torch
 from pydantic import Field, PositiveInt
@@ -23,6 +24,7 @@ from ...kernels.silu_mul import silu_mul
 from ...kernels.tile_tables import TileTable
 from ...kernels.topk_softmax import topk_softmax
 from ..config_file import ConfigFile, Fields
+from ..numerics import Numerics
 from ..operation import Equation, Operation, Site, Work, projection_row
 from ..sizes import Experts, Sizes
 from .block import Block, LayerRun, LayerWeights, Rows, Weight
@@ -41,6 +43,8 @@ _OTHER_EXPERTS: dict[str, tuple[object, ...]] = {
     "use_routing_bias": (False,),
     "router_jitter_noise": (0.0,),
 }
+# transformers' and vLLM's own models have a mixture here, whatever a checkpoint calls it.
+_MODULE = "mlp"
 # Of a layer, and of all layers together. Every matrix of an expert has a name and a place.
 _MOST_EXPERTS, _MOST_OF_ALL_LAYERS = 1 << 12, 1 << 17
 
@@ -56,18 +60,28 @@ class _ExpertFields(Fields):
     mlp_only_layers: list[int] = Field(default_factory=list)
 
 
-def read_experts(config: ConfigFile) -> Experts:
-    """The experts of a config.json. Raises UnsupportedError for shared ones, and for another router."""
+def read_experts(
+    config: ConfigFile,
+    decided: Mapping[str, Any] = MappingProxyType({}),
+    known: Collection[str] = (),
+) -> Experts:
+    """The experts of a config.json.
+
+    decided: fields that the family gives a value to, whatever the file has under this name. known: fields
+    that the family reads itself. Raises UnsupportedError for any other field that asks for shared experts or
+    for another router.
+    """
     raw, layers = config.raw, config.fields.num_hidden_layers
     for field, values in _OTHER_EXPERTS.items():
-        if raw.get(field) is not None and raw[field] not in values:
+        if raw.get(field) is not None and raw[field] not in values and field not in known:
             config.refuse(
                 field,
                 raw[field],
                 "only experts that a softmax chooses for each token are, without shared ones",
             )
     named = {"num_experts": raw.get("num_local_experts")}
-    fields = config.read(_ExpertFields, named | {k: v for k, v in raw.items() if v is not None})
+    named |= {name: value for name, value in raw.items() if value is not None}
+    fields = config.read(_ExpertFields, named | dict(decided))
     number, per_token = fields.num_experts, fields.num_experts_per_tok
     if per_token > number or number > _MOST_EXPERTS:
         config.wrong(
@@ -84,28 +98,51 @@ def read_experts(config: ConfigFile) -> Experts:
     return Experts(number, per_token, fields.moe_intermediate_size, fields.norm_topk_prob, sparse)
 
 
+class ExpertNames(NamedTuple):
+    """How a checkpoint names a mixture. module: what holds the router and the experts, from the layer."""
+
+    module: str = "mlp"
+    gate: str = "gate_proj"
+    up: str = "up_proj"
+    down: str = "down_proj"
+
+
+QWEN = ExpertNames()
+
+
 @dataclass(frozen=True)
 class MixtureOfExperts(Block):
     """A router, and the experts that it chooses for each token."""
 
     experts: Experts
+    names: ExpertNames = QWEN
 
     @property
     def values(self) -> dict[str, Any]:
         return {"experts": self.experts.as_json()}
 
+    def matrices_of(self, e: int) -> tuple[str, str, str]:
+        """The names of gate, up and down of expert e in a checkpoint, from the layer."""
+        names = self.names
+        matrices = (f"{names.module}.experts.{e}.{p}.weight" for p in (names.gate, names.up, names.down))
+        return tuple(matrices)
+
     def weights(self, c: Sizes) -> Iterator[Weight]:
         """router [E, D]; experts.gate_up, those of gate and up in turn; experts.down."""
         D, (number, size) = c.hidden_size, (self.experts.number, self.experts.size)
-        yield Weight("router", (D,), (("mlp.gate.weight", number),))
-        names = [f"mlp.experts.{e}." for e in range(number)]
-        gate_up = tuple((f"{name}{p}_proj.weight", size) for name in names for p in ("gate", "up"))
-        together = "mlp.experts.gate_up_proj", (number, 2 * size, D)
-        yield Weight("experts.gate_up", (D,), gate_up, together)
-        together = "mlp.experts.down_proj", (number, D, size)
-        yield Weight(
-            "experts.down", (size,), tuple((f"{name}down_proj.weight", D) for name in names), together
-        )
+        router = f"{self.names.module}.gate.weight"
+        in_transformers = None if self.names.module == _MODULE else (f"{_MODULE}.gate.weight", (number, D))
+        yield Weight("router", (D,), ((router, number),), in_transformers)
+        matrices = [self.matrices_of(e) for e in range(number)]
+        gate_up = tuple((name, size) for gate, up, _ in matrices for name in (gate, up))
+        together = f"{_MODULE}.experts.gate_up_proj", (number, 2 * size, D)
+        yield Weight("experts.gate_up", (D,), gate_up, together, packable=False)
+        together = f"{_MODULE}.experts.down_proj", (number, D, size)
+        down = tuple((name, D) for *_, name in matrices)
+        yield Weight("experts.down", (size,), down, together, packable=False)
+
+    def dtypes(self, numerics: Numerics) -> dict[str, torch.dtype | None]:
+        return {"router": numerics.router}
 
     def operations(self, c: Sizes, x: str) -> tuple[Operation, ...]:
         D, (number, size, per_token) = (
@@ -117,7 +154,8 @@ class MixtureOfExperts(Block):
             x,
             D,
             number,
-            "mlp.gate",
+            f"{_MODULE}.gate",
+            weight=f"{self.names.module}.gate",
             kept_fp32=number,
             remedy="Compare the router's weight in the engine's memory with the checkpoint's, and its dtype.",
         )
@@ -131,8 +169,8 @@ class MixtureOfExperts(Block):
             # rows. On a GPU these take 5 numbers of 4 bytes for each expert.
             kept=3 * size * per_token,
             kept_fp32=9 * per_token,
-            transformers=Site("mlp.experts"),
-            vllm=Site("mlp.experts"),
+            transformers=Site(f"{_MODULE}.experts"),
+            vllm=Site(f"{_MODULE}.experts"),
             remedy=(
                 "Compare the chosen experts, the rounding of the routing weights, and the order of the sum."
             ),

@@ -60,7 +60,7 @@ def results(model: PreTrainedModel, pairs: Pairs, dy: torch.Tensor, left: int = 
     output = model(**inputs, exact=True)
     logp = output.log_probs[inputs["labels"][:, 1:] != -100]
     (logp * dy).sum().backward()
-    gradients = (checkpoint_parts(name, p.grad) for name, p in model.named_parameters())
+    gradients = (checkpoint_parts(name, p.grad, model) for name, p in model.named_parameters())
     return {"logp": logp.detach(), **{name: g for parts in gradients for name, g in parts}}
 
 

@@ -8,12 +8,14 @@ from transformers import (
     AutoModelForCausalLM,
     LlamaConfig,
     MistralConfig,
+    MixtralConfig,
     PretrainedConfig,
     PreTrainedModel,
     Qwen2Config,
     Qwen3Config,
     Qwen3MoeConfig,
 )
+from transformers.models.mixtral.modeling_mixtral import MixtralTopKRouter
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 from zerokl.model.config import ModelConfig
 
@@ -34,6 +36,7 @@ _LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
+_THETA = {"rope_type": "default", "rope_theta": 1e6}
 FAMILIES: dict[str, PretrainedConfig] = {
     "qwen3": Qwen3Config(**_SIZE, head_dim=32, tie_word_embeddings=True),
     "qwen2": Qwen2Config(**_SIZE, tie_word_embeddings=False),
@@ -48,6 +51,10 @@ FAMILIES: dict[str, PretrainedConfig] = {
     ),
     "llama": LlamaConfig(**_SIZE, tie_word_embeddings=False, rope_parameters=_LLAMA3),
     # As in Nemo, the heads together are not as wide as the hidden states.
+    # Heads together narrower than the hidden states, and one layer's experts in a checkpoint's own names.
+    "mixtral": MixtralConfig(
+        **_SIZE, num_local_experts=6, num_experts_per_tok=3, rope_parameters=_THETA, head_dim=16
+    ),
     "mistral": MistralConfig(**_SIZE, head_dim=32, sliding_window=None, tie_word_embeddings=False),
 }
 Pairs = list[tuple[list[int], list[int]]]
@@ -95,17 +102,21 @@ def judge(folder: Path) -> PreTrainedModel:
             module.forward = lambda x, m=module: (
                 x / (x.pow(2).mean(-1, keepdim=True) + m.variance_epsilon).sqrt() * m.weight
             )
-        if isinstance(module, Qwen3MoeTopKRouter):
+        if isinstance(module, Qwen3MoeTopKRouter | MixtralTopKRouter):
             module.forward = lambda x, m=module: _route(x.view(-1, m.hidden_dim), m)
     model.model.rotary_emb.forward = rotary
     return model
 
 
-def _route(x: torch.Tensor, router: Qwen3MoeTopKRouter) -> tuple[torch.Tensor, ...]:
-    """The logits, the weights and the ids of the experts, as the router gives them, in the dtype of x."""
+def _route(x: torch.Tensor, router: torch.nn.Module) -> tuple[torch.Tensor, ...]:
+    """The logits, the weights and the ids of the experts, as the router gives them, in the dtype of x.
+
+    Mixtral's router has no norm_topk_prob, and always divides.
+    """
     logits = x @ router.weight.t()
     weights, ids = logits.softmax(-1).topk(router.top_k, -1)
-    weights = weights / weights.sum(-1, keepdim=True) if router.norm_topk_prob else weights
+    if getattr(router, "norm_topk_prob", True):
+        weights = weights / weights.sum(-1, keepdim=True)
     return logits, weights, ids
 
 
@@ -135,18 +146,23 @@ def logprobs_and_gradients(model: PreTrainedModel, pairs: Pairs, dy: torch.Tenso
         **{
             name: grad
             for weight, p in model.named_parameters()
-            for name, grad in checkpoint_parts(weight, p.grad)
+            for name, grad in checkpoint_parts(weight, p.grad, model)
         },
     }
 
 
-def checkpoint_parts(name: str, x: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+def checkpoint_parts(
+    name: str, x: torch.Tensor, model: PreTrainedModel
+) -> Iterator[tuple[str, torch.Tensor]]:
     """A tensor of transformers by the names of the checkpoint, in which each expert has its own."""
+    gate, up, down = "gate_proj", "up_proj", "down_proj"
+    if model.config.model_type == "mixtral":
+        name, gate, up, down = name.replace(".mlp.", ".block_sparse_moe."), "w1", "w3", "w2"
     experts, _, kind = name.rpartition(".")
     if not experts.endswith(".experts"):
         yield name, x
         return
     for e, expert in enumerate(x):
-        both = zip(("gate_proj", "up_proj"), expert.chunk(2), strict=True)
-        for part, matrix in both if kind == "gate_up_proj" else [("down_proj", expert)]:
+        both = zip((gate, up), expert.chunk(2), strict=True)
+        for part, matrix in both if kind == "gate_up_proj" else [(down, expert)]:
             yield f"{experts}.{e}.{part}.weight", matrix

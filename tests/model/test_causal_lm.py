@@ -146,7 +146,9 @@ def test_padded_packed_and_alone_are_equal(qwen):
 
 def test_names_and_values_are_those_of_transformers(folder, tmp_path):
     reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    state = {n: x for name, p in reference.state_dict().items() for n, x in checkpoint_parts(name, p)}
+    state = {
+        n: x for name, p in reference.state_dict().items() for n, x in checkpoint_parts(name, p, reference)
+    }
     ours = CausalLM.from_pretrained(folder)
     assert ours.state_dict().keys() == state.keys()
     assert total_unequal(list(ours.state_dict().values()), [state[n] for n in ours.state_dict()]) == 0

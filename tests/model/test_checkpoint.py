@@ -27,7 +27,9 @@ def test_written_checkpoint_opens_in_transformers_with_equal_bits(family, shard_
     assert (target / "model.safetensors.index.json").exists() == (shard_bytes < 1 << 30)
     model = AutoModelForCausalLM.from_pretrained(target)
     assert model.dtype == dtype
-    parameters = dict(part for name, p in model.named_parameters() for part in checkpoint_parts(name, p))
+    parameters = dict(
+        part for name, p in model.named_parameters() for part in checkpoint_parts(name, p, model)
+    )
     views = decoder.layout.checkpoint_views(decoder.flat)
     assert parameters.keys() == views.keys()
     assert total_unequal([views[name] for name in parameters], list(parameters.values())) == 0
