@@ -36,7 +36,7 @@ def init(
         task: add, sort, sums, countdown, calculator, guesses, wordle, nim, or your own as module:object.
         task_options: Arguments of the task, e.g. --task.options.max_value 49.
         preset: Size of the model: mini, tiny, small, or a mixture of experts: moe (Qwen3-MoE),
-            mixtral.
+            qwen2_moe, mixtral.
         seed: Seed of the weights and of the order of the examples.
     """
     from ..engine.display.terminal import console

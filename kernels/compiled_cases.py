@@ -14,6 +14,7 @@ import torch
 
 from .adamw import AdamW
 from .adamw_triton import adamw
+from .add_shared_triton import add_shared_bwd, add_shared_fwd
 from .attention_bwd_triton import attention_bwd
 from .attention_plan import KEY_TILE
 from .attention_tables import Spans
@@ -159,6 +160,8 @@ def _elementwise(dtype: torch.dtype) -> Iterator[Case]:
         yield what, lambda c=cache, D=D, norm=has_norm: _decoded_heads(dtype, c, D, norm)
     gate_up = _meta(dtype, 256, 6144)
     yield f"silu_mul {name}", lambda: silu_mul_bwd(silu_mul_fwd(gate_up), gate_up)
+    e, z = _meta(dtype, 256, D), _meta(dtype, 256, 1)
+    yield f"add_shared {name}", lambda: add_shared_bwd(add_shared_fwd(e, e, z), e, z)
     for D in (64, 128):
         x, cos = _meta(dtype, 256, 24, D), _meta(FP32, 256, D // 2)
         yield f"rope {name} D={D}", lambda x=x, cos=cos: rotate(x, cos, cos, inverse=False)

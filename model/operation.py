@@ -30,6 +30,7 @@ class Equation(Enum):
     SUM = "x + y"
     SILU_MUL = "silu(x) y"
     EXPERTS = "the weighted sum of the MLPs of the chosen experts"
+    ADD_GATED = "x + sigmoid(z) y, with one z for each row"
     LOGPROB = "log-probability of the drawn token"
 
 

@@ -1,7 +1,7 @@
 """The sizes of a decoder, as its config.json gives them."""
 
 import dataclasses
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass, fields
 from typing import Any
 
 # Upper limit of a size. A larger one is a mistake, and the mistake would take all time or memory before
@@ -29,10 +29,14 @@ class Experts:
     size: int  # intermediate size of one expert
     renormalise: bool  # whether the routing weights of a token are divided by their sum
     layers: frozenset[int]  # the sparse layers; the others have one MLP
+    shared: int = 0  # intermediate size of the expert that every token has beside the chosen ones; 0 is none
+    shared_gate: bool = False  # whether a sigmoid of each token multiplies what the shared expert gives
 
     def as_json(self) -> dict[str, Any]:
-        """The fields by name, as JSON holds them."""
-        return vars(self) | {"layers": sorted(self.layers)}
+        """The fields by name, as JSON holds them, without what a mixture does not have."""
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        missing = {f.name for f in fields(self) if f.default is not MISSING and values[f.name] == f.default}
+        return {n: x for n, x in values.items() if n not in missing} | {"layers": sorted(self.layers)}
 
 
 @dataclass(frozen=True)

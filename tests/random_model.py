@@ -36,6 +36,14 @@ EXPERTS = TWO_LAYERS | dict(
     mlp_only_layers=[0],
 )
 
+# Small models of the other families that have experts, by the name of their preset.
+MIXTURES = {
+    "mixtral": initialise.PRESETS["mixtral"] | TWO_LAYERS | dict(intermediate_size=48),
+    "qwen2_moe": initialise.PRESETS["qwen2_moe"]
+    | TWO_LAYERS
+    | dict(moe_intermediate_size=48, shared_expert_intermediate_size=32, mlp_only_layers=[0]),
+}
+
 
 def random_model(
     root: Path, widths: dict[str, Any], sharper: float = 1.0, characters: Sequence[str] = ""

@@ -122,6 +122,8 @@ class Operations:
                 # The router's logits as they are: rounded to another dtype they may choose other experts.
                 logits = lookup(input_names(op, config)[1])
                 return self.experts(op, x[0], self.routing(logits))
+            case Equation.ADD_GATED:
+                return x[0] + torch.sigmoid(x[2].to(self.wide)).to(self.dtype) * x[1]
             case Equation.SUM:
                 return x[0] + x[1]
             case Equation.LOGPROB:

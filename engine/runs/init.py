@@ -74,6 +74,9 @@ _TINY = dict(
     head_dim=32,
 )
 _MIXTRAL = dict(architectures=["MixtralForCausalLM"], model_type="mixtral")
+_QWEN2_MOE = dict(
+    architectures=["Qwen2MoeForCausalLM"], model_type="qwen2_moe", shared_expert_intermediate_size=128
+)
 PRESETS: dict[str, dict[str, Any]] = {
     # 0.1 million parameters
     "mini": dict(
@@ -98,6 +101,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     # A mixture of experts: 3.7 million parameters. A token uses as many as the tiny model has.
     "moe": _TINY | dict(num_experts=8, num_experts_per_tok=2, moe_intermediate_size=224, norm_topk_prob=True),
     # The same width and experts in other families.
+    "qwen2_moe": _TINY | _QWEN2_MOE | dict(num_experts=8, num_experts_per_tok=2, moe_intermediate_size=160),
     "mixtral": _TINY | _MIXTRAL | dict(intermediate_size=224, num_local_experts=8, num_experts_per_tok=2),
 }
 
@@ -235,7 +239,7 @@ def random_decoder(
     """A Qwen3, a Qwen3-MoE where the preset has experts, or the preset's own architecture.
 
     sizes: those that differ from the preset's.
-    Its matrices are random, from counter-based numbers. Its norms are 1.
+    Its matrices are random, from counter-based numbers. Its norms are 1, its biases 0.
     The elements of a matrix are uniform in +-sqrt(3 / fan_in), and half of this in the output matrices of
     attention and MLP. fan_in is the number of columns, and the hidden size for the embedding.
     """
@@ -263,10 +267,10 @@ def random_decoder(
     flat = torch.zeros(layout.numel)
     for i, (name, view) in enumerate(layout.views(flat).items()):
         if view.dim() == 1:
-            view.fill_(1.0)
+            view.fill_(0.0 if name.endswith("_bias") else 1.0)
             continue
         fan_in = config.hidden_size if name == "embed" else view.shape[1]
-        scale = (3.0 / fan_in) ** 0.5 * (0.5 if name.endswith((".o", ".down")) else 1.0)
+        scale = (3.0 / fan_in) ** 0.5 * (0.5 if name.endswith((".o", "down")) else 1.0)
         u = uniform_range(view.numel(), seed, Stream.WEIGHTS, word=i)
         view.copy_(torch.from_numpy((2.0 * u - 1.0) * scale).view(view.shape))
     return Decoder(config, flat, layout)

@@ -1,7 +1,9 @@
-"""The mixture of experts of a sparse layer (Qwen3-MoE).
+"""The mixture of experts of a sparse layer.
 
     logits = x router^T;   q, ids = top-k of softmax(logits);   y = sum over the k experts of q mlp(x)
+    y += shared(x), or sigmoid(x shared_gate^T) shared(x), where the model has a shared expert
 
+The sum over the chosen experts is rounded before the shared expert's output is added.
 The experts of a layer are two weights, whose rows are those of the experts' matrices one after another.
 Shapes: T tokens of packed sequences, D hidden size, E experts.
 """
@@ -14,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from pydantic import Field, PositiveInt
 
+from ...kernels.add_shared import add_shared
 from ...kernels.combine_experts import combine_experts
 from ...kernels.expert_rows import expert_rows
 from ...kernels.given_softmax import given_softmax
@@ -28,6 +31,7 @@ from ..numerics import Numerics
 from ..operation import Equation, Operation, Site, Work, projection_row
 from ..sizes import Experts, Sizes
 from .block import Block, LayerRun, LayerWeights, Rows, Weight
+from .mlp import GatedMlp
 
 # Fields of other mixtures of experts, each with the values that ask for nothing more than ours computes.
 _OTHER_EXPERTS: dict[str, tuple[object, ...]] = {
@@ -45,6 +49,7 @@ _OTHER_EXPERTS: dict[str, tuple[object, ...]] = {
 }
 # transformers' and vLLM's own models have a mixture here, whatever a checkpoint calls it.
 _MODULE = "mlp"
+_SHARED_GATE = "shared_expert_gate"
 # Of a layer, and of all layers together. Every matrix of an expert has a name and a place.
 _MOST_EXPERTS, _MOST_OF_ALL_LAYERS = 1 << 12, 1 << 17
 
@@ -64,12 +69,14 @@ def read_experts(
     config: ConfigFile,
     decided: Mapping[str, Any] = MappingProxyType({}),
     known: Collection[str] = (),
+    **shared: Any,
 ) -> Experts:
     """The experts of a config.json.
 
     decided: fields that the family gives a value to, whatever the file has under this name. known: fields
-    that the family reads itself. Raises UnsupportedError for any other field that asks for shared experts or
-    for another router.
+    that the family reads itself. shared: fields of Experts, of what every token has.
+
+    Raises UnsupportedError for any other field that asks for shared experts or for another router.
     """
     raw, layers = config.raw, config.fields.num_hidden_layers
     for field, values in _OTHER_EXPERTS.items():
@@ -95,7 +102,8 @@ def read_experts(
             f"num_experts ({number}) in {len(sparse)} layers are more than zerokl takes "
             f"({_MOST_OF_ALL_LAYERS})"
         )
-    return Experts(number, per_token, fields.moe_intermediate_size, fields.norm_topk_prob, sparse)
+    size, renormalise = fields.moe_intermediate_size, fields.norm_topk_prob
+    return Experts(number, per_token, size, renormalise, sparse, **shared)
 
 
 class ExpertNames(NamedTuple):
@@ -105,6 +113,7 @@ class ExpertNames(NamedTuple):
     gate: str = "gate_proj"
     up: str = "up_proj"
     down: str = "down_proj"
+    shared: str = "shared_expert"  # in the module, where there is one
 
 
 QWEN = ExpertNames()
@@ -140,6 +149,10 @@ class MixtureOfExperts(Block):
         together = f"{_MODULE}.experts.down_proj", (number, D, size)
         down = tuple((name, D) for *_, name in matrices)
         yield Weight("experts.down", (size,), down, together, packable=False)
+        if self.experts.shared:
+            yield from self._shared.weights(c)
+        if self.experts.shared_gate:
+            yield Weight("shared_gate", (D,), ((f"{self.names.module}.{_SHARED_GATE}.weight", 1),))
 
     def dtypes(self, numerics: Numerics) -> dict[str, torch.dtype | None]:
         return {"router": numerics.router}
@@ -175,7 +188,35 @@ class MixtureOfExperts(Block):
                 "Compare the chosen experts, the rounding of the routing weights, and the order of the sum."
             ),
         )
-        return router, experts
+        return router, experts, *self._shared_operations(D, c, x)
+
+    def _shared_operations(self, D: int, c: Sizes, x: str) -> Iterator[Operation]:
+        """Those of the shared expert, the last of which adds what it gives to what the others give."""
+        if not self.experts.shared:
+            return
+        yield from self._shared.operations(c, x)
+        added = ("experts", "shared_down_proj")
+        if self.experts.shared_gate:
+            gate = projection_row("shared_gate", x, D, 1, f"{_MODULE}.{_SHARED_GATE}", kept=1)
+            yield replace(gate, vllm=None)
+            added = (*added, "shared_gate")
+        yield Operation(
+            name="mixture",
+            equation=Equation.ADD_GATED if self.experts.shared_gate else Equation.SUM,
+            reads=added,
+            width=D,
+            kept=D if self.experts.shared_gate else 0,
+            # Both show it as the output of the module that a dense layer's MLP has, too.
+            transformers=None,
+            vllm=None,
+            remedy="Compare the shared expert's gate, and where the sum of both is rounded.",
+        )
+
+    @property
+    def _shared(self) -> GatedMlp:
+        """The shared expert's MLP."""
+        module = f"{self.names.module}.{self.names.shared}"
+        return GatedMlp(module, "shared_", self.experts.shared, in_vllm=False)
 
     def forward(self, w: LayerWeights, rows: Rows, layer: LayerRun) -> Rows:
         """The router's logits are in numerics.router, and the routing weights in fp32."""
@@ -191,7 +232,21 @@ class MixtureOfExperts(Block):
         h = silu_mul(grouped_linear(x, w["experts.gate_up"], rows_of_experts, in_pass))
         y = combine_experts(h, w["experts.down"], q, rows_of_experts, in_pass)
         layer.show("experts", y)
-        return Rows(y, rows.residual, rows.context)
+        return Rows(self._with_shared(y, w, rows, layer), rows.residual, rows.context)
+
+    def _with_shared(self, y: torch.Tensor, w: LayerWeights, rows: Rows, layer: LayerRun) -> torch.Tensor:
+        """y [T, D] of the chosen experts, and the shared expert's output added to it."""
+        if not self.experts.shared:
+            return y
+        shared = self._shared.forward(w, rows, layer).x
+        if self.experts.shared_gate:
+            z = linear(rows.x, w["shared_gate"], None, rows.context.in_pass, layer.numerics.tiles)
+            layer.show("shared_gate", z)
+            y = add_shared(y, shared, z)
+        else:
+            y = y + shared
+        layer.show("mixture", y)
+        return y
 
 
 def _router_logits(

@@ -18,7 +18,7 @@ def layers(config: ConfigFile) -> list[Layer]:
     window = config.raw.get("sliding_window")
     if window is not None:
         config.refuse("sliding_window", window, "a Mixtral with full attention has null there")
-    if not {"rope_theta"} & (config.raw.keys() | config.fields.rope_parameters.keys()):
+    if config.raw.get("rope_theta") is None and "rope_theta" not in config.fields.rope_parameters:
         config.wrong("lacks the field rope_theta, for which transformers takes 1000000 in a Mixtral; name it")
     size = config.fields.intermediate_size
     decided = {"norm_topk_prob": True, "moe_intermediate_size": size, **_IN_EVERY_LAYER}

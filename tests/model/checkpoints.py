@@ -12,10 +12,12 @@ from transformers import (
     PretrainedConfig,
     PreTrainedModel,
     Qwen2Config,
+    Qwen2MoeConfig,
     Qwen3Config,
     Qwen3MoeConfig,
 )
 from transformers.models.mixtral.modeling_mixtral import MixtralTopKRouter
+from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeTopKRouter
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 from zerokl.model.config import ModelConfig
 
@@ -36,6 +38,7 @@ _LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
+_SOFTMAX_ROUTERS = Qwen3MoeTopKRouter | MixtralTopKRouter | Qwen2MoeTopKRouter
 _THETA = {"rope_type": "default", "rope_theta": 1e6}
 FAMILIES: dict[str, PretrainedConfig] = {
     "qwen3": Qwen3Config(**_SIZE, head_dim=32, tie_word_embeddings=True),
@@ -51,6 +54,14 @@ FAMILIES: dict[str, PretrainedConfig] = {
     ),
     "llama": LlamaConfig(**_SIZE, tie_word_embeddings=False, rope_parameters=_LLAMA3),
     # As in Nemo, the heads together are not as wide as the hidden states.
+    "qwen2_moe": Qwen2MoeConfig(
+        **_SIZE,
+        num_experts=6,
+        num_experts_per_tok=2,
+        moe_intermediate_size=48,
+        shared_expert_intermediate_size=80,
+        mlp_only_layers=[0],
+    ),
     # Heads together narrower than the hidden states, and one layer's experts in a checkpoint's own names.
     "mixtral": MixtralConfig(
         **_SIZE, num_local_experts=6, num_experts_per_tok=3, rope_parameters=_THETA, head_dim=16
@@ -102,7 +113,7 @@ def judge(folder: Path) -> PreTrainedModel:
             module.forward = lambda x, m=module: (
                 x / (x.pow(2).mean(-1, keepdim=True) + m.variance_epsilon).sqrt() * m.weight
             )
-        if isinstance(module, Qwen3MoeTopKRouter | MixtralTopKRouter):
+        if isinstance(module, _SOFTMAX_ROUTERS):
             module.forward = lambda x, m=module: _route(x.view(-1, m.hidden_dim), m)
     model.model.rotary_emb.forward = rotary
     return model

@@ -131,12 +131,57 @@ def test_the_layers_of_the_experts_are_those_of_the_config(change, layers):
         ({"num_hidden_layers": 4096, "num_experts": 512}, r"num_experts \(512\) in 4096 layers are more"),
         ({"mlp_only_layers": 3}, r"mlp_only_layers \(3\) must be a list"),
         ({"norm_topk_prob": "yes"}, r"norm_topk_prob \('yes'\) must be true or false"),
-        ({"architectures": ["Qwen2MoeForCausalLM"]}, "architecture 'Qwen2MoeForCausalLM' is not supported"),
     ],
 )
 def test_other_mixtures_of_experts_are_refused(change, message):
     with pytest.raises(ValueError, match=message):
         ModelConfig.from_dict(QWEN3_MOE | change)
+
+
+QWEN2_MOE = QWEN3_MOE | {
+    "architectures": ["Qwen2MoeForCausalLM"],
+    "shared_expert_intermediate_size": 32,
+}
+MIXTRAL = QWEN2 | {
+    "architectures": ["MixtralForCausalLM"],
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "rope_theta": 1e6,
+}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (QWEN2_MOE | {"n_shared_experts": 1}, "n_shared_experts = 1 is not supported"),
+        (
+            QWEN2_MOE | {"shared_expert_intermediate_size": 0},
+            r"shared_expert_intermediate_size \(0\) must be a positive",
+        ),
+        (QWEN2_MOE | {"shared_expert_intermediate_size": None}, "lacks the field shared_expert_intermediate"),
+        (MIXTRAL | {"sliding_window": 4096}, "sliding_window = 4096 is not supported"),
+        (MIXTRAL | {"router_jitter_noise": 0.1}, "router_jitter_noise = 0.1 is not supported"),
+        (MIXTRAL | {"rope_theta": None}, "lacks the field rope_theta, for which transformers takes 1000000"),
+        (MIXTRAL | {"num_local_experts": None}, "lacks the field num_experts"),
+    ],
+)
+def test_what_a_family_with_experts_does_not_compute_is_refused(change, message):
+    raw = {name: value for name, value in change.items() if value is not None}
+    with pytest.raises(ValueError, match=message):
+        ModelConfig.from_dict(raw)
+
+
+def test_control_the_families_with_experts_are_accepted_with_what_they_read():
+    assert ModelConfig.from_dict(MIXTRAL).values["experts"] == {
+        "number": 4,
+        "per_token": 2,
+        "size": 96,
+        "renormalise": True,
+        "layers": [0, 1],
+    }
+    experts = ModelConfig.from_dict(QWEN2_MOE | {"decoder_sparse_step": 2}).values["experts"]
+    assert (experts["layers"], experts["shared"], experts["shared_gate"]) == ([1], 32, True)
+    assert not experts["renormalise"]
 
 
 def _edit(change: Callable[[dict[str, torch.Tensor]], object]) -> Callable[[Path], None]:
