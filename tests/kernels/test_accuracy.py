@@ -23,6 +23,7 @@ SMALL = {
     "value_head": ((5, 7), (7,)),
     "qk_norm": ((3, 3, 5), (5,), (5,)),
     "silu_mul": ((5, 14),),
+    "sigmoid_router": ((5, 12),),
     "add_shared": ((5, 7), (5, 7), (5, 1)),
     "rope": ((4, 2, 32),),
     "embedding": ((10, 3),),

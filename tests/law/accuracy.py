@@ -22,7 +22,7 @@ from zerokl.kernels.silu_mul import silu_mul
 from zerokl.kernels.value_head import value_head
 
 from tests.helpers import assert_at_most_twice_the_error, randint, randn
-from tests.law import experts
+from tests.law import experts, routers
 
 EPS = 1e-6
 LENGTHS = (40, 1, 97)
@@ -140,6 +140,7 @@ OPS = {
     "add_shared": Op(
         ((150, 200), (150, 200), (150, 1)), add_shared, lambda e, s, z: e + torch.sigmoid(z) * s
     ),
+    "sigmoid_router": Op(((150, routers.EXPERTS),), lambda z: routers.chosen(z)[0], routers.plain),
     "rope": Op(
         ((150, 3, 32),), lambda x: rope(x, COS[: len(x)].to(x.dtype), SIN[: len(x)].to(x.dtype)), _plain_rope
     ),

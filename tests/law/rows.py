@@ -18,7 +18,7 @@ from zerokl.kernels.silu_mul import silu_mul
 from zerokl.kernels.value_head import value_head
 
 from tests.helpers import randint, randn, total_unequal
-from tests.law import experts
+from tests.law import experts, routers
 
 Rows = tuple[torch.Tensor, ...]
 
@@ -79,6 +79,10 @@ def _shared_rows(T: int, width: int, dtype: torch.dtype, seed: int) -> Rows:
     return e, s, randn(seed + 2, T, 1, dtype=dtype, scale=3.0)
 
 
+def _router_rows(T: int, width: int, dtype: torch.dtype, seed: int) -> Rows:
+    return (randn(seed, T, routers.EXPERTS, dtype=dtype, scale=3.0),)
+
+
 def _rope_rows(T: int, width: int, dtype: torch.dtype, seed: int) -> Rows:
     position = randint(seed, 500, T)
     cos, sin = rope_table([10.0 ** (-i / width) for i in range(width)], 500, dtype)
@@ -120,6 +124,7 @@ OPS = {
         lambda r, *_: (silu_mul(r[0]),),
     ),
     "add_shared": Op(_shared_rows, lambda rows, *_: (add_shared(*rows),)),
+    "sigmoid_router": Op(_router_rows, lambda rows, *_: routers.chosen(rows[0])),
     "rope": Op(_rope_rows, lambda rows, *_: (rope(*rows),)),
     "embedding": Op(
         lambda T, width, dtype, seed: (randint(seed, 50, T),),

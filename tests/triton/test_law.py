@@ -30,6 +30,7 @@ ROW_OPS = {
     **TRUNCATED,
     "silu_mul": "_silu_mul_bwd",
     "add_shared": "_add_shared_bwd",
+    "sigmoid_router": "_sigmoid_weigh_bwd",
     "rope": "_rope",
     "experts": "_combine_bwd",
 }
@@ -47,6 +48,7 @@ ACCURATE_OPS = {
     "linear_logprob with a bias": "_logprob_bwd",
     "silu_mul": "_silu_mul_bwd",
     "add_shared": "_add_shared_bwd",
+    "sigmoid_router": "_sigmoid_weigh_bwd",
     "rope": "_rope",
     "embedding": "_embedding_bwd",
 }
