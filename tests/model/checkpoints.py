@@ -5,6 +5,7 @@ from pathlib import Path
 
 import torch
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     LlamaConfig,
     MistralConfig,
@@ -16,6 +17,7 @@ from transformers import (
 )
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 from zerokl.model.config import ModelConfig
+from zerokl.model.families import MODEL_TYPES
 
 _SIZE = {
     "hidden_size": 64,
@@ -34,6 +36,12 @@ _LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
+_YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "original_max_position_embeddings": 64,
+}
 FAMILIES: dict[str, PretrainedConfig] = {
     "qwen3": Qwen3Config(**_SIZE, head_dim=32, tie_word_embeddings=True),
     "qwen2": Qwen2Config(**_SIZE, tie_word_embeddings=False),
@@ -49,7 +57,18 @@ FAMILIES: dict[str, PretrainedConfig] = {
     "llama": LlamaConfig(**_SIZE, tie_word_embeddings=False, rope_parameters=_LLAMA3),
     # As in Nemo, the heads together are not as wide as the hidden states.
     "mistral": MistralConfig(**_SIZE, head_dim=32, sliding_window=None, tie_word_embeddings=False),
+    "qwen2 yarn": Qwen2Config(**_SIZE, tie_word_embeddings=False, rope_parameters=_YARN),
+    "llama linear": LlamaConfig(**_SIZE, rope_parameters={"rope_type": "linear", "factor": 4.0}),
+    "qwen3 bias": Qwen3Config(**_SIZE, head_dim=32, attention_bias=True, tie_word_embeddings=True),
 }
+# Of the other families, the small model of `zerokl init`.
+FAMILIES |= {
+    name: AutoConfig.for_model(name, **_SIZE | family.small)
+    for name, family in MODEL_TYPES.items()
+    if name not in FAMILIES
+}
+# As a parameter: without --quick, also those whose operations other ones have.
+LIKE_OTHERS = ("mistral", "llama linear", "qwen3 bias")
 Pairs = list[tuple[list[int], list[int]]]
 
 
@@ -86,9 +105,11 @@ def judge(folder: Path) -> PreTrainedModel:
     model = _loaded(folder, torch.float64, "sdpa")
     frequencies = torch.tensor(ModelConfig.from_file(folder).frequencies, dtype=torch.float64)
 
+    scale = model.model.rotary_emb.attention_scaling
+
     def rotary(x: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         angle = position_ids[..., None] * frequencies.repeat(2)
-        return angle.cos(), angle.sin()
+        return angle.cos() * scale, angle.sin() * scale
 
     for module in model.modules():
         if hasattr(module, "variance_epsilon"):
