@@ -54,7 +54,8 @@ class Sizes:
     max_positions: int
     eps: float
     rope_theta: float
-    rope_llama3: dict[str, float] | None
+    rope_scaling: dict[str, Any] | None  # kernels/rope_scaling.py
+    rotary_dim: int  # elements of a head that are rotated, its first ones
     tied: bool  # lm_head shares the embedding's weight
     raw: dict[str, Any] = dataclasses.field(repr=False, compare=False)  # config.json as read
 
@@ -85,3 +86,11 @@ class Sizes:
             )
         if self.head_dim % 16:
             raise ValueError(f"model: {source}: head_dim ({self.head_dim}) must be a multiple of 16")
+        if self.rotary_dim % 2:
+            raise ValueError(f"model: {source}: the rotated part of a head ({self.rotary_dim}) must be even")
+        short = self.rope_scaling.get("short_factor") if self.rope_scaling else None
+        if short is not None and len(short) != self.rotary_dim // 2:
+            raise ValueError(
+                f"model: {source}: longrope: short_factor has {len(short)} numbers, and "
+                f"{self.rotary_dim // 2} frequencies are rotated"
+            )

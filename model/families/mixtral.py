@@ -15,15 +15,18 @@ _IN_EVERY_LAYER = {"decoder_sparse_step": 1, "mlp_only_layers": []}
 
 def layers(config: ConfigFile) -> list[Layer]:
     """The blocks of each layer. Refuses a model that attends to a sliding window."""
-    window = config.raw.get("sliding_window")
+    window = config.value("sliding_window")
     if window is not None:
         config.refuse("sliding_window", window, "a Mixtral with full attention has null there")
-    if config.raw.get("rope_theta") is None and "rope_theta" not in config.fields.rope_parameters:
-        config.wrong("lacks the field rope_theta, for which transformers takes 1000000 in a Mixtral; name it")
     size = config.fields.intermediate_size
     decided = {"norm_topk_prob": True, "moe_intermediate_size": size, **_IN_EVERY_LAYER}
     mixture = MixtureOfExperts(read_experts(config, decided), _NAMES)
     return [pre_norm(Attention(), mixture)] * config.fields.num_hidden_layers
 
 
-FAMILY = Family("MixtralForCausalLM", layers)
+FAMILY = Family(
+    "MixtralForCausalLM",
+    layers,
+    defaults={"num_key_value_heads": 8, "rope_theta": 1e6},
+    small={"intermediate_size": 224, "num_local_experts": 8, "num_experts_per_tok": 2},
+)

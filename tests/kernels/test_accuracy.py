@@ -7,7 +7,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from zerokl.kernels.logprob import linear_logprob
-from zerokl.kernels.rope import llama3_frequencies, rope_frequencies, rope_table
+from zerokl.kernels.rope import rope_frequencies, rope_table
+from zerokl.kernels.rope_scaling import llama3_frequencies
 from zerokl.kernels.sampling_params import SamplingParams
 from zerokl.kernels.truncation import scaled_logits
 

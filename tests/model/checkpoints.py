@@ -5,6 +5,7 @@ from pathlib import Path
 
 import torch
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     LlamaConfig,
     MistralConfig,
@@ -20,6 +21,7 @@ from transformers.models.mixtral.modeling_mixtral import MixtralTopKRouter
 from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeTopKRouter
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 from zerokl.model.config import ModelConfig
+from zerokl.model.families import MODEL_TYPES
 
 _SIZE = {
     "hidden_size": 64,
@@ -40,6 +42,12 @@ _LLAMA3 = {
 }
 _SOFTMAX_ROUTERS = Qwen3MoeTopKRouter | MixtralTopKRouter | Qwen2MoeTopKRouter
 _THETA = {"rope_type": "default", "rope_theta": 1e6}
+_YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "original_max_position_embeddings": 64,
+}
 FAMILIES: dict[str, PretrainedConfig] = {
     "qwen3": Qwen3Config(**_SIZE, head_dim=32, tie_word_embeddings=True),
     "qwen2": Qwen2Config(**_SIZE, tie_word_embeddings=False),
@@ -67,7 +75,18 @@ FAMILIES: dict[str, PretrainedConfig] = {
         **_SIZE, num_local_experts=6, num_experts_per_tok=3, rope_parameters=_THETA, head_dim=16
     ),
     "mistral": MistralConfig(**_SIZE, head_dim=32, sliding_window=None, tie_word_embeddings=False),
+    "qwen2 yarn": Qwen2Config(**_SIZE, tie_word_embeddings=False, rope_parameters=_YARN),
+    "llama linear": LlamaConfig(**_SIZE, rope_parameters={"rope_type": "linear", "factor": 4.0}),
+    "qwen3 bias": Qwen3Config(**_SIZE, head_dim=32, attention_bias=True, tie_word_embeddings=True),
 }
+# Of the other families, the small model of `zerokl init`.
+FAMILIES |= {
+    name: AutoConfig.for_model(name, **_SIZE | family.small)
+    for name, family in MODEL_TYPES.items()
+    if name not in FAMILIES
+}
+# As a parameter: without --quick, also those whose operations other ones have.
+LIKE_OTHERS = ("mistral", "llama linear", "qwen3 bias")
 Pairs = list[tuple[list[int], list[int]]]
 
 
@@ -104,9 +123,11 @@ def judge(folder: Path) -> PreTrainedModel:
     model = _loaded(folder, torch.float64, "sdpa")
     frequencies = torch.tensor(ModelConfig.from_file(folder).frequencies, dtype=torch.float64)
 
+    scale = model.model.rotary_emb.attention_scaling
+
     def rotary(x: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         angle = position_ids[..., None] * frequencies.repeat(2)
-        return angle.cos(), angle.sin()
+        return angle.cos() * scale, angle.sin() * scale
 
     for module in model.modules():
         if hasattr(module, "variance_epsilon"):

@@ -38,13 +38,25 @@ def test_control_the_config_without_changes_is_accepted():
     [
         ({"architectures": ["GPT2LMHeadModel"]}, "architecture 'GPT2LMHeadModel' is not supported"),
         ({"architectures": None}, "architecture None is not supported"),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope_type = 'yarn' is not supported"),
-        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_type = 'linear' is not supported"),
+        ({"rope_scaling": {"rope_type": "su", "factor": 4.0}}, "rope_type = 'su' is not supported"),
+        ({"rope_scaling": {"type": "linear", "factor": 0.0}}, r"linear: factor \(0.0\) must be positive"),
+        ({"rope_scaling": {"type": "linear"}}, "rope_scaling lacks the field factor"),
+        ({"rope_scaling": {"type": "yarn", "factor": 2.0, "beta": 1}}, "rope_scaling: beta = 1 is not supp"),
+        ({"rope_scaling": {"type": "yarn", "factor": "2"}}, r"factor \('2'\) must be a finite number"),
         (
-            {"rope_scaling": {"rope_type": "yarn"}, "rope_parameters": {"rope_type": "default"}},
-            r"rope_scaling \(\{'rope_type': 'yarn'\}\) differs from rope_parameters",
+            {"rope_parameters": {"full_attention": {"rope_theta": 1e4}}},
+            "full_attention = .* is not supported",
         ),
-        ({"rope_parameters": {"rope_type": "llama3", "factor": 8.0}}, "lacks the field low_freq_factor"),
+        (
+            {"rope_scaling": {"type": "longrope", "short_factor": [1.0] * 8, "long_factor": [2.0] * 8}}
+            | {"original_max_position_embeddings": 64},
+            r"'longrope' is not supported; with max_position_embeddings \(512\) above .* factor to 8",
+        ),
+        (
+            {"rope_scaling": {"type": "longrope", "short_factor": [1.0] * 7, "long_factor": [2.0] * 8}},
+            r"longrope: short_factor has 7 numbers, and 8 frequencies are rotated",
+        ),
+        ({"logits_scaling": 8.0}, "logits_scaling = 8.0 is not supported; it may change what the model"),
         ({"hidden_act": "gelu"}, "hidden_act = 'gelu' is not supported"),
         (
             {"use_sliding_window": True, "sliding_window": 4096},
@@ -89,6 +101,11 @@ def test_a_mistral_with_a_sliding_window_is_refused(window):
     assert ModelConfig.from_dict(MISTRAL | {"sliding_window": None}).head_dim == 16
     with pytest.raises(ValueError, match="sliding_window = 4096 is not supported"):
         ModelConfig.from_dict(MISTRAL | window)
+
+
+def test_a_bias_of_a_family_without_one_is_refused():
+    with pytest.raises(ValueError, match="attention_bias = True is not supported; a MistralForCausalLM has"):
+        ModelConfig.from_dict(MISTRAL | {"sliding_window": None, "attention_bias": True})
 
 
 QWEN3_MOE = QWEN2 | {
@@ -161,7 +178,6 @@ MIXTRAL = QWEN2 | {
         (QWEN2_MOE | {"shared_expert_intermediate_size": None}, "lacks the field shared_expert_intermediate"),
         (MIXTRAL | {"sliding_window": 4096}, "sliding_window = 4096 is not supported"),
         (MIXTRAL | {"router_jitter_noise": 0.1}, "router_jitter_noise = 0.1 is not supported"),
-        (MIXTRAL | {"rope_theta": None}, "lacks the field rope_theta, for which transformers takes 1000000"),
         (MIXTRAL | {"num_local_experts": None}, "lacks the field num_experts"),
     ],
 )
