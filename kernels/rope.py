@@ -61,8 +61,12 @@ class _Rope(torch.autograd.Function):
 def rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     """Rotate each head by the position of its token. x [T, H, D], cos and sin [T, D/2] -> [T, H, D].
 
+    With narrower cos and sin, [T, R/2], the first R elements of a head are rotated, and the others pass.
     Raises ValueError on a bad shape or dtype.
     """
+    R = 2 * cos.shape[-1]
+    if x.dim() == 3 and 0 < R < x.shape[-1]:
+        return torch.cat([rope(x[..., :R].contiguous(), cos, sin), x[..., R:]], dim=-1)
     is_converted = cos.dtype == sin.dtype == accumulate_dtype(x.dtype)
     check_dtype("rope", x=x, **({} if is_converted else {"cos": cos, "sin": sin}))
     half = (x.shape[0], x.shape[-1] // 2)

@@ -94,9 +94,10 @@ class ModelConfig(Sizes):
         """The mixture of experts; None where every layer has one MLP."""
         return self.mixture and self.mixture.experts
 
-    def dtypes(self, i: int, numerics: Numerics) -> dict[str, torch.dtype | None]:
-        """The dtypes of layer i's weights that compute in another one than they are stored in, by name."""
-        return {name: x for branch in self.blocks[i] for name, x in branch.block.dtypes(numerics).items()}
+    def dtypes(self, i: int, numerics: Numerics, compute: torch.dtype) -> dict[str, torch.dtype | None]:
+        """The dtypes of layer i's weights that differ from the compute dtype, by name (Block.dtypes)."""
+        blocks = (branch.block for branch in self.blocks[i])
+        return {name: dtype for block in blocks for name, dtype in block.dtypes(numerics, compute).items()}
 
     @property
     def values(self) -> dict[str, Any]:

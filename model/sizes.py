@@ -21,6 +21,15 @@ _COUNTS = (
 
 
 @dataclass(frozen=True)
+class SigmoidRouter:
+    """A router that scores each expert alone; a bias corrects its choice (kernels/sigmoid_router.py)."""
+
+    groups: int = 1
+    top_groups: int = 1  # the groups that a token's experts come from
+    scale: float = 1.0  # of the routing weights
+
+
+@dataclass(frozen=True)
 class Experts:
     """The mixture of experts of a sparse layer."""
 
@@ -31,10 +40,13 @@ class Experts:
     layers: frozenset[int]  # the sparse layers; the others have one MLP
     shared: int = 0  # intermediate size of the expert that every token has beside the chosen ones; 0 is none
     shared_gate: bool = False  # whether a sigmoid of each token multiplies what the shared expert gives
+    sigmoid: SigmoidRouter | None = None  # None: a softmax over all experts
 
     def as_json(self) -> dict[str, Any]:
         """The fields by name, as JSON holds them, without what a mixture does not have."""
         values = {f.name: getattr(self, f.name) for f in fields(self)}
+        if self.sigmoid is not None:
+            values["sigmoid"] = vars(self.sigmoid)
         missing = {f.name for f in fields(self) if f.default is not MISSING and values[f.name] == f.default}
         return {n: x for n, x in values.items() if n not in missing} | {"layers": sorted(self.layers)}
 

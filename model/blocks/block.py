@@ -28,6 +28,8 @@ class Weight(NamedTuple):
     # A tensor that a checkpoint may hold in place of the parts: its name from the layer, and its shape.
     # transformers' own model has the weight in this form.
     together: tuple[str, tuple[int, ...]] | None = None
+    # Numbers without a gradient, in fp32 whatever the compute dtype (buffers.py): the rows are their bytes.
+    is_buffer: bool = False
     packable: bool = True  # whether products may read a packed copy: not of the matrices of many experts
 
 
@@ -84,10 +86,10 @@ class Block(ABC):
     def forward(self, w: LayerWeights, rows: Rows, layer: LayerRun) -> Rows:
         """Its output in the place of x [T, D]."""
 
-    def dtypes(self, numerics: Numerics) -> dict[str, torch.dtype | None]:
-        """The dtypes of its weights that compute in another one than they are stored in, by name.
+    def dtypes(self, numerics: Numerics, compute: torch.dtype) -> dict[str, torch.dtype | None]:
+        """The dtypes of its weights that may be another one than the compute dtype, by name.
 
-        None is the dtype that they are stored in.
+        None is the compute dtype.
         """
         return {}
 

@@ -1,6 +1,7 @@
 """The mixture of experts of a sparse layer.
 
     logits = x router^T;   q, ids = top-k of softmax(logits);   y = sum over the k experts of q mlp(x)
+    or q, ids = by sigmoid(logits), and a bias that corrects the choice (kernels/sigmoid_router.py)
     y += shared(x), or sigmoid(x shared_gate^T) shared(x), where the model has a shared expert
 
 The sum over the chosen experts is rounded before the shared expert's output is added.
@@ -14,22 +15,26 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
-from pydantic import Field, PositiveInt
+from pydantic import Field, FiniteFloat, NonNegativeInt, PositiveInt
 
 from ...kernels.add_shared import add_shared
 from ...kernels.combine_experts import combine_experts
 from ...kernels.expert_rows import expert_rows
 from ...kernels.given_softmax import given_softmax
+from ...kernels.grad import accumulate_dtype
 from ...kernels.grouped_linear import grouped_linear
 from ...kernels.linear import linear
 from ...kernels.passes import Pass
+from ...kernels.sigmoid_router import Choice, Weighing, sigmoid_choice, sigmoid_weights
 from ...kernels.silu_mul import silu_mul
 from ...kernels.tile_tables import TileTable
 from ...kernels.topk_softmax import topk_softmax
+from ..buffers import BYTES, as_numbers
 from ..config_file import ConfigFile, Fields
 from ..numerics import Numerics
 from ..operation import Equation, Operation, Site, Work, projection_row
-from ..sizes import Experts, Sizes
+from ..routing import Routing
+from ..sizes import Experts, SigmoidRouter, Sizes
 from .block import Block, LayerRun, LayerWeights, Rows, Weight
 from .mlp import GatedMlp
 
@@ -106,6 +111,56 @@ def read_experts(
     return Experts(number, per_token, size, renormalise, sparse, **shared)
 
 
+class _DeepseekFields(Fields):
+    """The fields of a mixture of DeepSeek-V3's kind. transformers 5 writes num_local_experts, too."""
+
+    n_routed_experts: PositiveInt
+    n_shared_experts: NonNegativeInt
+    n_group: PositiveInt = 1
+    topk_group: PositiveInt = 1
+    routed_scaling_factor: FiniteFloat = 1.0
+    norm_topk_prob: bool = True
+    first_k_dense_replace: NonNegativeInt
+
+
+# Fields that only say what the architecture's class computes in any case.
+_DEEPSEEK_KIND = {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}
+
+
+def read_deepseek_experts(config: ConfigFile) -> Experts:
+    """The experts of a model with DeepSeek-V3's router. Raises UnsupportedError (see read_experts)."""
+    raw = {"n_routed_experts": config.raw.get("num_local_experts")}
+    raw |= {name: value for name, value in config.raw.items() if value is not None}
+    c = config.read(_DeepseekFields, raw)
+    for field, value in _DEEPSEEK_KIND.items():
+        if config.raw.get(field, value) != value:
+            config.refuse(field, config.raw[field], f"only {value} is in this architecture")
+    of_group, rest = divmod(c.n_routed_experts, c.n_group)
+    if rest or c.topk_group > c.n_group or (c.n_group > 1 and of_group < 2):
+        config.wrong(
+            f"n_group ({c.n_group}) must divide n_routed_experts ({c.n_routed_experts}) into groups of at "
+            f"least two, and topk_group ({c.topk_group}) be at most n_group"
+        )
+    decided = {
+        "num_experts": c.n_routed_experts,
+        "norm_topk_prob": c.norm_topk_prob,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": list(range(c.first_k_dense_replace)),
+    }
+    experts = read_experts(
+        config,
+        decided,
+        known=[*_DeepseekFields.model_fields, *_DEEPSEEK_KIND],
+        sigmoid=SigmoidRouter(c.n_group, c.topk_group, c.routed_scaling_factor),
+    )
+    if experts.per_token > c.topk_group * of_group:
+        config.wrong(
+            f"num_experts_per_tok ({experts.per_token}) must be at most the {c.topk_group * of_group} "
+            f"experts of topk_group ({c.topk_group}) groups"
+        )
+    return replace(experts, shared=c.n_shared_experts * experts.size)
+
+
 class ExpertNames(NamedTuple):
     """How a checkpoint names a mixture. module: what holds the router and the experts, from the layer."""
 
@@ -130,6 +185,11 @@ class MixtureOfExperts(Block):
     def values(self) -> dict[str, Any]:
         return {"experts": self.experts.as_json()}
 
+    @property
+    def bias_name(self) -> str:
+        """The name of a sigmoid router's correction bias in a checkpoint, from the layer."""
+        return f"{self.names.module}.gate.e_score_correction_bias"
+
     def matrices_of(self, e: int) -> tuple[str, str, str]:
         """The names of gate, up and down of expert e in a checkpoint, from the layer."""
         names = self.names
@@ -142,6 +202,8 @@ class MixtureOfExperts(Block):
         router = f"{self.names.module}.gate.weight"
         in_transformers = None if self.names.module == _MODULE else (f"{_MODULE}.gate.weight", (number, D))
         yield Weight("router", (D,), ((router, number),), in_transformers)
+        if self.experts.sigmoid:
+            yield Weight("router_bias", (), ((self.bias_name, BYTES * number),), is_buffer=True)
         matrices = [self.matrices_of(e) for e in range(number)]
         gate_up = tuple((name, size) for gate, up, _ in matrices for name in (gate, up))
         together = f"{_MODULE}.experts.gate_up_proj", (number, 2 * size, D)
@@ -154,8 +216,12 @@ class MixtureOfExperts(Block):
         if self.experts.shared_gate:
             yield Weight("shared_gate", (D,), ((f"{self.names.module}.{_SHARED_GATE}.weight", 1),))
 
-    def dtypes(self, numerics: Numerics) -> dict[str, torch.dtype | None]:
-        return {"router": numerics.router}
+    def dtypes(self, numerics: Numerics, compute: torch.dtype) -> dict[str, torch.dtype | None]:
+        return {"router": self._logits_dtype(numerics, compute)}
+
+    def _logits_dtype(self, numerics: Numerics, compute: torch.dtype) -> torch.dtype | None:
+        """The dtype of the router's logits; None is the compute dtype. Scores of experts are never narrow."""
+        return accumulate_dtype(compute) if self.experts.sigmoid else numerics.router
 
     def operations(self, c: Sizes, x: str) -> tuple[Operation, ...]:
         D, (number, size, per_token) = (
@@ -219,20 +285,42 @@ class MixtureOfExperts(Block):
         return GatedMlp(module, "shared_", self.experts.shared, in_vllm=False)
 
     def forward(self, w: LayerWeights, rows: Rows, layer: LayerRun) -> Rows:
-        """The router's logits are in numerics.router, and the routing weights in fp32."""
-        c, x, (in_pass, routing) = self.experts, rows.x, (rows.context.in_pass, rows.context.routing)
-        dtype = layer.numerics.router or x.dtype
+        """The router's logits are in numerics.router, or in fp32, and the routing weights in fp32."""
+        x, in_pass = rows.x, rows.context.in_pass
+        dtype = self._logits_dtype(layer.numerics, x.dtype) or x.dtype
         logits = _router_logits(x, w["router"], in_pass, layer.numerics.tiles, dtype)
         layer.show("router", logits)
-        q, ids = topk_softmax(logits, c.per_token, c.renormalise)
-        given = routing.experts(layer.i, logits, ids)
-        if given is not ids:
-            q, ids = given_softmax(logits, given, c.renormalise), given
-        rows_of_experts = expert_rows(ids, c.number, x)
+        route = self._route_by_sigmoid if self.experts.sigmoid else self._route_by_softmax
+        q, ids = route(logits, w, layer.i, rows.context.routing)
+        rows_of_experts = expert_rows(ids, self.experts.number, x)
         h = silu_mul(grouped_linear(x, w["experts.gate_up"], rows_of_experts, in_pass))
         y = combine_experts(h, w["experts.down"], q, rows_of_experts, in_pass)
         layer.show("experts", y)
         return Rows(self._with_shared(y, w, rows, layer), rows.residual, rows.context)
+
+    def _route_by_softmax(
+        self, logits: torch.Tensor, w: LayerWeights, i: int, routing: Routing
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The routing weights and the experts of each row of logits [T, E], [T, k] each."""
+        c = self.experts
+        q, ids = topk_softmax(logits, c.per_token, c.renormalise)
+        given = routing.experts(i, logits, ids)
+        return (q, ids) if given is ids else (given_softmax(logits, given, c.renormalise), given)
+
+    def _route_by_sigmoid(
+        self, logits: torch.Tensor, w: LayerWeights, i: int, routing: Routing
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """As _route_by_softmax."""
+        ids = sigmoid_choice(logits, as_numbers(w["router_bias"]), self.choice)
+        ids = routing.experts(i, logits, ids)
+        how = Weighing(self.experts.renormalise, self.experts.sigmoid.scale)
+        return sigmoid_weights(logits, ids, how), ids
+
+    @property
+    def choice(self) -> Choice:
+        """How many experts and groups the sigmoid router chooses."""
+        sigmoid = self.experts.sigmoid
+        return Choice(self.experts.per_token, sigmoid.groups, sigmoid.top_groups)
 
     def _with_shared(self, y: torch.Tensor, w: LayerWeights, rows: Rows, layer: LayerRun) -> torch.Tensor:
         """y [T, D] of the chosen experts, and the shared expert's output added to it."""

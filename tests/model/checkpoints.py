@@ -7,6 +7,7 @@ import torch
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    Glm4MoeConfig,
     LlamaConfig,
     MistralConfig,
     MixtralConfig,
@@ -17,6 +18,7 @@ from transformers import (
     Qwen3Config,
     Qwen3MoeConfig,
 )
+from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoeTopkRouter
 from transformers.models.mixtral.modeling_mixtral import MixtralTopKRouter
 from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeTopKRouter
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
@@ -70,6 +72,20 @@ FAMILIES: dict[str, PretrainedConfig] = {
         shared_expert_intermediate_size=80,
         mlp_only_layers=[0],
     ),
+    "glm4_moe": Glm4MoeConfig(
+        **_SIZE,
+        head_dim=32,
+        use_qk_norm=True,
+        attention_bias=True,
+        n_routed_experts=8,
+        num_experts_per_tok=3,
+        moe_intermediate_size=48,
+        n_shared_experts=2,
+        n_group=4,
+        topk_group=2,
+        routed_scaling_factor=1.5,
+        first_k_dense_replace=1,
+    ),
     # Heads together narrower than the hidden states, and one layer's experts in a checkpoint's own names.
     "mixtral": MixtralConfig(
         **_SIZE, num_local_experts=6, num_experts_per_tok=3, rope_parameters=_THETA, head_dim=16
@@ -100,6 +116,8 @@ def save_random(family: str, folder: Path, seed: int = 0, shard: str = "1GB") ->
     with torch.no_grad():
         for p in model.parameters():
             p.add_(torch.randn_like(p) * 0.05)
+        for buffer in buffers_of(model).values():
+            buffer.add_(torch.randn_like(buffer) * 0.1)
     model.save_pretrained(folder, max_shard_size=shard)
     return folder
 
@@ -134,6 +152,9 @@ def judge(folder: Path) -> PreTrainedModel:
             module.forward = lambda x, m=module: (
                 x / (x.pow(2).mean(-1, keepdim=True) + m.variance_epsilon).sqrt() * m.weight
             )
+        if isinstance(module, Glm4MoeTopkRouter):
+            module.double()  # transformers keeps it in fp32
+            module.forward = lambda x, m=module: _route_by_scores(x.view(-1, m.hidden_dim), m)
         if isinstance(module, _SOFTMAX_ROUTERS):
             module.forward = lambda x, m=module: _route(x.view(-1, m.hidden_dim), m)
     model.model.rotary_emb.forward = rotary
@@ -150,6 +171,18 @@ def _route(x: torch.Tensor, router: torch.nn.Module) -> tuple[torch.Tensor, ...]
     if getattr(router, "norm_topk_prob", True):
         weights = weights / weights.sum(-1, keepdim=True)
     return logits, weights, ids
+
+
+def _route_by_scores(x: torch.Tensor, router: torch.nn.Module) -> tuple[torch.Tensor, ...]:
+    """As _route, of a sigmoid router with groups, whose own products are in fp32."""
+    logits = x @ router.weight.t()
+    scores = logits.sigmoid()
+    groups = (scores + router.e_score_correction_bias).unflatten(1, (router.num_group, -1))
+    best = groups.topk(2, -1)[0].sum(-1).topk(router.topk_group, -1)[1]
+    kept = torch.zeros_like(groups[..., 0]).scatter(1, best, 1.0).bool().unsqueeze(2)
+    ids = groups.masked_fill(~kept, -torch.inf).flatten(1).topk(router.top_k, -1)[1]
+    weights = scores.gather(1, ids)
+    return logits, weights / weights.sum(-1, keepdim=True) * router.routed_scaling_factor, ids
 
 
 def sequence_losses(logp: torch.Tensor, pairs: Pairs, dy: torch.Tensor) -> torch.Tensor:
@@ -181,6 +214,11 @@ def logprobs_and_gradients(model: PreTrainedModel, pairs: Pairs, dy: torch.Tenso
             for name, grad in checkpoint_parts(weight, p.grad, model)
         },
     }
+
+
+def buffers_of(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    """The buffers of a model that its checkpoint holds, by name."""
+    return {name: x for name, x in model.named_buffers() if name in model.state_dict()}
 
 
 def checkpoint_parts(
