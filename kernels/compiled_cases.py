@@ -14,6 +14,7 @@ import torch
 
 from .adamw import AdamW
 from .adamw_triton import adamw
+from .add_shared_triton import add_shared_bwd, add_shared_fwd
 from .attention_bwd_triton import attention_bwd
 from .attention_plan import KEY_TILE
 from .attention_tables import Spans
@@ -38,6 +39,7 @@ from .philox_triton import uniforms
 from .qk_norm_triton import qk_norm_bwd, qk_norm_fwd
 from .rms_norm_triton import rms_norm_bwd, rms_norm_fwd
 from .rope_triton import rotate
+from .sigmoid_router_triton import choose, weigh, weigh_bwd
 from .silu_mul_triton import silu_mul_bwd, silu_mul_fwd
 from .tiles import tiles_of_target
 from .topk_softmax_triton import topk_softmax_bwd, topk_softmax_fwd
@@ -159,6 +161,8 @@ def _elementwise(dtype: torch.dtype) -> Iterator[Case]:
         yield what, lambda c=cache, D=D, norm=has_norm: _decoded_heads(dtype, c, D, norm)
     gate_up = _meta(dtype, 256, 6144)
     yield f"silu_mul {name}", lambda: silu_mul_bwd(silu_mul_fwd(gate_up), gate_up)
+    e, z = _meta(dtype, 256, D), _meta(dtype, 256, 1)
+    yield f"add_shared {name}", lambda: add_shared_bwd(add_shared_fwd(e, e, z), e, z)
     for D in (64, 128):
         x, cos = _meta(dtype, 256, 24, D), _meta(FP32, 256, D // 2)
         yield f"rope {name} D={D}", lambda x=x, cos=cos: rotate(x, cos, cos, inverse=False)
@@ -311,6 +315,14 @@ def _router(dtype: torch.dtype, E: int, k: int) -> None:
     renormalise = E == 128
     w, ids, p = topk_softmax_fwd(_meta(dtype, 256, E), k, renormalise)
     topk_softmax_bwd(w, w, ids, p, renormalise, dtype)
+
+
+def _sigmoid_router(E: int, k: int, groups: int) -> None:
+    """The logits are in fp32, and so is all else."""
+    z, bias, w, ids = _meta(FP32, 256, E), _meta(FP32, E), _meta(FP32, 256, k), _meta(torch.int64, 256, k)
+    choose(z, bias, k, groups, max(1, groups // 2))
+    weigh(z, ids, True, 2.5)
+    weigh_bwd(w, z, ids, True, 2.5)
 
 
 def _given(E: int, k: int) -> None:

@@ -227,6 +227,6 @@ class Decoder(Forward):
         ] * self.config.tied
 
     def packable(self) -> list[torch.Tensor]:
-        """Those of `matrices` of which a packed copy may be read: not the ones that hold many experts."""
-        experts = {w for name, w in self.w.items() if ".experts." in name}
-        return [w for w in self.matrices() if w not in experts]
+        """Those of `matrices` of which a packed copy may be read (Weight.packable)."""
+        unpackable = {self.w[name] for name in self.layout.unpackable}
+        return [w for w in self.matrices() if w not in unpackable]

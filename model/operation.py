@@ -30,6 +30,7 @@ class Equation(Enum):
     SUM = "x + y"
     SILU_MUL = "silu(x) y"
     EXPERTS = "the weighted sum of the MLPs of the chosen experts"
+    ADD_GATED = "x + sigmoid(z) y, with one z for each row"
     LOGPROB = "log-probability of the drawn token"
 
 
@@ -73,6 +74,8 @@ class Operation:
     kept: int = 0
     kept_fp32: int = 0
     fused: str = ""  # the name that our decoder gives to several operations that it computes as one
+    # The module of its weight in a checkpoint, where that is another one than transformers'.
+    weight: str = ""
 
 
 def norm_row(name: str, reads: str, width: int, module: str, **others: object) -> Operation:

@@ -26,9 +26,10 @@ from .sizes import Experts, Sizes
 KINDS_OF_LAYERS = (
     pre_norm(Attention(qk_norm=True), GatedMlp()),
     pre_norm(Attention(), MixtureOfExperts(Experts(1, 1, 1, False, frozenset()))),
+    pre_norm(Attention(), MixtureOfExperts(Experts(1, 1, 1, False, frozenset(), 1, True))),
 )
 # Where the sizes of a model are not known, or do not matter.
-ANY_SIZES = Sizes("", 1, 1, 1, 1, 1, 1, 16, 1, 0.0, 1.0, None, False, {})
+ANY_SIZES = Sizes("", 1, 1, 1, 1, 1, 1, 16, 1, 0.0, 1.0, None, 16, False, {})
 
 
 def split_name(name: str) -> tuple[str, str]:

@@ -17,7 +17,7 @@ from ..files.reading import read_json, shown
 from .adapters import AdapterLayout
 from .checkpoint import DTYPES, write_folder
 from .config import ModelConfig
-from .lora import TARGETS, Lora
+from .lora import TARGETS, Lora, matrix_kind
 from .tensor_checks import but_for_the_prefix, check_finite
 from .weight_files import open_tensors
 
@@ -127,7 +127,7 @@ def stored_lora(folder: Path) -> Lora:
             names = list(stored.keys())
     except (OSError, SafetensorError) as error:
         raise ValueError(f"lora: {path} is missing, corrupt or incomplete ({error})") from None
-    modules = {name.split(".")[-3] for name in names if name.count(".") > 2}
+    modules = {matrix_kind(f"{name.split('.')[-3]}.weight") for name in names if name.count(".") > 2}
     if not modules & set(TARGETS):
         raise ValueError(
             f"lora: {path} holds no adapter of {', '.join(TARGETS)}, named MODULE.lora_A.weight; its first "

@@ -18,6 +18,7 @@ import torch
 from ..kernels.block_digest import BLOCK
 from .blocks.block import LayerWeights, Weight
 from .blocks.embedding import Embedding, Head
+from .buffers import all_as_numbers
 from .config import ModelConfig
 
 # Views start at multiples of this many elements: at least 64 bytes in any dtype. So the matrix library always
@@ -153,7 +154,8 @@ class Layout(FlatLayout):
     """The weights of a model, which are those of its blocks."""
 
     def __init__(self, config: ModelConfig, frozen: Collection[str] = (), value_head: bool = False):
-        """frozen: names of weights that are not trained. With tied embeddings, embed is lm_head too.
+        """frozen: names of weights that are not trained; buffers never are. With tied embeddings, embed is
+        lm_head too.
 
         value_head: whether a critic's head is trained beside the model (kernels/value_head.py). It is the
         last of the trained weights, a vector, and no tensor of the model's checkpoint.
@@ -164,6 +166,9 @@ class Layout(FlatLayout):
         # A tensor that a checkpoint may hold in place of a weight's parts -> the weight, and its shape there.
         self.fused: dict[str, tuple[str, tuple[int, ...]]] = {}
         shapes: dict[str, Shape] = {}
+        self.unpackable: set[str] = set()
+        self.buffers: set[str] = set()  # tensors of the checkpoint (buffers.py)
+        frozen = {*frozen}
         for prefix, weight in _weights(config):
             hf = f"model.{prefix}" if prefix else ""
             parts = tuple((hf + part, rows) for part, rows in weight.parts)
@@ -171,6 +176,11 @@ class Layout(FlatLayout):
             if weight.together:
                 name, shape = weight.together
                 self.fused[hf + name] = prefix + weight.name, shape
+            if not weight.packable:
+                self.unpackable.add(prefix + weight.name)
+            if weight.is_buffer:
+                self.buffers |= {name for name, _ in parts}
+                frozen.add(prefix + weight.name)
         if value_head:
             shapes[VALUE_HEAD] = (config.hidden_size,), ((VALUE_HEAD_TENSOR, config.hidden_size),)
         super().__init__(shapes, frozen)
@@ -180,6 +190,10 @@ class Layout(FlatLayout):
         views = super().checkpoint_views(flat)
         views.pop(VALUE_HEAD_TENSOR, None)
         return views
+
+    def stored_tensors(self, flat: torch.Tensor) -> dict[str, torch.Tensor]:
+        """The model's tensors as files and other engines have them: numbers in place of a buffer's bytes."""
+        return dict(all_as_numbers(self.checkpoint_views(flat).items(), frozenset(self.buffers)))
 
     def beside_checkpoint(self, flat: torch.Tensor) -> dict[str, torch.Tensor]:
         return {VALUE_HEAD_TENSOR: self.views(flat)[VALUE_HEAD]} if self.value_head else {}

@@ -77,7 +77,7 @@ def locate(
         section,
         jump=jump,
         remedy=known_operation(jump.op).remedy if jump else section.remedy,
-        experts=experts_difference(*traces, checkpoints[0].config),
+        experts=experts_difference(*traces, checkpoints[0]),
         own_errors=dict(zip(names, errors, strict=True)),
         checkpoints=None if other is None else compare_checkpoints(checkpoints[0], other),
     )

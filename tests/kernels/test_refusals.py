@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from zerokl.kernels.add_shared import add_shared
 from zerokl.kernels.embedding import check_ids, embedding
 from zerokl.kernels.linear import linear
 from zerokl.kernels.logprob import linear_logprob
@@ -41,6 +42,7 @@ CASES = {
         r"residual \(4, 7\).*must be like x \(5, 7\)",
     ),
     "value_head width": (lambda: value_head(_z(5, 7), _z(8)), r"h \(5, 7\) and w \(8,\) must be \[T, D\]"),
+    "add_shared": (lambda: add_shared(_z(5, 7), _z(5, 7), _z(5, 7)), r"z \(5, 7\) \[T, 1\]"),
     "silu_mul odd": (lambda: silu_mul(_z(5, 7)), r"gu \(5, 7\) must be \[T, 2 I\]"),
     "rope table": (lambda: rope(_z(5, 2, 8), _z(5, 8), _z(5, 4)), r"cos \(5, 8\)"),
     "embedding dtype": (

@@ -84,7 +84,8 @@ def test_what_is_written_is_read_again(folder, flat):
 @pytest.mark.parametrize("architecture", FAMILIES)
 def test_every_family_has_adapters_of_its_linear_weights_and_of_nothing_else(architecture):
     experts = {"num_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
-    others = experts | {"architectures": [architecture], "sliding_window": None}
+    others = {"architectures": [architecture], **FAMILIES[architecture].small}
+    others |= experts if "Moe" in architecture else {}
     config = ModelConfig.from_dict(MODEL.raw | others)
     lora = Lora(2, 6.0)
     layout = AdapterLayout(adapted_layout(config, lora), lora)

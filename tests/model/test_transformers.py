@@ -60,7 +60,10 @@ def zerokl_results(folder, dtype: torch.dtype, shared: bool) -> dict[str, torch.
         prompts.backward()
     if decoder.config.tied:
         views["embed"] += buffers[decoder.lm_head].sums[0]
-    return {"logp": logp.detach(), "losses": losses.detach(), **decoder.layout.checkpoint_views(flat)}
+    gradients = decoder.layout.checkpoint_views(flat)
+    for name in decoder.layout.buffers:
+        assert not gradients.pop(name).any(), "no gradient reaches a buffer"
+    return {"logp": logp.detach(), "losses": losses.detach(), **gradients}
 
 
 @pytest.fixture(scope="module", params=FAMILIES)

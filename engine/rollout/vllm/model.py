@@ -12,6 +12,8 @@ from ....kernels.embedding import embedding
 from ....kernels.matmul import UNPACKED, PackedWeights, matmul
 from ....kernels.passes import Pass
 from ....kernels.tile_tables import DEFAULT_TABLE, tile_table
+from ....model.buffers import as_bytes
+from ....model.checkpoint import is_passed_over
 from ....model.config import ModelConfig
 from ....model.context import no_hook
 from ....model.decoder import Decoder, Numerics
@@ -156,11 +158,13 @@ class ZeroklForCausalLM(torch.nn.Module):
         """
         views, loaded = self.decoder.layout.checkpoint_views(self.decoder.flat), set()
         for name, tensor in weights:
-            if name == "lm_head.weight" and self.zerokl_config.tied:
+            is_tied_head = name == "lm_head.weight" and self.zerokl_config.tied
+            if is_tied_head or is_passed_over(name, self.zerokl_config):
                 continue
             if name not in views:
                 raise ValueError(f"model: {name} is not a weight of {self.zerokl_config.architecture}")
-            views[name].copy_(tensor)
+            is_buffer = name in self.decoder.layout.buffers
+            views[name].copy_(as_bytes(tensor) if is_buffer else tensor)
             loaded.add(name)
         if missing := sorted(set(views) - loaded):
             raise ValueError(
