@@ -36,7 +36,7 @@ class Engine(NamedTuple):
 
     policy: Decoder
     optimizer: Optimizer
-    parallel: Workers | RankedWorkers | ShardedWorkers
+    parallel: Workers | RankedWorkers
     samplers: Samplers
     ref_policy: Scorer | RankedScorer | None = None
     critic: Scorer | RankedScorer | None = None
@@ -94,14 +94,14 @@ def sharded_engine(run: EngineInputs, micro_batch: int, stopwatch: Stopwatch) ->
     return Engine(policy, optimizer, parallel, Samplers(sampler, sampler), ref_policy, critic)
 
 
-def _of_weights(run: EngineInputs) -> tuple[MasterWeights, ShardedWorkers, WholeWeights]:
+def _of_weights(run: EngineInputs) -> tuple[MasterWeights, RankedWorkers, WholeWeights]:
     """What trains the weights."""
     model = _sharded_model(run)
     whole = WholeWeights(model, _empty_decoder(run, run.layout))
     return ShardedWeights(model, whole), ShardedWorkers(model, run.config.virtual_shards), whole
 
 
-def _of_adapters(run: EngineInputs) -> tuple[MasterWeights, ShardedWorkers, WholeWeights]:
+def _of_adapters(run: EngineInputs) -> tuple[MasterWeights, RankedWorkers, WholeWeights]:
     """What trains LoRA's adapters."""
     flat = adapters_before(run.config, run.own_layout).to(run.device, copy=True)
     adapters = TrainedAdapters(run.own_layout, flat)

@@ -3,8 +3,9 @@
 Each rank does its own part of the work, and every rank gets the results of all.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import TypeVar
 
 import numpy as np
@@ -18,7 +19,7 @@ from ...tasks.problem import Problem
 from ...tasks.rewards import Reward
 from .exchange import pack_completions, pack_scores, unpack_completions, unpack_scores
 from .gathered import GatheredScorer
-from .gradient import GradientTree, ShardsWork
+from .gradient import GradientTree, OnePassWork, ShardsWork
 from .partition import RequestParts, in_order, virtual_shards
 from .process_group import Ranks
 from .scorer import Scorer
@@ -29,29 +30,26 @@ X = TypeVar("X")
 Y = TypeVar("Y")
 
 
-class RankedWorkers:
+class RankedWorkers(ABC):
     """The workers of one rank, for the shards of a step over all ranks.
 
     It has the interface of Workers, as far as training needs it. The shards are computed in rounds, and the
-    shards of a round are neighbours. In a round each rank adds up `workers.shards` neighbours, and the ranks
-    exchange their sums once. The owner of a slice keeps a tree over the rounds for this slice only.
+    shards of a round are neighbours. In a round the ranks exchange their gradients once. Each rank keeps a
+    tree over the rounds, for its part of the gradient only.
     """
 
-    def __init__(self, workers: Workers, slices: Slices, virtual_shards: int):
-        self._workers, self._slices = workers, slices
-        self._round = workers.shards * slices.ranks.size
-        self._tree = GradientTree(virtual_shards // self._round)
+    n = 1  # workers of this rank
 
-    @property
-    def n(self) -> int:
-        """Workers of this rank."""
-        return self._workers.n
+    def __init__(self, shards_of_round: int, virtual_shards: int):
+        self._round = shards_of_round
+        self._tree = GradientTree(virtual_shards // shards_of_round)
 
     def own_threads(self) -> AbstractContextManager[None]:
-        return self._workers.own_threads()
+        """A single worker has all threads."""
+        return nullcontext()
 
     def sum_shards(
-        self, work: ShardsWork, shards: Sequence[X | None]
+        self, work: ShardsWork | OnePassWork, shards: Sequence[X | None]
     ) -> tuple[list[Y | None], torch.Tensor | None]:
         """Every rank gets the same results, and its own part of the gradient (Slices.sum_roots)."""
         results: list[Y | None] = []
@@ -59,7 +57,31 @@ class RankedWorkers:
             round_results, gradient = self._sum_round(work, shards[first : first + self._round])
             results += round_results
             self._tree.push(gradient)
-        return results, self._tree.take()
+        return results, self._slice_of(self._tree.take())
+
+    @abstractmethod
+    def _sum_round(
+        self, work: ShardsWork | OnePassWork, shards: Sequence[X | None]
+    ) -> tuple[list[Y | None], torch.Tensor | None]:
+        """The results of all ranks, and this rank's part of the gradients' sum; None where there is none."""
+
+    def _slice_of(self, root: torch.Tensor | None) -> torch.Tensor | None:
+        """The rank's slice of the gradient, of the tree's root."""
+        return root
+
+    def close(self) -> None:  # noqa: B027, a rank without other processes has nothing to end
+        """End this rank's other processes."""
+
+
+class ReplicatedWorkers(RankedWorkers):
+    """RankedWorkers over whole weights. In a round each rank adds up `workers.shards` neighbours."""
+
+    def __init__(self, workers: Workers, slices: Slices, virtual_shards: int):
+        super().__init__(workers.shards * slices.ranks.size, virtual_shards)
+        self._workers, self._slices, self.n = workers, slices, workers.n
+
+    def own_threads(self) -> AbstractContextManager[None]:
+        return self._workers.own_threads()
 
     def _sum_round(
         self, work: ShardsWork, shards: Sequence[X | None]
@@ -77,7 +99,6 @@ class RankedWorkers:
         return [result for results, _ in outcomes for result in results], gradient
 
     def close(self) -> None:
-        """End this rank's other processes."""
         self._workers.close()
 
 

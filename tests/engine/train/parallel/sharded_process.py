@@ -18,7 +18,7 @@ from zero_process import CONFIG
 from zerokl.engine.config.run_config import OptimizerConfig
 from zerokl.engine.train.master_weights import SlicedWeights
 from zerokl.engine.train.optimizer import GradientOverflowError, Optimizer
-from zerokl.engine.train.parallel import sharded_model
+from zerokl.engine.train.parallel import data_parallel
 from zerokl.engine.train.parallel.fsdp import TreeReduceScatter
 from zerokl.engine.train.parallel.gathered import WholeWeights
 from zerokl.engine.train.parallel.gradient import GradientTree
@@ -177,7 +177,7 @@ def main() -> None:
             tree_sum, TreeReduceScatter.__call__ = TreeReduceScatter.__call__, plain_sum
             report["plain sum"] = compare(folder, dtype, ranks, device, 1)
             TreeReduceScatter.__call__ = tree_sum
-        sharded_model.GradientTree = Accumulated
+        data_parallel.GradientTree = Accumulated
         report["accumulated"] = compare(folder, dtype, ranks, device, 1)
         reports = ranks.gather(lambda: report)
         ranks.barrier()
