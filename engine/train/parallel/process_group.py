@@ -11,7 +11,7 @@ files.
 import gc
 import os
 import socket
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from importlib import import_module
@@ -71,11 +71,10 @@ class Ranks:
         with peers():
             dist.send(tensor, group=self.group, group_dst=receiver)
 
-    def receive(self, tensors: Iterable[tuple[torch.Tensor, int]]) -> None:
-        """Receive into each tensor what its rank sends. They may arrive in any order."""
+    def receive(self, tensor: torch.Tensor, sender: int) -> None:
+        """Receive what a rank sends."""
         with peers():
-            for request in [dist.irecv(x, group=self.group, group_src=sender) for x, sender in tensors]:
-                request.wait()
+            dist.recv(tensor, group=self.group, group_src=sender)
 
     def broadcast(self, tensor: torch.Tensor, sender: int) -> None:
         """Copy a rank's tensor into that of every other rank. All ranks must call this together."""

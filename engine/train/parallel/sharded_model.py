@@ -78,11 +78,6 @@ class ShardedModel:
         beside_rows = {name: x[rows[name]] for name, x in beside.items()}
         fill_pieces(self._named, self._all_pieces.parts, read_rows(folder, self.layout, rows) | beside_rows)
 
-    def load(self, flat: torch.Tensor) -> None:
-        """Set this rank's pieces from all weights, [layout.numel]."""
-        parts = self._all_pieces.parts
-        fill_pieces(self._named, parts, {part.name: flat[part.start : part.stop] for part in parts})
-
     def locals(self) -> list[torch.Tensor]:
         """This rank's piece of each Parameter that is trained, in fp32."""
         return [p.detach().to_local() for p in self.parameters]

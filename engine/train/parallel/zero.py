@@ -102,7 +102,7 @@ class Slices(Spread):
         for owner, part in enumerate(self.parts[1:], 1):
             if part.start < part.stop:
                 received = own_slice.new_empty(part.stop - part.start)
-                self.ranks.receive([(received, owner)])
+                self.ranks.receive(received, owner)
                 whole[part] = received.cpu()
         return whole
 

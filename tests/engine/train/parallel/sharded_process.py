@@ -105,7 +105,7 @@ def compare(
     layout, scale = Layout(CONFIG), 1024.0 if dtype == torch.float16 else 1.0
     model = ShardedModel(folder, layout, dtype, Numerics(), dtype == torch.bfloat16, ranks, device)
     policy = Decoder(layout.config, torch.zeros(layout.numel, dtype=dtype, device=device), layout)
-    whole = WholeWeights(model, policy)
+    whole = WholeWeights(model.gather_into, policy)
     ours = Optimizer(ShardedWeights(model, whole), CLIPPED, 100)
     workers, alone = ShardedWorkers(model, SHARDS), Alone(folder, layout, dtype, device)
     slices, unequal, work = ours.slices, dict.fromkeys(("gradient", "norm", "results"), 0), Work(scale)
