@@ -21,7 +21,7 @@ from ..rollout.pool.actor import identify, weight_bytes
 from ..rollout.pool.dispatch import Dispatcher
 from ..rollout.pool.sampler import PinnedSampler, Published
 from ..rollout.types import Completion, Request, Sampler
-from ..train.master_weights import MasterWeights
+from ..train.master_weights import SlicedWeights
 from ..train.parallel.workers import Workers
 
 
@@ -84,7 +84,7 @@ class _Lagged:
     def __init__(
         self,
         config: Config,
-        weights: MasterWeights,
+        weights: SlicedWeights,
         older: OlderWeights,
         scoring: Workers | None,
         differs: bool,
@@ -117,7 +117,7 @@ class LaggedSampler(_Lagged, DrawingSampler):
     """
 
     def __init__(
-        self, config: Config, weights: MasterWeights, older: OlderWeights, drawing: Drawing, scoring: Workers
+        self, config: Config, weights: SlicedWeights, older: OlderWeights, drawing: Drawing, scoring: Workers
     ):
         _Lagged.__init__(self, config, weights, older, scoring, scoring is not drawing.workers)
         DrawingSampler.__init__(self, drawing, config.perturb)
@@ -142,7 +142,7 @@ class PooledSampler(_Lagged):
     def __init__(
         self,
         config: Config,
-        weights: MasterWeights,
+        weights: SlicedWeights,
         older: OlderWeights,
         scoring: Workers | None,
         differs: bool,

@@ -42,7 +42,7 @@ from ..rollout.vllm.arguments import vllm_context
 from ..rollout.vllm.exact import VllmExactSampler
 from ..rollout.vllm.installed import is_cpu_build
 from ..rollout.vllm.sampler import VllmZeroklSampler
-from ..train.master_weights import MasterWeights
+from ..train.master_weights import SlicedWeights
 from ..train.parallel.scorer import Scorer, WorkersSampler
 from ..train.parallel.workers import ParallelSampler, Workers
 from .external import ExternalSampler, make_engine
@@ -63,7 +63,7 @@ def make_samplers(
     config: Config,
     model: Path,
     model_config: ModelConfig,
-    weights: MasterWeights,
+    weights: SlicedWeights,
     workers: Workers,
     micro_batch: int,
 ) -> Samplers:
@@ -103,7 +103,7 @@ class _Run(NamedTuple):
     config: Config
     model: Path
     model_config: ModelConfig
-    weights: MasterWeights
+    weights: SlicedWeights
 
 
 def _over_weights_of(workers: Workers, run: _Run) -> Sampler:
@@ -169,7 +169,7 @@ def _drawing(run: _Run, n: int, stopwatch: Stopwatch) -> Drawing:
 def _pooled(
     config: Config,
     model_config: ModelConfig,
-    weights: MasterWeights,
+    weights: SlicedWeights,
     workers: Workers,
     micro_batch: int,
     shared: WorkersSampler,
@@ -266,7 +266,7 @@ def numerics_of(config: Config, sampler: bool = False) -> Numerics:
 def _separate_workers(
     config: Config,
     model_config: ModelConfig,
-    weights: MasterWeights,
+    weights: SlicedWeights,
     n: int,
     sampler: bool,
     stopwatch: Stopwatch | None = None,
@@ -296,7 +296,7 @@ class SeparateSampler(DrawingSampler):
     """
 
     def __init__(
-        self, config: Config, drawing: Drawing, weights: MasterWeights, scoring: Workers | None = None
+        self, config: Config, drawing: Drawing, weights: SlicedWeights, scoring: Workers | None = None
     ):
         super().__init__(drawing, config.perturb)
         self._config, self._scoring, self._weights = config, scoring, weights

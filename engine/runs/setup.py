@@ -31,7 +31,7 @@ from ..tasks.tokenizer import Tokenizer
 from ..train.ahead import Ahead
 from ..train.loss_scaling import LossScaler
 from ..train.optimizer import Optimizer
-from ..train.parallel.data_parallel import RankedEquivalence, RankedSampler, RankedScorer, RankedWorkers
+from ..train.parallel.data_parallel import RankedEquivalence, RankedSampler, RankedScorer, ReplicatedWorkers
 from ..train.parallel.process_group import ALONE, Ranks
 from ..train.parallel.scorer import Scorer, frozen
 from ..train.parallel.workers import Workers, automatic
@@ -157,7 +157,7 @@ def _replicated_engine(run: EngineInputs, sizes: PassSizes, stopwatch: Stopwatch
     return Engine(
         policy,
         optimizer,
-        RankedWorkers(workers, slices, config.virtual_shards),
+        ReplicatedWorkers(workers, slices, config.virtual_shards),
         _spread(samplers, ranks),
         RankedScorer(ref_policy, ranks) if ref_policy else None,
         RankedScorer(critic, ranks) if critic else None,

@@ -38,10 +38,10 @@ class Piece:
 
 
 class MasterWeights(ABC):
-    """The master weights of one rank. `numel` of them, all trained, have a gradient and moments.
+    """The master weights of one rank, whose optimizer updates `numel` of them.
 
-    decoder: computes with all weights. slices: of what is trained, over the ranks, by which the norm and the
-    ledger read gradient, moments and weights. A method that says so must be called by all ranks together.
+    decoder: computes with all weights. slices: of what is trained, over the ranks; the norm and the ledger
+    read gradient, moments and weights by them. Where something is sent, all ranks call a method together.
     """
 
     decoder: Decoder
@@ -59,60 +59,42 @@ class MasterWeights(ABC):
 
     @abstractmethod
     def pieces(self) -> Iterator[Piece]:
-        """This rank's pieces."""
+        """Where they lie."""
 
     @abstractmethod
     def matrices(self) -> Iterator[torch.Tensor]:
-        """Views of those that are parts of matrices: weight decay is theirs alone."""
+        """Those of matrices, which alone decay."""
 
     @abstractmethod
     def changed(self) -> None:
-        """Bring what computes up to date, in all ranks together, after the pieces have changed."""
+        """Bring what computes up to date, in all ranks, after the pieces have changed."""
 
     def to_slice(self, vector: torch.Tensor) -> torch.Tensor:
-        """This rank's slice of what has an element [numel] for each weight. All ranks call it together."""
+        """This rank's slice of what has an element [numel] for each weight."""
         return vector
 
     def from_slice(self, own_slice: torch.Tensor) -> torch.Tensor:
-        """What to_slice was given; [numel] or longer. All ranks call it together."""
+        """What to_slice was given, from the slice; what follows in either does not count."""
         return own_slice
 
     @abstractmethod
-    def load(self, weights: torch.Tensor) -> None:
-        """Replace all by `weights` [layout.numel] fp32, in every rank."""
-
-    @abstractmethod
-    def whole(self) -> torch.Tensor:
-        """All of them, [layout.numel] fp32, in every rank; a call of all ranks.
-
-        The next update may change this tensor.
-        """
-
-    def whole_model(self) -> torch.Tensor:
-        """The model that they make, [decoder.layout.numel] fp32; as `whole`."""
-        return self.whole()
-
-    @abstractmethod
     def collect(self) -> torch.Tensor | None:
-        """As `whole`, at least in rank 0. The other ranks may get None."""
+        """All weights, [layout.numel] fp32, at least in rank 0. The next update may change this tensor."""
 
     @abstractmethod
     def frozen_views(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """The name in the checkpoint and the fp32 values of each weight of the model that is not trained.
-
-        All ranks iterate together.
-        """
+        """The name in the checkpoint and the fp32 values of each weight of the model that is not trained."""
 
     @abstractmethod
     def hash(self) -> Tree:
-        """The hash tree of what is trained. All ranks call this together."""
+        """The hash tree of what is trained."""
 
     @abstractmethod
     def hash_compute(self) -> Tree | None:
-        """That of the compute weights; None where they are the master weights. A call of all ranks."""
+        """That of the compute weights; None where they are the master weights."""
 
     def gathered(self) -> AbstractContextManager[None]:
-        """Inside this context the decoder has all its weights. All ranks must enter it together."""
+        """Inside this context the decoder has all its weights."""
         return nullcontext()
 
 
@@ -146,10 +128,7 @@ class SlicedWeights(MasterWeights):
 
     @property
     def in_place(self) -> bool:
-        """Whether the master weights lie in `_flat` itself.
-
-        Those of an fp32 decoder are its weights, unless these are quantised.
-        """
+        """Whether they lie in `_flat` itself: those of an fp32 decoder are its weights, if not quantised."""
         return self.decoder.dtype == torch.float32 and self._quantisation is None
 
     @property
@@ -182,7 +161,9 @@ class SlicedWeights(MasterWeights):
         if self._quantisation is not None:
             quantise_all(views(self._flat), self._quantisation)
 
+    @torch.no_grad()
     def load(self, weights: torch.Tensor) -> None:
+        """Replace all by `weights` [layout.numel] fp32, in every rank."""
         self._flat.copy_(weights)
         if not self.in_place:
             self.master.copy_(weights[self.slices.own])
@@ -190,7 +171,12 @@ class SlicedWeights(MasterWeights):
         self._quantise(self.layout.checkpoint_views)
 
     def whole(self) -> torch.Tensor:
+        """As `collect`, in every rank."""
         return self._flat if self.in_place else self._with_frozen(self.slices.everywhere(self.master))
+
+    def whole_model(self) -> torch.Tensor:
+        """The model that they make, [decoder.layout.numel] fp32, in every rank."""
+        return self.whole()
 
     def collect(self) -> torch.Tensor | None:
         if self.in_place:
@@ -199,21 +185,20 @@ class SlicedWeights(MasterWeights):
         return None if trained is None else self._with_frozen(trained)
 
     def _keep_frozen(self, weights: torch.Tensor) -> None:
-        """Keep the frozen part of `weights` in fp32, on the host: nothing computes with it."""
-        self._frozen = None if self.in_place else weights[self.layout.trained_numel :].to("cpu", copy=True)
+        """Keep what is not trained, [layout.numel - layout.trained_numel] fp32.
 
-    @property
-    def _frozen_part(self) -> torch.Tensor:
-        """The weights that are not trained, [layout.numel - layout.trained_numel] fp32."""
-        return self._flat[self.layout.trained_numel :] if self.in_place else self._frozen
+        Nothing computes with it, so it lies on the host, if not in `_flat`.
+        """
+        place = slice(self.layout.trained_numel, None)
+        self._frozen = self._flat[place] if self.in_place else weights[place].to("cpu", copy=True)
 
     def frozen_views(self) -> Iterator[tuple[str, torch.Tensor]]:
-        yield from self.layout.frozen_views(self._frozen_part).items()
+        yield from self.layout.frozen_views(self._frozen).items()
 
     def _with_frozen(self, trained: torch.Tensor) -> torch.Tensor:
         """The trained weights with the frozen ones after them, [layout.numel]."""
-        frozen = self._frozen_part
-        return torch.cat([trained, frozen.to(trained.device)]) if len(frozen) else trained
+        frozen = self._frozen.to(trained.device)
+        return torch.cat([trained, frozen]) if len(frozen) else trained
 
     def hash(self) -> Tree:
         if self.in_place:  # the hash is of this rank's copy, so that ranks with different copies are found

@@ -60,14 +60,6 @@ class ShardedWeights(MasterWeights):
         place = self.slices.own
         return self._pieces.from_slice(own_slice[: place.stop - place.start].to(self.decoder.device))
 
-    def load(self, weights: torch.Tensor) -> None:
-        self._model.load(weights)
-
-    def whole(self) -> torch.Tensor:
-        flat = torch.zeros(self.layout.numel, device=self.decoder.device)
-        self._model.gather_into(flat)
-        return flat
-
     def collect(self) -> torch.Tensor | None:
         """In rank 0 alone. Each weight is gathered in its turn."""
         flat = torch.zeros(self.layout.numel) if self.slices.ranks.first else None

@@ -18,7 +18,7 @@ from zero_process import CONFIG
 from zerokl.engine.config.run_config import OptimizerConfig
 from zerokl.engine.train.master_weights import SlicedWeights
 from zerokl.engine.train.optimizer import GradientOverflowError, Optimizer
-from zerokl.engine.train.parallel import sharded_model
+from zerokl.engine.train.parallel import data_parallel
 from zerokl.engine.train.parallel.fsdp import TreeReduceScatter
 from zerokl.engine.train.parallel.gathered import WholeWeights
 from zerokl.engine.train.parallel.gradient import GradientTree
@@ -105,7 +105,7 @@ def compare(
     layout, scale = Layout(CONFIG), 1024.0 if dtype == torch.float16 else 1.0
     model = ShardedModel(folder, layout, dtype, Numerics(), dtype == torch.bfloat16, ranks, device)
     policy = Decoder(layout.config, torch.zeros(layout.numel, dtype=dtype, device=device), layout)
-    whole = WholeWeights(model, policy)
+    whole = WholeWeights(model.gather_into, policy)
     ours = Optimizer(ShardedWeights(model, whole), CLIPPED, 100)
     workers, alone = ShardedWorkers(model, SHARDS), Alone(folder, layout, dtype, device)
     slices, unequal, work = ours.slices, dict.fromkeys(("gradient", "norm", "results"), 0), Work(scale)
@@ -177,7 +177,7 @@ def main() -> None:
             tree_sum, TreeReduceScatter.__call__ = TreeReduceScatter.__call__, plain_sum
             report["plain sum"] = compare(folder, dtype, ranks, device, 1)
             TreeReduceScatter.__call__ = tree_sum
-        sharded_model.GradientTree = Accumulated
+        data_parallel.GradientTree = Accumulated
         report["accumulated"] = compare(folder, dtype, ranks, device, 1)
         reports = ranks.gather(lambda: report)
         ranks.barrier()

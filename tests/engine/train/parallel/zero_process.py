@@ -8,12 +8,13 @@ import os
 import sys
 
 import torch
+import zerokl.engine.train.parallel.gradient as gradient_module
 import zerokl.engine.train.parallel.zero as slices_module
 from torch.distributed.device_mesh import init_device_mesh
 from zerokl.engine.config.run_config import OptimizerConfig
 from zerokl.engine.train.master_weights import SlicedWeights
 from zerokl.engine.train.optimizer import GradientOverflowError, Optimizer
-from zerokl.engine.train.parallel.data_parallel import RankedWorkers
+from zerokl.engine.train.parallel.data_parallel import ReplicatedWorkers
 from zerokl.engine.train.parallel.gradient import GradientTree, add_roots
 from zerokl.engine.train.parallel.process_group import Ranks, join_ranks
 from zerokl.engine.train.parallel.tree_hash import hash_tree
@@ -99,12 +100,12 @@ def count_in_wrong_order(
 
     right: this rank's part of the gradient, from roots added in the right order.
     """
-    right, add_in_order = right.clone(), slices_module.add_roots
-    slices_module.add_roots = lambda parts: add_in_order([*parts[1:], parts[0]])
+    right, add_in_order = right.clone(), gradient_module.add_roots
+    gradient_module.add_roots = lambda parts: add_in_order([*parts[1:], parts[0]])
     try:
         return count_unequal(slices.sum_roots(copied(root), has_root), right)
     finally:
-        slices_module.add_roots = add_in_order
+        gradient_module.add_roots = add_in_order
 
 
 def overflowing_weight(optimizer: Optimizer) -> str:
@@ -182,7 +183,7 @@ def rounds(ranks: Ranks, layout: Layout) -> dict[int, list[int]]:
             return call(root, has_root)
 
         slices.sum_roots = counted
-        workers = RankedWorkers(GivenGradients(at_once, layout.numel), slices, 16)
+        workers = ReplicatedWorkers(GivenGradients(at_once, layout.numel), slices, 16)
         results, gradient = workers.sum_shards(None, shards)
         assert results == shards
         counts, unequal = exchanges, count_unequal(gradient, whole)
