@@ -1,6 +1,6 @@
 """A run's sampling with and without guessed tokens (native.speculate), by turns, on one core.
 
-    python -m zerokl.benchmarks.speculate [--preset turns] [--model FOLDER] [--k 4] [--steps 40] [key=value]
+    python -m zerokl.benchmarks.speculate [--preset turns] [--model FOLDER] [--k 4] [key=value ...]
 
 The run draws each call's trajectories without guesses. Then two samplers draw the same requests again, over
 the same weights: one guesses nothing, and the other guesses up to k tokens ahead. They begin by turns. All
@@ -81,12 +81,12 @@ class Call(NamedTuple):
 class ByTurns(NativeSampler):
     """Draws as the run asks, and then twice more."""
 
-    k = 4
+    k, at_once = 4, 64
     calls: list[Call] = []  # noqa: RUF012 (there is one run)
 
     def __init__(self, decoder, *args, **kwargs):
         super().__init__(decoder, *args, **kwargs)
-        self._both = NativeSampler(decoder), NativeSampler(decoder, speculate=self.k)
+        self._both = [NativeSampler(decoder, self.at_once, speculate=k) for k in (0, self.k)]
 
     def generate(self, requests: Sequence[Request]) -> list[Completion]:
         completions = super().generate(requests)
@@ -141,18 +141,19 @@ def main() -> None:
     parser.add_argument("--config", default=None)
     parser.add_argument("--model", default=None)
     parser.add_argument("--k", type=int, default=4)
+    parser.add_argument("--at_once", type=int, default=64, help="samples that are drawn together")
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("settings", nargs="*", help="key=value")
     args = parser.parse_args()
     settings = SETTINGS | {"steps": args.steps} | dict(pair.split("=", 1) for pair in args.settings)
     if args.model:
         settings["model"] = args.model
-    ByTurns.k, worker.NativeSampler = args.k, ByTurns
+    ByTurns.k, ByTurns.at_once, worker.NativeSampler = args.k, args.at_once, ByTurns
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
         train(load_config(args.config, args.preset, settings), Path(folder) / "run")
     half = len(ByTurns.calls) // 2
-    print(f"k {args.k}")
+    print(f"k {args.k}, {args.at_once} samples at once")
     print(f"first half   {shown(ByTurns.calls[:half])}")
     print(f"second half  {shown(ByTurns.calls[half:])}")
 

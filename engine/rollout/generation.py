@@ -173,7 +173,8 @@ class Generation:
 
     def _draw(self) -> None:
         """Turns of the running samples; one turn where a token is guessed."""
-        guesses = [sample.guesses.next() if sample.guesses else [] for sample in self.running]
+        n = len(self.running)
+        guesses = [sample.guesses.next(n) if sample.guesses else [] for sample in self.running]
         if any(guesses):
             self._draw_guessed(guesses)
         else:

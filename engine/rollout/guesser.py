@@ -17,7 +17,7 @@ from ...kernels.philox import Stream
 from .types import Request, RngKey
 
 # Tokens of an end that is looked for, longest first.
-_ENDS = (8, 4, 2)
+_ENDS = (8, 4)
 # A place is one number: that of its text, and below it the place of a token in the text.
 _PLACE_BITS = 32
 # Groups whose prompts are remembered.
@@ -118,12 +118,11 @@ class TextGuesser:
 
     def _add(self, text: _Text, new: Sequence[int]) -> None:
         """Append ids. An end is found from the moment on at which an id follows it."""
-        ids, prompt, number = text.ids, text.prompt, text.number << _PLACE_BITS
-        for token in new:
-            place = len(ids)
+        ids, slots, slot, number = text.ids, self._slots, self._slot, text.number << _PLACE_BITS
+        for place, token in enumerate(new, len(ids)):
             for n in _ENDS:
                 if n <= place:
-                    self._slots[self._slot(prompt, ids[place - n :])] = number | place
+                    slots[slot(text.prompt, ids[place - n :])] = number | place
             ids.append(token)
         text.read += len(new)
         if text.number in self._texts:

@@ -90,7 +90,8 @@ class NativeSampler:
         self._cache_bytes = cache_bytes
         self._speculation: Speculation | None = None
         if speculate:
-            self._speculation = Speculation(guesser or TextGuesser(), speculate, decoder.config.vocab_size)
+            vocab, device = decoder.config.vocab_size, decoder.device
+            self._speculation = Speculation(guesser or TextGuesser(), speculate, vocab, device)
         self._memory: DecodeMemory | None = None
         self._fit = 0  # blocks that the cache's limit allowed when _memory was made
         self._decoding: dict[_Kind, DecodeRows] = {}

@@ -96,8 +96,7 @@ def guessed(sampler: NativeSampler) -> tuple[int, int]:
 @pytest.fixture(autouse=True)
 def _always(monkeypatch):
     """Every guess is worth it, so that a guesser that is always wrong is asked in every turn."""
-    monkeypatch.setattr(speculation, "_WORTH", 0.0)
-    monkeypatch.setattr(speculation._Chance, "worth", lambda chance: 1 << 20)
+    monkeypatch.setattr(speculation._Chance, "worth", lambda chance, least: 1 << 20)
 
 
 @property_settings(12)
