@@ -18,8 +18,9 @@ from torch.overrides import TorchFunctionMode
 from ...engine.rollout.hf import HfGenerator
 from ...kernels.sampling_params import SamplingParams
 from ...kernels.truncation import scaled_logits
+from ...model.config import ModelConfig
 from ...model.operation import Shown
-from ...model.operations import in_order, sites
+from ...model.operations import ANY_SIZES, in_order, sites
 from ...verify.operation_outputs import Trace
 from .engine import DISTRIBUTIONS, TOGETHER, Pair
 from .modules import module_at, output
@@ -97,9 +98,9 @@ class HfEngine(HfGenerator):
     def trace(self, pair: Pair, sampling_params: SamplingParams) -> Trace:
         prompt, completion = pair
         trace: Trace = {}
-        layers = len(self.model.model.layers)
+        layers, config = len(self.model.model.layers), _known_config(self.model)
         with _Hooks(trace) as hooks, _AttentionInputs(trace, self.model.config) as attention:
-            for name, row, site in sites("transformers", layers):
+            for name, row, site in sites("transformers", layers, config or ANY_SIZES):
                 module = module_at(self.model, row, site)
                 if module is None:
                     continue
@@ -111,10 +112,18 @@ class HfEngine(HfGenerator):
                     hooks.handles.append(module.register_forward_pre_hook(attention.enter(site.shown, name)))
             logits = self.model(self.tensor([[*prompt, *completion[:-1]]]), use_cache=False).logits[0]
         trace["logprob"] = _logprobs(logits[len(prompt) - 1 :], completion, sampling_params).unsqueeze(1)
-        return in_order(trace, layers)
+        return in_order(trace, layers, config)
 
     def drop_caches(self) -> bool:
         return False
+
+
+def _known_config(model: torch.nn.Module) -> ModelConfig | None:
+    """The config of a model of a family that zerokl computes."""
+    try:
+        return ModelConfig.from_dict(model.config.to_dict() | {"architectures": [type(model).__name__]})
+    except ValueError:
+        return None
 
 
 class _WideLmHead(torch.nn.Module):

@@ -1,4 +1,4 @@
-"""The gated MLP:  y = down(silu(gate x) * up x). As in vLLM, gate and up are one matrix.
+"""The gated MLP:  y = down(silu(gate x) * up x), or with GELU. As in vLLM, gate and up are one matrix.
 
 Shapes: T tokens of packed sequences, D hidden size, I intermediate size.
 """
@@ -6,6 +6,7 @@ Shapes: T tokens of packed sequences, D hidden size, I intermediate size.
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from ...kernels.gelu_mul import gelu_mul
 from ...kernels.linear import linear
 from ...kernels.silu_mul import silu_mul
 from ..operation import Equation, Operation, Shown, Site, projection_row
@@ -17,18 +18,25 @@ from .block import Block, LayerRun, LayerWeights, Rows, Weight
 class GatedMlp(Block):
     """An MLP whose inner rows are gated."""
 
+    activation: str | None = None  # of the gate: None is silu, gelu_tanh is GELU in its tanh form
+    fused_names: bool | None = None  # a checkpoint has gate and up as one tensor
+
     def weights(self, c: Sizes) -> Iterator[Weight]:
         """gate_up [2 I, D], down [D, I]."""
         D, I = c.hidden_size, c.intermediate_size
-        yield Weight("gate_up", (D,), (("mlp.gate_proj.weight", I), ("mlp.up_proj.weight", I)))
+        parts = ("mlp.gate_proj.weight", I), ("mlp.up_proj.weight", I)
+        if self.fused_names:
+            parts = (("mlp.gate_up_proj.weight", 2 * I),)
+        yield Weight("gate_up", (D,), parts)
         yield Weight("down", (I,), (("mlp.down_proj.weight", D),))
 
     def operations(self, c: Sizes, x: str) -> tuple[Operation, ...]:
         D, I = c.hidden_size, c.intermediate_size
         gate_up = {"vllm": "mlp.gate_up_proj", "fused": "gate_up", "kept": I}
-        silu_mul_row = Operation(
-            name="silu_mul",
-            equation=Equation.SILU_MUL,
+        gated = "gelu_mul" if self.activation else "silu_mul"
+        gated_row = Operation(
+            name=gated,
+            equation=Equation.GELU_MUL if self.activation else Equation.SILU_MUL,
             reads=("gate_proj", "up_proj"),
             width=I,
             kept=I,
@@ -39,16 +47,20 @@ class GatedMlp(Block):
         return (
             projection_row("gate_proj", x, D, I, "mlp.gate_proj", **gate_up),
             projection_row("up_proj", x, D, I, "mlp.up_proj", **gate_up),
-            silu_mul_row,
-            projection_row("down_proj", "silu_mul", I, D, "mlp.down_proj"),
+            gated_row,
+            projection_row("down_proj", gated, I, D, "mlp.down_proj"),
         )
 
     def forward(self, w: LayerWeights, rows: Rows, layer: LayerRun) -> Rows:
         in_pass, tiles = rows.context.in_pass, layer.numerics.tiles
         x = linear(rows.x, w["gate_up"], None, in_pass, tiles)
         layer.show("gate_up", x)
-        x = silu_mul(x)
-        layer.show("silu_mul", x)
+        if self.activation:
+            x = gelu_mul(x)
+            layer.show("gelu_mul", x)
+        else:
+            x = silu_mul(x)
+            layer.show("silu_mul", x)
         x = linear(x, w["down"], None, in_pass, tiles)
         layer.show("down_proj", x)
         return Rows(x, rows.residual, rows.context)
