@@ -27,6 +27,7 @@ from .decode_heads_triton import heads_to_cache
 from .draw_triton import draw_tokens
 from .embedding_triton import embedding_bwd, sorted_ids
 from .expert_rows_triton import ExpertTables, rows_of_tokens, runs_of_experts, sort_slots, sum_slots
+from .gelu_mul_triton import gelu_mul_bwd, gelu_mul_fwd
 from .given_softmax_triton import given_weights
 from .grouped_linear_triton import add_expert_runs, grouped_matmul
 from .launch import Launch, recorded_launches
@@ -163,6 +164,7 @@ def _elementwise(dtype: torch.dtype) -> Iterator[Case]:
     yield f"silu_mul {name}", lambda: silu_mul_bwd(silu_mul_fwd(gate_up), gate_up)
     e, z = _meta(dtype, 256, D), _meta(dtype, 256, 1)
     yield f"add_shared {name}", lambda: add_shared_bwd(add_shared_fwd(e, e, z), e, z)
+    yield f"gelu_mul {name}", lambda: gelu_mul_bwd(gelu_mul_fwd(gate_up), gate_up)
     for D in (64, 128):
         x, cos = _meta(dtype, 256, 24, D), _meta(FP32, 256, D // 2)
         yield f"rope {name} D={D}", lambda x=x, cos=cos: rotate(x, cos, cos, inverse=False)

@@ -29,11 +29,13 @@ from .sizes import Experts, Sizes
 class ModelConfig(Sizes):
     """What a decoder computes, beside its weights.
 
-    blocks: of each layer. From them follow the weights (weights.py), the operations (operations.py), and the
-    forward (decoder.py).
+    blocks: of each layer. embedding, head: of what lies outside of them. From them follow the weights
+    (weights.py), the operations (operations.py), and the forward (decoder.py).
     """
 
     blocks: tuple[Layer, ...]
+    embedding: Embedding
+    head: Head
 
     @classmethod
     def from_file(cls, folder: str | Path) -> "ModelConfig":
@@ -63,7 +65,8 @@ class ModelConfig(Sizes):
         file = ConfigFile(file.raw, source, family.defaults)
         try:
             file.refuse_common()
-            config = cls(**_sizes(family, file), blocks=tuple(family.layers(file)))
+            outside = {"embedding": family.embedding(file), "head": family.head(file)}
+            config = cls(**_sizes(family, file), blocks=tuple(family.layers(file)), **outside)
             if file.fields.attention_bias and not config.values["qkv_bias"]:
                 file.refuse("attention_bias", True, f"a {name} has no biases")
             file.refuse_unknown()
@@ -103,14 +106,23 @@ class ModelConfig(Sizes):
     def values(self) -> dict[str, Any]:
         """What decides the computation, by name, as JSON holds it: sizes, and the variants of the blocks."""
         sizes = {f.name: getattr(self, f.name) for f in fields(Sizes) if f.compare}
-        scaling, rotary_dim = sizes.pop("rope_scaling"), sizes.pop("rotary_dim")
+        scaling, rotary_dim, _ = (sizes.pop(x) for x in ("rope_scaling", "rotary_dim", "norm_plus_one"))
         is_llama3 = scaling is not None and scaling["rope_type"] == "llama3"
         sizes["rope_llama3"] = {k: v for k, v in scaling.items() if k != "rope_type"} if is_llama3 else None
         if scaling is not None and not is_llama3:
             sizes["rope_scaling"] = scaling
         if rotary_dim != self.head_dim:
             sizes["rotary_dim"] = rotary_dim
-        return sizes | {name: x for block in self.distinct_blocks for name, x in block.values.items()}
+        return sizes | self.embedding.values | self.head.values | self._variants
+
+    @property
+    def _variants(self) -> dict[str, Any]:
+        """The variants of the blocks by name: a list, one entry a layer that has it, where layers differ."""
+        by_layer: dict[str, list[Any]] = {}
+        for layer in self.blocks:
+            for name, value in {k: v for branch in layer for k, v in branch.values.items()}.items():
+                by_layer.setdefault(name, []).append(value)
+        return {name: x[0] if all(y == x[0] for y in x) else x for name, x in by_layer.items()}
 
     def stream(self, i: int) -> str:
         """The name in a trace of the residual stream before layer i; before layer 0 it is the embedding."""
@@ -126,7 +138,7 @@ class ModelConfig(Sizes):
     @cached_property
     def outside_operations(self) -> tuple[tuple[Operation, ...], tuple[Operation, ...]]:
         """The operations before the first layer, and after the last one, in the order of computation."""
-        return Embedding().operations(self), Head().operations(self)
+        return self.embedding.operations(self), self.head.operations(self)
 
     @cached_property
     def layer_operations(self) -> tuple[tuple[Operation, ...], ...]:
@@ -154,6 +166,7 @@ def _sizes(family: Family, file: ConfigFile) -> dict[str, Any]:
         "rope_theta": rope.theta,
         "rope_scaling": rope.scaling,
         "rotary_dim": int(head_dim * rope.share),
+        "norm_plus_one": family.norm_plus_one,
         "tied": c.tie_word_embeddings,
         "raw": dict(file.raw),
     }

@@ -97,6 +97,8 @@ _OFF: dict[str, tuple[object, ...]] = {
     "rope_interleaved": (False,),
     "is_llama_config": (True, False),
 }
+# Activation -> an older name of it, where a family has it.
+_OLDER_ACTIVATIONS = {"gelu_pytorch_tanh": "gelu"}
 
 
 class _Looked(dict[str, Any]):
@@ -189,7 +191,8 @@ class ConfigFile:
             method = raw["quantization_config"].get("quant_method", "?")
             self.refuse("quantization_config", method, "use unquantised weights")
         allowed = self.defaults.get("hidden_act", "silu")
-        if (activation := raw.get("hidden_act", allowed)) != allowed:
+        activation = raw.get("hidden_act", allowed)
+        if activation not in (allowed, _OLDER_ACTIVATIONS.get(allowed)):
             self.refuse("hidden_act", activation, f"only {allowed} is")
         if "use_sliding_window" in self.defaults | raw:  # then it governs these two
             raw.looked_at.update({"sliding_window", "max_window_layers"})

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
+from .blocks.embedding import Embedding, Head
 from .blocks.residual import Layer
 from .config_file import ConfigFile
 
@@ -22,6 +23,8 @@ class Family:
         the default of CommonFields (config_file.py) or of the family's own fields.
     rope_types: other names that the family has for a type of rotary embedding.
     partial_rotary: whether partial_rotary_factor may be below 1.
+    norm_plus_one: whether a norm multiplies by 1 + its weight.
+    embedding, head: what lies outside of layers, from config.json.
     small: fields of config.json of the small model of `zerokl init --preset MODEL_TYPE`, beside its sizes.
     """
 
@@ -30,4 +33,7 @@ class Family:
     defaults: Mapping[str, Any] = field(default_factory=lambda: _NONE)
     rope_types: Mapping[str, str] = field(default_factory=lambda: _NONE)
     partial_rotary: bool = False
+    norm_plus_one: bool = False
+    embedding: Callable[[ConfigFile], Embedding] = lambda config: Embedding()
+    head: Callable[[ConfigFile], Head] = lambda config: Head()
     small: Mapping[str, Any] = field(default_factory=lambda: _NONE)

@@ -68,6 +68,7 @@ class Sizes:
     rope_theta: float
     rope_scaling: dict[str, Any] | None  # kernels/rope_scaling.py
     rotary_dim: int  # elements of a head that are rotated, its first ones
+    norm_plus_one: bool  # a norm multiplies by 1 + its weight
     tied: bool  # lm_head shares the embedding's weight
     raw: dict[str, Any] = dataclasses.field(repr=False, compare=False)  # config.json as read
 

@@ -17,7 +17,6 @@ import torch
 
 from ..kernels.block_digest import BLOCK
 from .blocks.block import LayerWeights, Weight
-from .blocks.embedding import Embedding, Head
 from .buffers import all_as_numbers
 from .config import ModelConfig
 
@@ -201,10 +200,10 @@ class Layout(FlatLayout):
 
 def _weights(config: ModelConfig) -> Iterator[tuple[str, Weight]]:
     """All weights in their order in the flat tensor, each with the prefix of its layer ("" in no layer)."""
-    yield from (("", weight) for weight in Embedding().weights(config))
+    yield from (("", weight) for weight in config.embedding.weights(config))
     for i, layer in enumerate(config.blocks):
         yield from ((f"layers.{i}.", weight) for branch in layer for weight in branch.weights(config))
-    yield from (("", weight) for weight in Head().weights(config))
+    yield from (("", weight) for weight in config.head.weights(config))
 
 
 def _part_views(entries: Iterable[Entry], flat: torch.Tensor, start: int) -> dict[str, torch.Tensor]:

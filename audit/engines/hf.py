@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 from ...engine.rollout.hf import HfGenerator
 from ...kernels.sampling_params import SamplingParams
 from ...kernels.truncation import scaled_logits
-from ...model.families import FAMILIES
+from ...model.config import ModelConfig
 from ...model.operation import Shown
 from ...model.operations import in_order, sites
 from ...verify.operation_outputs import Trace
@@ -52,7 +52,7 @@ class HfEngine(HfGenerator):
     ):
         super().__init__(folder, dtype, attention, device)
         self.name = "hf-eager" if attention == "eager" else "hf"
-        self._is_known = type(self.model).__name__ in FAMILIES
+        self._config = _known_config(folder)
         if head not in (None, dtype):
             lm_head = self.model.get_output_embeddings()
             self.model.set_output_embeddings(_WideLmHead(lm_head, head))
@@ -102,12 +102,12 @@ class HfEngine(HfGenerator):
     @torch.no_grad()
     def trace(self, pair: Pair, sampling_params: SamplingParams) -> Trace:
         prompt, completion = pair
-        if not self._is_known:
+        if self._config is None:
             return self._trace_modules(pair, sampling_params)
         trace: Trace = {}
-        layers = len(self.model.model.layers)
+        layers, config = len(self.model.model.layers), self._config
         with _Hooks(trace) as hooks, _AttentionInputs(trace, self.model.config) as attention:
-            for name, row, site in sites("transformers", layers):
+            for name, row, site in sites("transformers", layers, config):
                 module = module_at(self.model, row, site)
                 if module is None:
                     continue
@@ -119,7 +119,7 @@ class HfEngine(HfGenerator):
                     hooks.handles.append(module.register_forward_pre_hook(attention.enter(site.shown, name)))
             logits = self.model(self.tensor([[*prompt, *completion[:-1]]]), use_cache=False).logits[0]
         trace["logprob"] = _logprobs(logits[len(prompt) - 1 :], completion, sampling_params).unsqueeze(1)
-        return in_order(trace, layers)
+        return in_order(trace, layers, config)
 
     def _trace_modules(self, pair: Pair, sampling_params: SamplingParams) -> Trace:
         """The trace of a family whose operations have no names here: its modules, logits and logprob."""
@@ -139,6 +139,14 @@ def _cache_of(model: torch.nn.Module, out: Any) -> dict[str, Any]:
     caches = (getattr(out, name, None) for name in ("cache", "past_key_values", "cache_params"))
     cache = next((x for x in caches if x is not None), None)
     return {} if cache is None else cache_argument(model, cache)
+
+
+def _known_config(folder: Path) -> ModelConfig | None:
+    """The config of a folder; None for a model that zerokl has no decoder of."""
+    try:
+        return ModelConfig.from_file(folder)
+    except ValueError:
+        return None
 
 
 class _WideLmHead(torch.nn.Module):

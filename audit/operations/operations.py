@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
+from ...kernels.rope_scaling import attention_factor
 from ...kernels.sampling_params import SamplingParams
 from ...kernels.truncation import scaled_logits_ref
 from ...model.checkpoint import load_decoder
@@ -67,9 +68,11 @@ def weight_names(op: str, checkpoint: Checkpoint) -> tuple[str, str | None]:
     prefix, row = split_name(op)[0], operation(op, checkpoint.config)
     if row.equation not in _WEIGHTED:
         return "", None
-    module = row.weight or row.transformers.module
-    if module == "lm_head":
+    if row.name == "logits":
         return checkpoint.lm_head, None
+    if row.equation is Equation.EMBEDDING:
+        return "model.embed_tokens.weight", None
+    module = row.weight or row.transformers.module
     module = f"model.{prefix}{module}" if prefix else module
     bias = f"{module}.bias"
     return f"{module}.weight", bias if bias in checkpoint.weights else None
@@ -101,23 +104,26 @@ class Operations:
     def compute(self, op: str, lookup: Lookup) -> Tensor:
         """The output of an operation, [T, width], from its inputs."""
         config = self.checkpoint.config
-        equation = operation(op, config).equation
+        row = operation(op, config)
         x = [lookup(name).to(self.dtype) for name in input_names(op, config)]
         name, bias = weight_names(op, self.checkpoint)
-        match equation:
+        match row.equation:
             case Equation.EMBEDDING:
                 ids = torch.tensor([*self.prompt, *self.completion[:-1]], device=self.checkpoint.device)
-                return self.checkpoint.weights[name][ids].to(self.dtype)
+                return self.checkpoint.weights[name][ids].to(self.dtype) * row.factor
             case Equation.LINEAR:
-                return linear(x[0], self.checkpoint.weights[name], self.weight(bias) if bias else None)
+                y = linear(x[0], self.checkpoint.weights[name], self.weight(bias) if bias else None)
+                return y if row.factor == 1.0 else y * row.factor
             case Equation.NORM:
-                return self.norm(x[0], self.weight(name), config.eps)
+                return self.norm(x[0], self.weight(name) + config.norm_plus_one, config.eps)
             case Equation.ROPE:
                 return self.rope(x[0], config.frequencies)
             case Equation.ATTENTION:
-                return self.attention(*x)
+                return self.attention(*x, row.factor)
             case Equation.SILU_MUL:
                 return F.silu(x[0]) * x[1]
+            case Equation.GELU_MUL:
+                return F.gelu(x[0], approximate="tanh") * x[1]
             case Equation.EXPERTS:
                 # The router's logits as they are: rounded to another dtype they may choose other experts.
                 logits = lookup(input_names(op, config)[1])
@@ -125,7 +131,7 @@ class Operations:
             case Equation.ADD_GATED:
                 return x[0] + torch.sigmoid(x[2].to(self.wide)).to(self.dtype) * x[1]
             case Equation.SUM:
-                return x[0] + x[1]
+                return x[0] + x[1] * row.factor
             case Equation.LOGPROB:
                 return self.logprob(x[0])
 
@@ -149,7 +155,8 @@ class Operations:
         T, D = len(x), self.checkpoint.config.head_dim
         positions = torch.arange(shift, T + shift, dtype=self.wide, device=x.device)
         angles = torch.outer(positions, torch.tensor(frequencies, dtype=self.wide, device=x.device))
-        cos, sin = (t.to(self.dtype).unsqueeze(1) for t in (angles.cos(), angles.sin()))
+        factor = attention_factor(self.checkpoint.config.rope_scaling)
+        cos, sin = ((t * factor).to(self.dtype).unsqueeze(1) for t in (angles.cos(), angles.sin()))
         heads, rest = x.reshape(T, -1, D).tensor_split([2 * len(frequencies)], dim=2)
         if interleaved:
             a, b = heads[..., ::2], heads[..., 1::2]

@@ -81,7 +81,7 @@ def other_content(checkpoint: Checkpoint, model: Path, head: Head) -> str | None
     if not isinstance(layout, AdapterLayout):
         return _other_field(folder / "config.json", config_fields(first, torch.float32))
     stored = _object(folder / CONFIG)
-    wanted = adapter_fields(layout.lora, stored.get(_BASE, ""))
+    wanted = adapter_fields(layout, stored.get(_BASE, ""))
     return _other_field(folder / CONFIG, wanted) or _other_field(
         folder / "trainer" / "config.json", first.raw
     )

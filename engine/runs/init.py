@@ -267,7 +267,7 @@ def random_decoder(
     flat = torch.zeros(layout.numel)
     for i, (name, view) in enumerate(layout.views(flat).items()):
         if view.dim() == 1:
-            view.fill_(0.0 if name.endswith("bias") else 1.0)
+            view.fill_(0.0 if name.endswith("bias") or config.norm_plus_one else 1.0)
             continue
         fan_in = config.hidden_size if name == "embed" else view.shape[1]
         scale = (3.0 / fan_in) ** 0.5 * (0.5 if name.endswith((".o", "down")) else 1.0)

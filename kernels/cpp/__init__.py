@@ -40,6 +40,8 @@ _ARGUMENTS = {
     "silu_minus_gate": "ppii",
     "silu_fwd": "pppii",
     "silu_bwd": "ppppii",
+    "gelu_minus_gate": "ppii",
+    "gelu_bwd": "ppppii",
     "rope": "pippfpiii",
     "heads_to_cache": "ppppppppppiiiiii",
     "attention_scores": "ppipifpiiippp",

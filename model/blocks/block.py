@@ -16,7 +16,7 @@ from ..operation import Operation
 from ..sizes import Sizes
 
 LayerWeights = Mapping[str, torch.Tensor]  # by their names in the layer
-Rotation = tuple[torch.Tensor, torch.Tensor]  # cos and sin, [T, D of a head / 2]
+Rotation = tuple[torch.Tensor, torch.Tensor]  # cos and sin, [T, rotated elements of a head / 2]
 
 
 class Weight(NamedTuple):
@@ -95,8 +95,9 @@ class Block(ABC):
 
     @property
     def values(self) -> dict[str, Any]:
-        """Its variants by name, as JSON holds them."""
-        return {f.name: getattr(self, f.name) for f in fields(self)}
+        """Its variants by name, as JSON holds them. One that is None is of other families only."""
+        values = ((f.name, getattr(self, f.name)) for f in fields(self))
+        return {name: value for name, value in values if value is not None}
 
 
 class Mixer(Block):

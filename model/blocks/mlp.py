@@ -1,4 +1,4 @@
-"""The gated MLP:  y = down(silu(gate x) * up x). As in vLLM, gate and up are one matrix.
+"""The gated MLP:  y = down(silu(gate x) * up x), or with GELU. As in vLLM, gate and up are one matrix.
 
 Shapes: T tokens of packed sequences, D hidden size, I intermediate size.
 """
@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
+from ...kernels.gelu_mul import gelu_mul
 from ...kernels.linear import linear
 from ...kernels.silu_mul import silu_mul
 from ..operation import Equation, Operation, Shown, Site, projection_row
@@ -22,25 +23,35 @@ class GatedMlp(Block):
     prefix: str = ""
     size: int | None = None  # I; None is the model's intermediate size
     in_vllm: bool = True  # whether vLLM's own models show its operations under the same names
+    activation: str | None = None  # of the gate: None is silu, gelu_tanh is GELU in its tanh form
+    fused_names: bool | None = None  # a checkpoint has gate and up as one tensor
 
     @property
     def values(self) -> dict[str, Any]:
-        """None: whoever makes it in another size says so."""
-        return {}
+        """Its variants by name, as JSON holds them. Whoever makes it in another size says that."""
+        variants = {"activation": self.activation, "fused_names": self.fused_names}
+        return {name: value for name, value in variants.items() if value is not None}
+
+    @property
+    def _gated(self) -> str:
+        """The name of the operation after gate and up."""
+        return "gelu_mul" if self.activation else "silu_mul"
 
     def weights(self, c: Sizes) -> Iterator[Weight]:
         """gate_up [2 I, D], down [D, I]."""
         D, I, module = c.hidden_size, self.size or c.intermediate_size, self.module
-        gate_up = ((f"{module}.gate_proj.weight", I), (f"{module}.up_proj.weight", I))
-        yield Weight(f"{self.prefix}gate_up", (D,), gate_up)
+        parts = (f"{module}.gate_proj.weight", I), (f"{module}.up_proj.weight", I)
+        if self.fused_names:
+            parts = ((f"{module}.gate_up_proj.weight", 2 * I),)
+        yield Weight(f"{self.prefix}gate_up", (D,), parts)
         yield Weight(f"{self.prefix}down", (I,), ((f"{module}.down_proj.weight", D),))
 
     def operations(self, c: Sizes, x: str) -> tuple[Operation, ...]:
         D, I, module, name = c.hidden_size, self.size or c.intermediate_size, self.module, self.prefix
         gate_up = {"vllm": f"{module}.gate_up_proj", "fused": f"{name}gate_up", "kept": I}
-        silu_mul_row = Operation(
-            name=f"{name}silu_mul",
-            equation=Equation.SILU_MUL,
+        gated = Operation(
+            name=f"{name}{self._gated}",
+            equation=Equation.GELU_MUL if self.activation else Equation.SILU_MUL,
             reads=(f"{name}gate_proj", f"{name}up_proj"),
             width=I,
             kept=I,
@@ -51,8 +62,8 @@ class GatedMlp(Block):
         rows = (
             projection_row(f"{name}gate_proj", x, D, I, f"{module}.gate_proj", **gate_up),
             projection_row(f"{name}up_proj", x, D, I, f"{module}.up_proj", **gate_up),
-            silu_mul_row,
-            projection_row(f"{name}down_proj", f"{name}silu_mul", I, D, f"{module}.down_proj"),
+            gated,
+            projection_row(f"{name}down_proj", gated.name, I, D, f"{module}.down_proj"),
         )
         return rows if self.in_vllm else tuple(replace(row, vllm=None) for row in rows)
 
@@ -60,8 +71,8 @@ class GatedMlp(Block):
         in_pass, tiles, name = rows.context.in_pass, layer.numerics.tiles, self.prefix
         x = linear(rows.x, w[f"{name}gate_up"], None, in_pass, tiles)
         layer.show(f"{name}gate_up", x)
-        x = silu_mul(x)
-        layer.show(f"{name}silu_mul", x)
+        x = gelu_mul(x) if self.activation else silu_mul(x)
+        layer.show(f"{name}{self._gated}", x)
         x = linear(x, w[f"{name}down"], None, in_pass, tiles)
         layer.show(f"{name}down_proj", x)
         return Rows(x, rows.residual, rows.context)

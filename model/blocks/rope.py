@@ -107,6 +107,7 @@ def read_rope(config: ConfigFile, types: dict[str, str], partial: bool) -> Rope:
     readers |= {"longrope": _read_longrope, "default": lambda nested, config: None}
     if not isinstance(kind, str) or kind not in readers:
         config.refuse("rope_type", kind, f"supported are {', '.join(readers)}")
+    config.value(_ORIGINAL)  # the other types read it, and it computes nothing without them
     scaling = readers[kind](nested, config)
     nested.refuse_unknown()
     return Rope(theta, scaling, share)
@@ -125,6 +126,7 @@ def _read_dynamic(nested: ConfigFile, config: ConfigFile) -> None:
 
 def _read_llama3(nested: ConfigFile, config: ConfigFile) -> dict[str, Any]:
     values = nested.read(_Llama3Fields).model_dump()
+    values[_ORIGINAL] = config.value(_ORIGINAL) or values[_ORIGINAL]
     _check_positive("llama3", nested, **values)
     if values["low_freq_factor"] >= values["high_freq_factor"]:
         nested.wrong("rope_type llama3: low_freq_factor must be below high_freq_factor")

@@ -22,6 +22,7 @@ from zerokl.kernels.columns import add_columns
 from zerokl.kernels.cpp import row_sums
 from zerokl.kernels.decode_heads import CacheSlots, QKNormWeights, heads_to_cache
 from zerokl.kernels.draw import drawn_logprobs
+from zerokl.kernels.gelu_mul import gelu_mul
 from zerokl.kernels.grad import GradBuffer
 from zerokl.kernels.matmul import matmul, pack_weights
 from zerokl.kernels.order import token_blocks
@@ -151,9 +152,10 @@ def test_uniforms_and_draw(T, V, scale, seed):
 @dtypes
 @property_settings(25)
 @given(T=st.integers(1, 200), width=st.integers(1, 700), scale=SCALES, seed=st.integers(0, 99))
-def test_silu_mul(dtype, T, width, scale, seed):
+def test_silu_mul_and_gelu_mul(dtype, T, width, scale, seed):
     gu = randn(seed, T, 2 * width, dtype=dtype, scale=scale)
     assert unequal(lambda: with_gradients(silu_mul, gu), gu) == 0
+    assert unequal(lambda: with_gradients(gelu_mul, gu), gu) == 0
 
 
 @property_settings(25)

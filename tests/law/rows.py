@@ -7,6 +7,7 @@ import torch
 from zerokl.kernels.add_shared import add_shared
 from zerokl.kernels.draw import draw
 from zerokl.kernels.embedding import embedding
+from zerokl.kernels.gelu_mul import gelu_mul
 from zerokl.kernels.linear import linear
 from zerokl.kernels.logprob import linear_logprob
 from zerokl.kernels.philox import Stream, uniform_range
@@ -14,6 +15,7 @@ from zerokl.kernels.qk_norm import qk_norm
 from zerokl.kernels.rms_norm import add_rms_norm, rms_norm
 from zerokl.kernels.rope import rope, rope_table
 from zerokl.kernels.sampling_params import SamplingParams
+from zerokl.kernels.scale import scale
 from zerokl.kernels.silu_mul import silu_mul
 from zerokl.kernels.value_head import value_head
 
@@ -125,6 +127,14 @@ OPS = {
     ),
     "add_shared": Op(_shared_rows, lambda rows, *_: (add_shared(*rows),)),
     "sigmoid_router": Op(_router_rows, lambda rows, *_: routers.chosen(rows[0])),
+    "gelu_mul": Op(
+        lambda T, width, dtype, seed: (randn(seed, T, 2 * width, dtype=dtype, scale=3.0),),
+        lambda r, *_: (gelu_mul(r[0]),),
+    ),
+    "scale": Op(
+        lambda T, width, dtype, seed: (randn(seed, T, width, dtype=dtype),),
+        lambda r, *_: (scale(r[0], 0.22),),
+    ),
     "rope": Op(_rope_rows, lambda rows, *_: (rope(*rows),)),
     "embedding": Op(
         lambda T, width, dtype, seed: (randint(seed, 50, T),),

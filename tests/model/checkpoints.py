@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
 import torch
 from transformers import (
     AutoConfig,
@@ -18,6 +19,7 @@ from transformers import (
     Qwen3Config,
     Qwen3MoeConfig,
 )
+from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoeTopkRouter
 from transformers.models.mixtral.modeling_mixtral import MixtralTopKRouter
 from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeTopKRouter
@@ -95,14 +97,17 @@ FAMILIES: dict[str, PretrainedConfig] = {
     "llama linear": LlamaConfig(**_SIZE, rope_parameters={"rope_type": "linear", "factor": 4.0}),
     "qwen3 bias": Qwen3Config(**_SIZE, head_dim=32, attention_bias=True, tie_word_embeddings=True),
 }
-# Of the other families, the small model of `zerokl init`.
+# Of the other families, the small model of `zerokl init`. To transformers, padding has no gradient.
 FAMILIES |= {
-    name: AutoConfig.for_model(name, **_SIZE | family.small)
+    name: AutoConfig.for_model(name, **_SIZE | family.small | {"pad_token_id": None})
     for name, family in MODEL_TYPES.items()
     if name not in FAMILIES
 }
-# As a parameter: without --quick, also those whose operations other ones have.
-LIKE_OTHERS = ("mistral", "llama linear", "qwen3 bias")
+# As parameters of long tests: with --quick, without those whose blocks are also in others.
+_LIKE_OTHERS = ("llama linear", "qwen2 yarn", "qwen3 bias", "granite", "smollm3", "phi3")
+JUDGED_FAMILIES = [
+    pytest.param(name, marks=pytest.mark.full) if name in _LIKE_OTHERS else name for name in FAMILIES
+]
 Pairs = list[tuple[list[int], list[int]]]
 
 
@@ -148,6 +153,10 @@ def judge(folder: Path) -> PreTrainedModel:
         return angle.cos() * scale, angle.sin() * scale
 
     for module in model.modules():
+        if isinstance(module, GemmaRMSNorm):
+            module.forward = lambda x, m=module: (
+                x / (x.pow(2).mean(-1, keepdim=True) + m.eps).sqrt() * (1.0 + m.weight)
+            )
         if hasattr(module, "variance_epsilon"):
             module.forward = lambda x, m=module: (
                 x / (x.pow(2).mean(-1, keepdim=True) + m.variance_epsilon).sqrt() * m.weight

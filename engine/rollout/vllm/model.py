@@ -8,7 +8,6 @@ import torch
 from vllm.model_executor.layers.attention import Attention
 
 from ....kernels.attention_rule import WALK, AttentionRule
-from ....kernels.embedding import embedding
 from ....kernels.matmul import UNPACKED, PackedWeights, matmul
 from ....kernels.passes import Pass
 from ....kernels.tile_tables import DEFAULT_TABLE, tile_table
@@ -107,7 +106,7 @@ class ZeroklForCausalLM(torch.nn.Module):
             Attention(
                 c.heads,
                 c.head_dim,
-                c.head_dim**-0.5,
+                next(row.factor for row in c.layer_operations[i] if row.name == "attention"),
                 num_kv_heads=c.kv_heads,
                 cache_config=vllm_config.cache_config,
                 prefix=f"{prefix}layers.{i}.attention",
@@ -138,7 +137,7 @@ class ZeroklForCausalLM(torch.nn.Module):
 
     def embed_input_ids(self, input_ids: torch.Tensor) -> torch.Tensor:
         """input_ids [T] -> [T, D]."""
-        return embedding(input_ids.long(), self.decoder.w["embed"])
+        return self.zerokl_config.embedding.forward(self.decoder.w["embed"], input_ids.long(), Pass())
 
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
         """input_ids, positions [T] -> hidden states [T, D]."""

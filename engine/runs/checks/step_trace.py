@@ -95,8 +95,9 @@ class _Recording:
         place, rows = _in_places([f.places for f in self._forwards], [f.outputs for f in self._forwards])
         sample_place, sample_rows = _in_places([f.places for f in samples], [f.outputs for f in samples])
         predicting, logprob = _in_places([f.predicting for f in samples], logprobs)
-        layers = self._state.policy.config.layers
-        operations = {"token_ids": rows["token_ids"]} | in_order(sample_rows | rows | logprob, layers)
+        config = self._state.policy.config
+        computed = in_order(sample_rows | rows | logprob, config.layers, config)
+        operations = {"token_ids": rows["token_ids"]} | computed
         drawn_place = predicting + torch.tensor([0, 0, 1])
         return operations | self._weight_rows, [place, sample_place, drawn_place]
 
