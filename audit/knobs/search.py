@@ -76,7 +76,7 @@ class Knobs:
         finalists = [x.last for x in _each_once(small)[:_FINAL]]
         best = sorted(self._all_refined(self.tokens, finalists), key=lambda x: x.left)
         answers = self._answers(best, classes, knobs)
-        if small and not any(x.fits for x in answers):
+        if small and not rounds and not any(x.fits for x in answers):
             answers += self._pairs(small, fits)
         return sorted(answers, key=lambda x: (not x.fits, len(x.fit.turns), x.fit.left)), len(knobs)
 
