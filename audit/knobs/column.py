@@ -22,8 +22,8 @@ from .search import Answer, Knobs
 
 # Products of a weight and a token in a screening forward and in one of a fit; tokens of these at most.
 # Two cores of a CPU take about a second for the first.
-_SCREEN, _FIT = 4e10, 1.6e11
-_SCREEN_TOKENS, _FIT_TOKENS = 1200, 3000
+_SCREEN, _FIT = 3e10, 1.2e11
+_SCREEN_TOKENS, _FIT_TOKENS = 800, 2000
 # Weights of a model up to which its knobs are tried without being asked for.
 _MOST_WEIGHTS = 1e9
 # Answers and equal knobs that a report lists.

@@ -35,7 +35,7 @@ def _is_temperature(turn: Turn) -> bool:
 def _known(turn: Turn, config: Any) -> Iterator[tuple[float, str]]:
     """Known values of a knob, each with its words."""
     what, place = turn.knob.what, turn.knob.place
-    if what == "scores":
+    if what == "scores" and turn.is_everywhere:
         for s in _SCALINGS:
             factor = (0.1 * math.log(s) + 1.0) ** 2
             yield factor, f"as YaRN's attention factor for a scaling of {s:g} is, squared"
@@ -53,7 +53,6 @@ def _known(turn: Turn, config: Any) -> Iterator[tuple[float, str]]:
             D = config.hidden_size
             yield D**0.5, "the root of the width: Gemma's scale of embeddings"
             yield D**-0.5, "without the root of the width: Gemma's scale of embeddings"
-        yield 2.0, "added twice"
     if what == "values":
         yield 0.0, "left out"
     if what == "shift":

@@ -19,7 +19,7 @@ from .knob import Knob, Turn
 _OUTLIER = 6.0
 # From this distance from neutral on, a slope is trusted less, and usual values are tried beside it.
 _FAR = 0.2
-_STEPS = 4
+_STEPS = 3
 # What a forward with a knob may raise that the model's module does not take.
 REFUSALS = (RuntimeError, TypeError, AttributeError, IndexError, ValueError, KeyError)
 
@@ -115,19 +115,10 @@ def refined(
     return Fitted(best.turns, best.left, best.scores, _error(tokens, best, J))
 
 
-def layer_slope(
-    tokens: Tokens, knob: Knob, layers: tuple[int, ...], beside: tuple[Turn, ...] = ()
-) -> tuple[float, float]:
-    """The share of the squares that some layers would explain by their slope, and the value it leads to."""
-    search, start = _Search(tokens, knob, layers, beside), _start(tokens, beside)
-    if not knob.step:
-        best = _least(search.at, knob.values)
-        return 1.0 - (best.left / start.left) ** 2, best.last.value
-    J = search.slope(start, knob.step)
-    step = search.newton(start, J)
-    r = tokens.difference(start.scores) / tokens.w
-    known = tokens.known & np.isfinite(J) & np.isfinite(r)
-    return step * step * float((J[known] ** 2).sum()) / float((r[known] ** 2).sum()), knob.neutral + step
+def effect_on(tokens: Tokens, scores: np.ndarray) -> np.ndarray:
+    """What scores differ by from the model's own, over w, [N]; 0 where it is unknown."""
+    d = (scores - tokens.base) / tokens.w
+    return np.where(tokens.known & np.isfinite(d), d, 0.0)
 
 
 def _start(tokens: Tokens, beside: tuple[Turn, ...]) -> Fitted:

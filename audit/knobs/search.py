@@ -18,21 +18,22 @@ from ...engine.display.progress import silent
 from ..hypotheses.judgement import ERRORS, EXACT, LESS, SLOPE
 from ..hypotheses.noise import Noise, is_rounding
 from ..hypotheses.slope import slope
-from .fit import REFUSALS, Fitted, layer_slope, refined, screened
+from .fit import REFUSALS, Fitted, effect_on, refined, screened
 from .forward import Tokens
 from .knob import Knob, Turn
 from .knobs import knobs_of
 from .places import Places
 
-# Classes that are refined, that are refined by layer, and first and second knobs of pairs.
-_REFINED, _BY_LAYER, _FIRSTS, _SECONDS = 6, 4, 3, 4
+# Classes that are refined in all layers, and that are looked at by layer; leads by layer that are refined;
+# leads that are fitted on all tokens; first and second knobs of pairs.
+_REFINED, _LOOKED_AT, _BY_LAYER, _FINAL, _FIRSTS, _SECONDS = 4, 12, 6, 3, 2, 3
 # Layers up to which each is tried; of more, quarters are tried first.
 _FEW_LAYERS = 8
 # The cosine of two effects from which two knobs do the same; the share of what noise leaves up to which two
 # fits cannot be told apart.
 _SAME, _ALIKE = 0.98, 1.03
-# The share of the difference that a knob leaves at most to be worth a second look.
-_PROMISE = 0.97
+# Times the noise up to which rounding of one output may be what is left.
+_ROUNDS = 1.5
 
 
 @dataclass(frozen=True)
@@ -58,31 +59,36 @@ class Knobs:
     stage: Callable[[str], None] = silent
 
     def answer(self) -> tuple[list[Answer], int]:
-        """The best knobs, those that fit first, and how many were tried; none where none promises."""
+        """The best knobs, those that fit first, and how many were tried."""
         longest = max(len(x.prompt_ids) + len(x.completion_ids) for x in self.tokens.lines)
-        knobs = list(knobs_of(self.places, longest))
+        rounds = self.few.left(self.few.base) <= _ROUNDS * self.noise.size
+        knobs = list(knobs_of(self.places, longest, rounds))
         fits = []
         for knob in knobs:
             self.stage(f"trying a number at every operation: {knob.name}")
-            if (fit := screened(self.few, knob)) and fit.left < _PROMISE * self.few.left(self.few.base):
+            if fit := screened(self.few, knob):
                 fits.append(fit)
         classes = self._classes(sorted(fits, key=lambda x: x.left), knobs)
-        refined_fits = [x for members in classes[:_REFINED] if (x := self._refined(members[0].last))]
-        by_layer = []
-        for members in classes[:_BY_LAYER]:
-            by_layer += self._in_layers(members[0].last.knob)
-        best = sorted([*refined_fits, *by_layer], key=lambda x: x.left)
+        leads = [x[0].last for x in classes[:_REFINED]] + self._layer_leads(
+            [x[0] for x in classes[:_LOOKED_AT]]
+        )
+        small = sorted(self._all_refined(self.few, leads), key=lambda x: x.left)
+        finalists = [x.last for x in _each_once(small)[:_FINAL]]
+        best = sorted(self._all_refined(self.tokens, finalists), key=lambda x: x.left)
         answers = self._answers(best, classes, knobs)
-        if best and not any(x.fits for x in answers):
-            answers += self._pairs(best, fits)
+        if small and not rounds and not any(x.fits for x in answers):
+            answers += self._pairs(small, fits)
         return sorted(answers, key=lambda x: (not x.fits, len(x.fit.turns), x.fit.left)), len(knobs)
 
     # --- one knob ---
 
-    def _refined(self, turn: Turn, beside: tuple[Turn, ...] = ()) -> Fitted | None:
+    def _all_refined(self, tokens: Tokens, turns: Sequence[Turn]) -> list[Fitted]:
+        return [x for turn in turns if (x := self._refined(tokens, turn))]
+
+    def _refined(self, tokens: Tokens, turn: Turn, beside: tuple[Turn, ...] = ()) -> Fitted | None:
         self.stage(f"fitting a number at {turn.knob.name}")
         try:
-            return refined(self.tokens, turn.knob, turn.layers, turn.value, beside)
+            return refined(tokens, turn.knob, turn.layers, turn.value, beside)
         except REFUSALS:
             return None
 
@@ -91,7 +97,7 @@ class Knobs:
         classes: list[list[Fitted]] = []
         for fit in fits:
             effect = self._effect(fit)
-            same = next((x for x in classes if _cosine(self._effect(x[0]), effect) > _SAME), None)
+            same = next((x for x in classes if abs(_cosine(self._effect(x[0]), effect)) > _SAME), None)
             if same is None:
                 classes.append([fit])
             else:
@@ -99,43 +105,66 @@ class Knobs:
         return [sorted(x, key=lambda fit: knobs.index(fit.last.knob)) for x in classes]
 
     def _effect(self, fit: Fitted) -> np.ndarray:
-        d = (fit.scores - self.few.base) / self.few.w
-        return np.where(self.few.known & np.isfinite(d), d, 0.0)
+        """What a fit changes, over w, [N] of few tokens."""
+        return effect_on(self.few, fit.scores)
 
-    def _in_layers(self, knob: Knob, beside: tuple[Turn, ...] = ()) -> list[Fitted]:
-        """The knob in one kind of layer, and in one layer: the best ones."""
-        if len(knob.place.layers) < 2:
-            return []
-        self.stage(f"fitting a number at {knob.name}, layer by layer")
-        groups = list(self._groups(knob.place.layers))
-        if len(knob.place.layers) > _FEW_LAYERS:
-            quarters = self._ranked(knob, list(_quarters(knob.place.layers)), beside)[:1]
-            groups += [(layer,) for _, _, part in quarters for layer in part] + [x for _, _, x in quarters]
-        else:
-            groups += [(layer,) for layer in knob.place.layers]
-        ranked = self._ranked(knob, groups, beside)[:2]
-        fits = (self._refined(Turn(knob, value, layers), beside) for _, value, layers in ranked)
-        return [x for x in fits if x]
+    def _layer_leads(self, fits: Sequence[Fitted]) -> list[Turn]:
+        """Knobs in one layer or in some, by what their slopes explain of few tokens; the best ones.
 
-    def _groups(self, layers: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
-        """Layers of one type, where the config names several; every other layer; both halves."""
-        types = {
-            x: tuple(i for i in layers if i < len(self.layer_types) and self.layer_types[i] == x)
-            for x in dict.fromkeys(self.layer_types)
-        }
-        half = len(layers) // 2
-        groups = [*types.values(), layers[::2], layers[1::2], layers[:half], layers[half:]]
-        yield from (x for x in dict.fromkeys(groups) if 1 < len(x) < len(layers))
-
-    def _ranked(
-        self, knob: Knob, groups: Sequence[tuple[int, ...]], beside: tuple[Turn, ...]
-    ) -> list[tuple[float, float, tuple[int, ...]]]:
-        """The groups by what their slope explains of few tokens, with the value that it leads to."""
+        Of small changes, the effect of several layers is the sum of their effects.
+        """
         rows = []
-        for layers in groups:
-            share, value = layer_slope(self.few, knob, layers, beside)
-            rows.append((share, value, layers))
-        return sorted(rows, key=lambda x: -x[0])
+        for fit in fits:
+            knob = fit.last.knob
+            if len(knob.place.layers) < 2:
+                continue
+            self.stage(f"fitting a number at {knob.name}, layer by layer")
+            for layers, effect in self._effects_by_layer(fit.last):
+                share, times = self._explained(effect)
+                value = knob.neutral + times * knob.step if knob.step else fit.last.value
+                rows.append((share, Turn(knob, value, layers)))
+        return [turn for _, turn in sorted(rows, key=lambda x: -x[0])[:_BY_LAYER]]
+
+    def _effects_by_layer(self, turn: Turn) -> list[tuple[tuple[int, ...], np.ndarray]]:
+        """The effect of a knob's step in each layer, and in groups of layers, [N] of few tokens."""
+        knob, layers = turn.knob, turn.knob.place.layers
+        value = knob.neutral + knob.step if knob.step else turn.value
+        parts: dict[tuple[int, ...], np.ndarray] = {}
+
+        def take(group: tuple[int, ...]) -> None:
+            parts[group] = effect_on(self.few, self.few.scores((Turn(knob, value, group),)))
+
+        if len(layers) > _FEW_LAYERS:
+            for quarter in _quarters(layers):
+                take(quarter)
+            largest = max(parts, key=lambda x: self._explained(parts[x])[0])
+            for layer in largest:
+                take((layer,))
+            for x in self._layer_types(layers):
+                take(x)
+            return list(parts.items())
+        for layer in layers:
+            take((layer,))
+        half = len(layers) // 2
+        groups = [*self._layer_types(layers), layers[::2], layers[1::2], layers[:half], layers[half:]]
+        for group in dict.fromkeys(groups):
+            if 1 < len(group) < len(layers):
+                parts[group] = np.sum([parts[(layer,)] for layer in group], axis=0)
+        return list(parts.items())
+
+    def _layer_types(self, layers: tuple[int, ...]) -> list[tuple[int, ...]]:
+        """The layers of each type, where the config names several."""
+        types = dict(enumerate(self.layer_types))
+        groups = [tuple(i for i in layers if types.get(i) == x) for x in dict.fromkeys(self.layer_types)]
+        return [x for x in groups if 1 < len(x) < len(layers)]
+
+    def _explained(self, effect: np.ndarray) -> tuple[float, float]:
+        """The share of the squares of few tokens that an effect explains, and how many times it is taken."""
+        r = np.nan_to_num(self.few.difference(self.few.base) / self.few.w)
+        square = float((effect * effect).sum())
+        if not square:
+            return 0.0, 0.0
+        return _cosine(effect, r) ** 2, float((effect * r).sum()) / square
 
     # --- what fits ---
 
@@ -144,24 +173,29 @@ class Knobs:
     ) -> list[Answer]:
         """The best fits, each with the knobs that do the same in the same layers."""
         answers: list[Answer] = []
-        for fit in best[:_FIRSTS]:
+        for fit in best:
             if any(_is_told(fit, x) for x in answers):
                 continue
             members = next((x for x in classes if any(y.last.knob is fit.last.knob for y in x)), [])
-            others = [self._as(x.last.knob, fit) for x in members if x.last.knob is not fit.last.knob]
+            others = [self._as(x.last, fit) for x in members if x.last.knob is not fit.last.knob]
             near = [x for x in best if x is not fit and x.last.knob is not fit.last.knob]
-            every = [fit, *(x for x in (*others, *near) if x and x.left <= _ALIKE * fit.left)]
-            every = sorted(
-                every, key=lambda x: (x.left > _ALIKE * min(y.left for y in every), knobs.index(x.last.knob))
-            )
-            answers.append(replace(self.judged(every[0]), alike=tuple(_each_once(every[1:]))))
+            every = [x for x in (fit, *others, *near) if x]
+            least = min(x.left for x in every)
+            alike = _each_once([x for x in every if x.left <= _ALIKE * least])
+            alike.sort(key=lambda x: knobs.index(x.last.knob))
+            answers.append(replace(self.judged(alike[0]), alike=tuple(alike[1:])))
         return answers
 
-    def _as(self, knob: Knob, fit: Fitted) -> Fitted | None:
-        """Another knob in the layers of a fit."""
-        layers = fit.last.layers if set(fit.last.layers) <= set(knob.place.layers) else knob.place.layers
-        value = fit.last.value if knob.step else knob.values[0]
-        return self._refined(Turn(knob, value, layers))
+    def _as(self, turn: Turn, fit: Fitted) -> Fitted | None:
+        """Another knob in the layers of a fit: at its value where both are scales, else fitted."""
+        knob, last = turn.knob, fit.last
+        layers = last.layers if set(last.layers) <= set(knob.place.layers) else knob.place.layers
+        scales = ("scale", "scores", "values")
+        if {knob.what, last.knob.what} <= set(scales):
+            turns = (Turn(knob, last.value, layers),)
+            scores = self.tokens.scores(turns)
+            return Fitted(turns, self.tokens.left(scores), scores, fit.error)
+        return self._refined(self.tokens, Turn(knob, turn.value, layers))
 
     def judged(self, fit: Fitted) -> Answer:
         """Whether a fit is one: it explains, and leaves rounding."""
@@ -184,27 +218,44 @@ class Knobs:
     # --- two at once ---
 
     def _pairs(self, best: Sequence[Fitted], fits: Sequence[Fitted]) -> list[Answer]:
-        """A second knob on what each of the best first ones leaves."""
-        answers = []
+        """A second knob on what each of the best first ones leaves; the best pair."""
+        pairs = []
         for first in _each_kind(best)[:_FIRSTS]:
-            beside = first.turns
-            on_few = self.few.scores(beside)
-            r = np.nan_to_num(self.few.difference(on_few) / self.few.w)
-            others = [x for x in fits if x.last.knob is not first.last.knob]
-            seconds = sorted(others, key=lambda x, r=r: -abs(_cosine(self._effect(x), r)))[:_SECONDS]
-            for second in seconds:
-                both = self._together(first.last, second.last.knob)
-                if both:
-                    answers.append(self.judged(both))
-        return sorted(answers, key=lambda x: (not x.fits, x.fit.left))[:1]
+            r = np.nan_to_num(self.few.difference(first.scores) / self.few.w)
+            leads = [x.last for x in fits] + [x.last for x in best if len(x.last.layers) == 1]
+            leads = [x for x in leads if x.knob is not first.last.knob]
+            effects = {id(x): self._small_effect(x) for x in leads}
+            leads.sort(key=lambda x, r=r, effects=effects: -abs(_cosine(effects[id(x)], r)))
+            for second in leads[:_SECONDS]:
+                if both := self._together(first.last, second):
+                    pairs.append(both)
+        if not pairs:
+            return []
+        both = min(pairs, key=lambda x: x.left)
+        first, second = both.turns
+        again = self._refined(self.tokens, second, (first,))
+        return [self.judged(again)] if again else []
 
-    def _together(self, first: Turn, knob: Knob) -> Fitted | None:
-        """Two knobs, each fitted beside the other."""
-        start = screened(self.few, knob, (first,))
-        if not start or not (both := self._refined(start.last, (first,))):
-            return None
-        again = self._refined(first, (both.last,))
-        return (again and self._refined(both.last, (again.last,))) or both
+    def _small_effect(self, turn: Turn) -> np.ndarray:
+        """What a knob's step changes in the layers of a turn, [N] of few tokens."""
+        knob = turn.knob
+        value = knob.neutral + knob.step if knob.step else turn.value
+        return effect_on(self.few, self.few.scores((Turn(knob, value, turn.layers),)))
+
+    def _together(self, first: Turn, second: Turn) -> Fitted | None:
+        """Two knobs, each fitted beside the other, on few tokens."""
+        for _ in range(2):
+            start = (
+                second.value
+                if second.value != second.knob.neutral
+                else second.knob.neutral + second.knob.step
+            )
+            both = self._refined(self.few, replace(second, value=start), (first,))
+            again = both and self._refined(self.few, first, (both.last,))
+            if not again:
+                return None
+            first, second = again.last, both.last
+        return Fitted((first, second), again.left, again.scores)
 
 
 def _quarters(layers: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
@@ -224,7 +275,8 @@ def _is_told(fit: Fitted, answer: Answer) -> bool:
 
 
 def _each_once(fits: Sequence[Fitted]) -> list[Fitted]:
-    return list({(x.last.knob, x.last.layers): x for x in fits}.values())
+    """The first fit of each knob in each set of layers."""
+    return list({(x.last.knob, x.last.layers): x for x in reversed(fits)}.values())[::-1]
 
 
 def _each_kind(fits: Sequence[Fitted]) -> list[Fitted]:

@@ -263,35 +263,35 @@ def log_of(plant: Plant, w: World) -> list[dict]:
     return [row(line, w.usual) for line in w.both(w.drawn(model=model))]
 
 
-def run_plants(root: Path, only: str) -> None:
-    """Plant, audit, and print each word, then the counts."""
+def run_plants(root: Path, only: str, part: int, parts: int) -> None:
+    """Plant, audit, and print each word, then the counts. part: every `parts`-th plant from this one on."""
     worlds = {family: world(family, SEED, root / "models") for family in FAMILIES}
     counts: Counter[str] = Counter()
-    for plant in plants():
+    for plant in list(plants())[part::parts]:
         if only not in f"{plant.family} {plant.name}":
             continue
         path = root / "knobs" / f"{plant.family}-{plant.name.replace(' ', '-')}.jsonl"
         path.parent.mkdir(parents=True, exist_ok=True)
         w = worlds[plant.family]
         path.write_text("".join(json.dumps(x) + "\n" for x in log_of(plant, w)))
-        start = time.perf_counter()
+        start = time.process_time()
         settings = AuditSettings(model=str(w.folder), dtype="float32")
         report = as_json(run_audit(str(path), "", None, settings))
         word = judged(plant, report)
         counts[word] += 1
         text = " ".join(report["cause"]["text"].split())
         print(
-            f"{word:8} {time.perf_counter() - start:5.1f} s  {plant.family} {plant.name}: {text[:330]}",
+            f"{word:8} {time.process_time() - start:5.1f} s  {plant.family} {plant.name}: {text[:330]}",
             flush=True,
         )
     print(dict(counts))
 
 
-def run_sound(root: Path, logs: int) -> None:
-    """Sound logs beside their model, their knobs tried whatever fits."""
+def run_sound(root: Path, logs: int, part: int, parts: int) -> None:
+    """Sound logs beside their model, their knobs tried whatever fits. part, parts: as of the plants."""
     models, counts, folder = Models(root), Counter(), root / "knobs-sound"
     folder.mkdir(parents=True, exist_ok=True)
-    for number in range(logs):
+    for number in range(part, logs, parts):
         kind = Kind(number)
         kind.family = FAMILIES[number % 2]
         path = folder / f"{number}.jsonl"
@@ -320,12 +320,14 @@ def main() -> None:
     parser.add_argument("--root", type=Path, default=Path("runs/audit-cases"))
     parser.add_argument("--only", default="", help="plants: a part of family and name")
     parser.add_argument("--logs", type=int, default=40)
+    parser.add_argument("--part", type=int, default=0, help="of --parts: which share of the cases")
+    parser.add_argument("--parts", type=int, default=1)
     words = parser.parse_args()
     torch.set_num_threads(1)
     if words.what == "plants":
-        run_plants(words.root, words.only)
+        run_plants(words.root, words.only, words.part, words.parts)
     else:
-        run_sound(words.root, words.logs)
+        run_sound(words.root, words.logs, words.part, words.parts)
 
 
 if __name__ == "__main__":
