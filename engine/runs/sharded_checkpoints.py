@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from ...files.writing import os_error_line
+from ...model.buffers import as_numbers
 from ...model.checkpoint import SHARD_BYTES
 from ...model.weight_files import open_tensors, tensor_files
 from ...model.weights import FlatLayout
@@ -34,7 +35,9 @@ def save_sharded(optimizer: ShardedOptimizer, target: Path, ranks: Ranks) -> Pat
     """
     staging = target.with_name(f".{target.name}.partial-sharded")
     ranks.from_first(lambda: staging.mkdir(parents=True))
-    _save(staging / "weights", optimizer.master_tensors(), ranks)
+    weights = optimizer.master_tensors()
+    buffers = {name: as_numbers(weights[name].full_tensor()) for name in sorted(optimizer.layout.buffers)}
+    _save(staging / "weights", weights | buffers, ranks)
     _save(staging / "moments", _by_moment(optimizer), ranks)
     return staging
 
@@ -51,10 +54,13 @@ def place(staging: Path, folder: Path) -> None:
 def load_sharded(optimizer: ShardedOptimizer, folder: Path, updates: int, ranks: Ranks) -> bool:
     """Put this rank's rows of the weights back, and of the moments where they lie in MOMENTS.
 
+    Buffers never change, and the rank has read them with the model.
+
     Returns whether they do. updates: that the weights have had. All ranks call this together.
     """
     optimizer.begin_after(updates)
-    _load(folder, optimizer.master_tensors(), ranks)
+    weights, buffers = optimizer.master_tensors(), optimizer.layout.buffers
+    _load(folder, {name: x for name, x in weights.items() if name not in buffers}, ranks)
     has_moments = (folder / MOMENTS).is_dir()
     if has_moments:
         _load(folder / MOMENTS, _by_moment(optimizer), ranks)
