@@ -8,13 +8,11 @@ weights go: to samplers, ranks and processes, and into hashes. Files of a checkp
 Shapes: n numbers.
 """
 
-from collections.abc import Iterable, Iterator
-from typing import TypeVar
+from collections.abc import Collection, Iterable, Iterator
 
 import torch
 
 BYTES = 4
-_Name = TypeVar("_Name")
 
 
 def as_bytes(numbers: torch.Tensor) -> torch.Tensor:
@@ -28,7 +26,7 @@ def as_numbers(held: torch.Tensor) -> torch.Tensor:
 
 
 def all_as_numbers(
-    tensors: Iterable[tuple[_Name, torch.Tensor]], buffers: frozenset[_Name]
-) -> Iterator[tuple[_Name, torch.Tensor]]:
+    tensors: Iterable[tuple[str, torch.Tensor]], buffers: Collection[str]
+) -> Iterator[tuple[str, torch.Tensor]]:
     """The tensors by name, with numbers in place of the bytes of those that are `buffers`."""
     return ((name, as_numbers(x.detach()) if name in buffers else x) for name, x in tensors)

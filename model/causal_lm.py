@@ -222,7 +222,7 @@ class CausalLM(nn.Module):
         """
         beside = self._layout.beside_checkpoint(torch.empty(self._layout.numel, device="meta"))
         tensors = {name: p.detach() for name, p in self.named_parameters() if name not in beside}
-        tensors = dict(all_as_numbers(tensors.items(), frozenset(self._layout.buffers)))
+        tensors = dict(all_as_numbers(tensors.items(), self._layout.buffers))
         write_tensors(Path(folder), self._layout.config, tensors, self.companions)
 
     def forward(

@@ -65,9 +65,13 @@ class Block(NamedTuple):
 class FlatLayout:
     """Names, shapes and offsets of weights in one flat tensor, trained ones first, then frozen ones.
 
+    buffers: the tensors of the checkpoint whose numbers are held as bytes (buffers.py). They are frozen.
+
     The gradient, the master weights, the optimizer's state, the norm and the ledger's hashes are of the first
     `trained_numel` elements. Without frozen weights these are all.
     """
+
+    buffers: Collection[str] = frozenset()
 
     def __init__(self, shapes: Mapping[str, Shape], frozen: Collection[str] = ()):
         """shapes: of each weight, by its name, in the order of the flat tensor. frozen: names of weights.
@@ -166,7 +170,7 @@ class Layout(FlatLayout):
         self.fused: dict[str, tuple[str, tuple[int, ...]]] = {}
         shapes: dict[str, Shape] = {}
         self.unpackable: set[str] = set()
-        self.buffers: set[str] = set()  # tensors of the checkpoint (buffers.py)
+        buffers: set[str] = set()
         frozen = {*frozen}
         for prefix, weight in _weights(config):
             hf = f"model.{prefix}" if prefix else ""
@@ -178,8 +182,9 @@ class Layout(FlatLayout):
             if not weight.packable:
                 self.unpackable.add(prefix + weight.name)
             if weight.is_buffer:
-                self.buffers |= {name for name, _ in parts}
+                buffers |= {name for name, _ in parts}
                 frozen.add(prefix + weight.name)
+        self.buffers = frozenset(buffers)
         if value_head:
             shapes[VALUE_HEAD] = (config.hidden_size,), ((VALUE_HEAD_TENSOR, config.hidden_size),)
         super().__init__(shapes, frozen)
@@ -192,7 +197,7 @@ class Layout(FlatLayout):
 
     def stored_tensors(self, flat: torch.Tensor) -> dict[str, torch.Tensor]:
         """The model's tensors as files and other engines have them: numbers in place of a buffer's bytes."""
-        return dict(all_as_numbers(self.checkpoint_views(flat).items(), frozenset(self.buffers)))
+        return dict(all_as_numbers(self.checkpoint_views(flat).items(), self.buffers))
 
     def beside_checkpoint(self, flat: torch.Tensor) -> dict[str, torch.Tensor]:
         return {VALUE_HEAD_TENSOR: self.views(flat)[VALUE_HEAD]} if self.value_head else {}

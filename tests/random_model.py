@@ -65,6 +65,6 @@ def random_model(
     decoder.flat.mul_(sharper)
     for i, name in enumerate(sorted(decoder.layout.buffers)):
         held = decoder.layout.checkpoint_views(decoder.flat.detach())[name]
-        held.copy_(as_bytes(randn(i, len(held) // BYTES, scale=0.2)))
+        held.copy_(as_bytes(randn(i, len(held) // BYTES, scale=0.03)))
     write_checkpoint(root / "model", decoder.layout, decoder.flat.detach(), companions=root / "tokenizer")
     return root / "model"

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from ...model.buffers import as_numbers
 from ...model.weights import VALUE_HEAD_TENSOR
 from ...verify.ledger import Tree
 from .master_weights import MasterWeights, Piece
@@ -96,9 +97,13 @@ class ShardedWeights(MasterWeights):
         """This rank's slice of the master weights."""
         return self._pieces.to_slice(self._model.master())
 
-    def tensors(self) -> dict[str, "DTensor"]:
-        """All weights over all ranks, by their names in the checkpoint; of this rank its rows."""
-        return {name: x for name, x in self._model.by_name.items() if name != VALUE_HEAD_TENSOR}
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """All weights over all ranks, by their names in the checkpoint; of this rank its rows.
+
+        Buffers are whole, as their numbers. All ranks call this together.
+        """
+        weights = {name: x for name, x in self._model.by_name.items() if name != VALUE_HEAD_TENSOR}
+        return weights | {x: as_numbers(weights[x].full_tensor()) for x in sorted(self.layout.buffers)}
 
     def placed(self, vector: torch.Tensor) -> dict[str, "DTensor"]:
         """The same, in its memory, of what has an element for each trained weight, such as a moment."""
