@@ -5,6 +5,9 @@ weight is needed four times, and its gradient is whole after the last of them on
 rows: of each pass of prompts (prompts.prompt_passes) the rows of the samples, then those of the prompts. The
 token blocks have the order of prompts.py, and so has every sum. All bits are equal.
 
+Both ways stay: this one holds the activations of a whole virtual shard, whatever the micro-batch
+(benchmarks/LOG.md, "Prompts"); the other one would add the ranks' gradients in two parts, in other bits.
+
 After the attention of the last layer nobody reads the rows of the prompts: the samples' rows go on alone.
 
 Shapes: n rows of samples, B rows of prompts (without the last token of each), T rows of all and of padding.

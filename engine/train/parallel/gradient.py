@@ -184,7 +184,7 @@ def add_roots(roots: list[torch.Tensor | None]) -> torch.Tensor | None:
 def tree_reduce_scatter(
     group: dist.ProcessGroup, outgoing: torch.Tensor, lengths: Sequence[int], present: Sequence[bool]
 ) -> torch.Tensor | None:
-    """The sum of what all ranks of a group have for this one, by the tree's upper levels.
+    """The sum of what all ranks of a group have for this one: neighbours are added pairwise (add_roots).
 
     outgoing: this rank's parts for every rank, one after another; lengths: of each. present: which ranks have
     a root. A rank without one sends nothing; zeros in its place would change bits, because -0.0 + 0.0 is not

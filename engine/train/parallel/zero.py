@@ -26,7 +26,7 @@ from .process_group import ALONE, Ranks, peers
 from .spread import Spread
 from .tree_hash import Hashing
 
-# Elements of a slice that are sent and added at a time. This bounds the W parts that the owner holds.
+# Elements of each slice that are sent and added at a time. This bounds the W parts that a rank holds.
 _PIECE = 1 << 22
 
 
