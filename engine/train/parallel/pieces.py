@@ -7,11 +7,14 @@ goes to the slices of this flat tensor: each rank sends every part to the rank w
 """
 
 from collections.abc import Collection, Iterable, Mapping
+from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from ....model.weights import VALUE_HEAD_TENSOR, Entry, FlatLayout
+from ....model.checkpoint import read_rows
+from ....model.weights import VALUE_HEAD_TENSOR, Entry, FlatLayout, Layout
 from .process_group import Ranks
 from .spread import Moves, Spread
 from .zero import Slices
@@ -45,9 +48,19 @@ def parts_of(entries: Iterable[Entry], rank: int, size: int) -> list[Part]:
 
 @torch.no_grad()
 def fill_pieces(
-    parameters: Mapping[str, "DTensor"], parts: Iterable[Part], rows: Mapping[str, torch.Tensor]
+    parameters: Mapping[str, "DTensor"],
+    parts: Collection[Part],
+    folder: Path,
+    layout: Layout,
+    beside: Mapping[str, torch.Tensor] = MappingProxyType({}),
 ) -> None:
-    """Set a rank's pieces of Parameters, by their names. A critic's head without any rows is 0."""
+    """Set a rank's pieces of Parameters, by their names, from a model's folder.
+
+    beside: whole tensors that the folder lacks, by name. A critic's head that is in neither is 0. Raises
+    ValueError (see read_rows).
+    """
+    places = {part.name: part.rows for part in parts}
+    rows = read_rows(folder, layout, places) | {name: x[places[name]] for name, x in beside.items()}
     for part in parts:
         local = parameters[part.name].detach().to_local()
         if part.name == VALUE_HEAD_TENSOR and part.name not in rows:

@@ -18,7 +18,6 @@ import torch
 
 from ....kernels.low_rank import LowRankBuffers
 from ....model.causal_lm import CausalLM
-from ....model.checkpoint import read_rows
 from ....model.decoder import Numerics
 from ....model.weights import Layout
 from .data_parallel import RankedWorkers
@@ -70,37 +69,28 @@ class ShardedModel:
         self.read(folder)
 
     def read(self, folder: Path, beside: Mapping[str, torch.Tensor] = MappingProxyType({})) -> None:
-        """Read this rank's pieces from a model's folder. beside: whole tensors that it lacks, by name.
-
-        Raises ValueError (see read_rows).
-        """
-        rows = self._all_pieces.rows
-        beside_rows = {name: x[rows[name]] for name, x in beside.items()}
-        fill_pieces(self._named, self._all_pieces.parts, read_rows(folder, self.layout, rows) | beside_rows)
+        """Read this rank's pieces from a model's folder; see fill_pieces."""
+        fill_pieces(self._named, self._all_pieces.parts, folder, self.layout, beside)
 
     def locals(self) -> list[torch.Tensor]:
         """This rank's piece of each Parameter that is trained, in fp32."""
         return [p.detach().to_local() for p in self.parameters]
-
-    def _all_locals(self) -> list[torch.Tensor]:
-        """The same of every Parameter, in the order of the flat tensor."""
-        return [self._named[part.name].detach().to_local() for part in self._all_pieces.parts]
 
     def whole(self, name: str, rows: torch.Tensor | None = None) -> torch.Tensor:
         """A Parameter, in every rank; or what has its shape and, in this rank, these rows.
 
         All ranks call this together.
         """
-        like = self._named[name].detach()
+        like = self.by_name[name]
         return like.full_tensor() if rows is None else placed_like(like, rows.to(like.dtype)).full_tensor()
 
     @property
     def by_name(self) -> dict[str, "DTensor"]:
-        """Every Parameter by its name in the checkpoint, without a graph; of this rank its rows."""
+        """Every Parameter by its name in the checkpoint, in the flat tensor's order, without a graph."""
         return {part.name: self._named[part.name].detach() for part in self._all_pieces.parts}
 
     def master(self) -> torch.Tensor:
-        """A copy of all of these, [pieces.numel]."""
+        """Copies of `locals`, [pieces.numel]."""
         return torch.cat([x.reshape(-1) for x in self.locals()])
 
     def compute_round(self, work: OnePassWork, shards: Sequence[X | None]) -> tuple[list[Y | None], bool]:
@@ -121,8 +111,8 @@ class ShardedModel:
 
     def gather_into(self, flat: torch.Tensor) -> None:
         """Write the compute weights of all ranks to `flat` [layout.numel], rounded once to its dtype."""
-        rank_pieces = torch.cat([x.reshape(-1).to(flat.dtype) for x in self._all_locals()])
-        self._all_pieces.gather_into(flat, rank_pieces)
+        rank_pieces = [x.to_local().reshape(-1).to(flat.dtype) for x in self.by_name.values()]
+        self._all_pieces.gather_into(flat, torch.cat(rank_pieces))
 
 
 def placed_like(tensor: "DTensor", rows: torch.Tensor) -> "DTensor":
