@@ -208,12 +208,12 @@ def test_graphs_draw_the_same_with_other_numerics(dtype, numerics):
 def test_graphs_draw_the_same_where_samples_share_chunks_of_attention():
     with interpreted_gpu() as device:
         pair = Pair(device, numerics=Numerics(attention=AttentionRule(64)))
-        assert pair.equal(), "one chunk"
-        assert pair.equal([[20] * 70, [30] * 63]), "a prompt with a chunk that its two samples share"
+        assert pair.equal([[20] * 66]), "a prompt with a chunk that its two samples share"
         shared = pair.sampler._memory.shared.tokens.cpu() >= 0
         assert shared.sum(dim=1).max() == 2
-        assert pair.equal([[30] * 66, [20] * 70]), "other groups, the same graphs"
-        assert pair.equal(), "one chunk again"
+        captures = len(device.captures)
+        assert pair.equal([[30]]), "rows of one chunk"
+        assert len(device.captures) > captures, "graphs of their own"
         assert not device.in_graphs()
         assert device.cuda.timeline.faults == []
 
