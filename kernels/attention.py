@@ -4,8 +4,8 @@
     delta_i = do_i . o_i     ds_ij = p_ij (do_i . v_j - delta_i)
     dq_i = scale sum_j ds_ij k_j     dk_j = scale sum_i ds_ij q_i     dv_j = sum_i p_ij do_i
 
-The reference is attention_ref.py. The GPU has attention_triton.py and attention_bwd_triton.py, and a CPU with
-a compiler attention_cpp.py.
+The reference is attention_ref.py. The GPU has attention_triton.py and attention_bwd_triton.py, for chunks
+attention_chunks_triton.py and attention_split_triton.py; a CPU with a compiler has attention_cpp.py.
 
 The forward makes two passes over the key tiles of a row (KEY_TILE keys each), in ascending order. The first
 pass finds the maximum of all scores. The second pass adds up p and p v, tile by tile. A fully masked tile is
@@ -15,10 +15,10 @@ With chunks (AttentionRule) a row's keys are cut at multiples of `chunk`. Each c
 row of its own would. The states are joined in ascending order, from M = -inf, L = 0, A = 0:
     M' = max(M, m)     a = exp(M - M')     b = exp(m - M')     L' = L a + l b     A' = A a + acc b
     o = A / L + 0.0     lse = M + log L
-So on a GPU many programs share a row's chunks, and samples share the chunks of their prompt. A chunk whose
-keys are all hidden has m = -inf, l = 0 and acc = 0; it is an exact no-op, but for a -0.0 of A, which becomes
-+0.0. The last addition makes it so for every row. A row of one chunk has the bits of the walk without chunks,
-but for that. The backward reads o and lse and does not know the order.
+On a GPU (chunk_state_triton.py has its formulas) many programs share the chunks of a row, and samples share
+the chunks of their prompt. A chunk whose keys are all hidden has m = -inf, l = 0 and acc = 0. It is an exact
+no-op, but for a -0.0 of A, which becomes +0.0. The last addition makes it so for every row. Here a row of one
+chunk has the bits of the walk without chunks, but for that. The backward reads o and lse, and is the same.
 
 Shapes: q, o [T, Hq, D]; k, v [K, Hkv, D] with K >= T; lse [T, Hq] in fp32. The queries of a sequence are its
 last positions. Key tiles are [tiles, 2, KEY_TILE, D] (0: keys, 1: values).
@@ -66,8 +66,11 @@ class _Attention(torch.autograd.Function):
 def _packed(
     q, k, v, plan: AttentionPlan, scale: float, rule: AttentionRule, want_lse: bool
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
+    if on_triton(q) and rule.chunk:
+        from .attention_chunks_triton import walk_packed
+
+        return walk_packed(q, k, v, plan.on(q.device), scale, rule, want_lse, max(plan.lengths))
     if on_triton(q):
-        _check_rule_of_gpu(rule)
         from .attention_triton import attention_packed
 
         return attention_packed(q, k, v, plan.on(q.device), scale, want_lse)
@@ -150,13 +153,10 @@ def attention_cached(
             f"attention_cached: tiles {tuple(tiles.shape)} must be [tiles, 2, {KEY_TILE}, {q.shape[-1]}]"
         )
     if on_triton(q):
-        _check_rule_of_gpu(rule)
-        from .attention_triton import attention_paged
-
         spans = plan if isinstance(plan, Spans) else plan.on(q.device)
         blocks = tiles.view(-1, spans.kv_heads, 2, KEY_TILE, q.shape[-1])
         k, v = blocks.permute(2, 0, 3, 1, 4)  # [blocks, KEY_TILE, Hkv, D] each
-        return attention_paged(q, k, v, spans, scale)
+        return _paged_on_triton(q, k, v, spans, scale, rule)
     agrees = on_cpp(q) and forward_agrees(plan.heads, plan.kv_heads, q.shape[-1], rule)
     if agrees and reads_cache(q, tiles, plan):
         return attention_fwd(q, tiles, tiles, plan, scale, rule, want_lse=False)[0]
@@ -169,6 +169,18 @@ def check_head_dim(D: int) -> None:
         raise ValueError(f"attention: head_dim ({D}) must be a multiple of {ALIGN}")
 
 
-def _check_rule_of_gpu(rule: AttentionRule) -> None:
-    if rule != WALK:
-        raise ValueError(f"attention: rule {rule} is built for CPUs; a GPU has {WALK}")
+def _paged_on_triton(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spans: Spans, scale: float, rule: AttentionRule
+) -> torch.Tensor:
+    """q [T, Hq, D], k and v [blocks, KEY_TILE, Hkv, D] -> [T, Hq, D]. Which kernel serves decides no bit."""
+    if not rule.chunk:
+        from .attention_triton import attention_paged
+
+        return attention_paged(q, k, v, spans, scale)
+    if len(q) == len(spans.seqused_k):  # one token of each sequence
+        from .attention_split_triton import split_paged
+
+        return split_paged(q, k, v, spans, scale, rule)
+    from .attention_chunks_triton import walk_paged
+
+    return walk_paged(q, k, v, spans, scale, rule)

@@ -16,6 +16,16 @@ TILE_ROWS, TILE_KEYS = 64, 64
 _WAVE = 528
 
 
+class SharedChunks(NamedTuple):
+    """Work of a decoding turn over chunks of keys (attention_split_triton.py): int32, on the kernels' device.
+
+    Each chunk of each token is in one item. An item without tokens is unused.
+    """
+
+    items: torch.Tensor  # [items, 3], the row of the block table, the first chunk, and the end of its chunks
+    tokens: torch.Tensor  # [items, slots], rows of q, -1 for none
+
+
 class Spans(NamedTuple):
     """One attention call as the Triton kernels take it: int32 tensors on the kernels' device."""
 
@@ -26,6 +36,7 @@ class Spans(NamedTuple):
     cu_seqlens_k: torch.Tensor | None = None  # [S + 1], the first key of each sequence, and K; packed only
     query_tiles: torch.Tensor | None = None  # query_tile_table; packed only
     key_tiles: torch.Tensor | None = None  # key_tile_table; packed only
+    shared: SharedChunks | None = None  # of one token of each sequence; None: nothing is shared
 
 
 def make_spans(
@@ -54,6 +65,44 @@ def make_spans(
         query_tiles=int32(query_tile_table(query_lengths, contexts, kv_heads, positions)),
         key_tiles=int32(key_tile_table(query_lengths, contexts, TILE_KEYS)),
     )
+
+
+def shared_chunks(
+    pages: Sequence[Sequence[int]], lengths: Sequence[int], chunk_pages: int, page: int, slots: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Items [2 n, 3] and tokens [2 n, slots] of SharedChunks, for one token of each of n sequences.
+
+    pages: of each sequence, `page` keys each. lengths [n]: keys that it has at the least. Sequences whose
+    first `chunk_pages` pages are the same share all chunks that lie in equal pages. The rest goes token by
+    token.
+    """
+    n, count = len(pages), 0
+    items, tokens = np.zeros((2 * n, 3), np.int32), np.full((2 * n, slots), -1, np.int32)
+    groups: dict[tuple[int, ...], list[int]] = {}
+    for i, ids in enumerate(pages):
+        groups.setdefault(tuple(ids[:chunk_pages]), []).append(i)
+    shared = np.zeros(n, np.int32)
+    for members in groups.values():
+        if len(members) == 1:
+            continue
+        filled = min(lengths[i] for i in members) // (chunk_pages * page)
+        common = min(filled, _common_pages([pages[i] for i in members]) // chunk_pages)
+        shared[members] = common
+        for a in range(0, len(members) if common else 0, slots):
+            part = members[a : a + slots]
+            items[count], tokens[count, : len(part)] = (part[0], 0, common), part
+            count += 1
+    items[count : count + n] = np.stack([np.arange(n), shared, np.full(n, np.iinfo(np.int32).max)], axis=1)
+    tokens[count : count + n, 0] = np.arange(n)
+    return items, tokens
+
+
+def _common_pages(pages: Sequence[Sequence[int]]) -> int:
+    """The pages at the beginning that are the same in all sequences."""
+    shortest = min(map(len, pages))
+    table = np.array([x[:shortest] for x in pages])
+    differing = np.flatnonzero((table != table[0]).any(axis=0))
+    return int(differing[0]) if len(differing) else shortest
 
 
 def query_tile_table(

@@ -16,8 +16,11 @@ from .adamw import AdamW
 from .adamw_triton import adamw
 from .add_shared_triton import add_shared_bwd, add_shared_fwd
 from .attention_bwd_triton import attention_bwd
+from .attention_chunks_triton import walk_packed, walk_paged
 from .attention_plan import KEY_TILE
-from .attention_tables import Spans
+from .attention_rule import RULES
+from .attention_split_triton import slots, split_paged
+from .attention_tables import SharedChunks, Spans
 from .attention_triton import attention_packed, attention_paged
 from .block_digest import BLOCK, LANES
 from .block_digest_triton import block_digests
@@ -102,6 +105,8 @@ def cases() -> Iterator[Case]:
             name = f"attention float32 {D}, groups of {group}, paged in {_name(cache_dtype)}"
             yield name, lambda D=D, group=group, cache_dtype=cache_dtype: _paged(FP32, cache_dtype, D, group)
     yield from _logprob()
+    for dtype in DTYPES:
+        yield from _chunked_attention(dtype, *ATTENTION_SHAPES[0])
     blocks, keys = _meta(torch.int64, 8, 2), _meta(torch.int64, LANES, BLOCK)
     for dtype in (FP32, BF16):  # any dtype of 4 bytes, and any of 2
         yield (
@@ -352,6 +357,25 @@ def _attention(dtype: torch.dtype) -> Iterator[Case]:
             f"attention backward {name}",
             lambda q=q, k=k, lse=lse, spans=spans, s=scale: attention_bwd(q, q, k, k, q, lse, spans, s),
         )
+
+
+def _chunked_attention(dtype: torch.dtype, D: int, group: int) -> Iterator[Case]:
+    """Sums in chunks of keys: packed, over pages, and a decoding turn; and each without a second chunk."""
+    name, rule = f"attention in chunks {_name(dtype)} {D}, groups of {group}", RULES["chunked-512"]
+    q, k, scale = _meta(dtype, 256, 8 * group, D), _meta(dtype, 256, 8, D), D**-0.5
+    cache = _meta(dtype, 32, KEY_TILE, 8, D)
+    for suffix, keys in (("", 2 * rule.chunk), (", one chunk", rule.chunk)):
+        spans = _spans(pages=keys // KEY_TILE)
+        yield name + suffix, lambda keys=keys: walk_packed(q, k, k, _spans(), scale, rule, True, keys)
+        yield f"{name}, paged{suffix}", lambda s=spans: walk_paged(q, cache, cache, s, scale, rule)
+        yield f"{name}, decode{suffix}", lambda s=spans: split_paged(q[:2], cache, cache, s, scale, rule)
+
+    def shared() -> None:
+        tokens = _meta(torch.int32, 4, slots(8 * group, 8, dtype, q.device))
+        spans = _spans(pages=32)._replace(shared=SharedChunks(_meta(torch.int32, 4, 3), tokens))
+        split_paged(q[:2], cache, cache, spans, scale, rule)
+
+    yield f"{name}, shared chunks", shared
 
 
 def _spans(pages: int = 0) -> Spans:

@@ -11,7 +11,7 @@ import torch
 from ..kernels.attention import attention_cached
 from ..kernels.attention_plan import KEY_TILE, AttentionPlan
 from ..kernels.attention_rule import AttentionRule
-from ..kernels.attention_tables import Spans
+from ..kernels.attention_tables import SharedChunks, Spans
 from ..kernels.backend import on_triton
 from ..kernels.decode_heads import CacheSlots
 from ..kernels.matmul import UNPACKED, PackedWeights
@@ -185,6 +185,7 @@ class DecodeContext:
 
     positions [n] int64: the position of each new token. table [n, J] int32: the blocks of each sequence.
     packed: see matmul.pack_weights. routing: of the new tokens' rows.
+    shared: the chunks that sequences share, where attention has chunks; for Triton only.
     """
 
     tables: Sequence[Tables] = ()  # all is on the device
@@ -196,6 +197,7 @@ class DecodeContext:
         table: torch.Tensor,
         packed: PackedWeights = UNPACKED,
         routing: Routing = FREE,
+        shared: SharedChunks | None = None,
     ):
         n, config, self.routing = len(positions), cache.config, routing
         self.in_pass = Pass(packed=packed)
@@ -205,7 +207,7 @@ class DecodeContext:
         self._plan: AttentionPlan | Spans
         if on_triton(cache.data):
             starts = torch.arange(n + 1, dtype=torch.int32, device=positions.device)
-            self._plan = Spans(starts, (positions + 1).int(), table, config.kv_heads)
+            self._plan = Spans(starts, (positions + 1).int(), table, config.kv_heads, shared=shared)
         else:
             self._plan = AttentionPlan(
                 [1] * n, positions.tolist(), table.numpy().astype(np.int64), config.heads, config.kv_heads

@@ -158,8 +158,6 @@ class PrecisionConfig(Section):
                 f'precision.attention ("{self.attention}"): vLLM\'s own model sums a row in one walk; '
                 'set it to "vllm", or sampler to "vllm-zerokl" or "native"'
             )
-        if run.device == "cuda" and self.attention != "vllm":
-            return f'precision.attention ("{self.attention}") is built for CPUs; set it to "vllm" on a GPU'
 
     tiles: Literal["vllm-0.32", "vllm-0.33"] = "vllm-0.32"
     """The vLLM version whose tiles the matrix products use along the reduced dimension, on a GPU. These tiles

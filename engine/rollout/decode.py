@@ -18,6 +18,8 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from ...kernels.attention_plan import KEY_TILE
+from ...kernels.attention_tables import SharedChunks, shared_chunks
 from ...kernels.backend import on_triton
 from ...kernels.draw import draw_tokens
 from ...kernels.logprob import chunk_rows
@@ -144,7 +146,20 @@ class DecodeMemory:
             shape = LOOK_EVERY, rows, len(c.layers), c.per_token
             self.experts = torch.zeros(shape, dtype=id_dtype(c.number), device=device)
         self.turn = torch.zeros(1, dtype=torch.int64, device=device)
+        self.shared = self._shared_chunks(decoder, rows) if self.padded else None
         self._graph_pool: tuple[int, int] | None = None
+
+    @staticmethod
+    def _shared_chunks(decoder: Decoder, rows: int) -> SharedChunks | None:
+        """Room for the work of `rows` rows; None where attention has no chunks."""
+        if not decoder.numerics.attention.chunk:
+            return None
+        from ...kernels.attention_split_triton import slots
+
+        c, device = decoder.config, decoder.device
+        shape = 2 * rows, slots(c.heads, c.kv_heads, decoder.dtype, device)
+        tables = [torch.zeros(*x, dtype=torch.int32, device=device) for x in ((2 * rows, 3), shape)]
+        return SharedChunks(*tables)
 
     def holds(self, rows: int, pages: int, blocks: int) -> bool:
         """Whether this memory is large enough."""
@@ -180,7 +195,8 @@ class DecodeRows:
         stop_ids = torch.tensor(sorted(draw_params.stop_ids), dtype=torch.int64)
         (self._stop_ids,) = upload(decoder.device, stop_ids)
         self._offset = logit_offset(draw_params.sampling_params, decoder.config.vocab_size, decoder.device)
-        self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
+        # By the number of rows and the columns of their table.
+        self._graphs: dict[tuple[int, int], torch.cuda.CUDAGraph] = {}
         self.packed = UNPACKED  # copies of the weights as they are during one `generate` call
 
     def start(self, packed: PackedWeights) -> None:
@@ -224,9 +240,19 @@ class DecodeRows:
     def load(self, rows: Sequence[Row]) -> None:
         """The rows of the next turns."""
         n = bucket(len(rows)) if self.memory.padded else len(rows)
-        if self._captured and n not in self._graphs:
+        self._columns = self._columns_of(rows)
+        if self._captured and (n, self._columns) not in self._graphs:
             self._capture(n)
         self._write(rows, n)
+
+    def _columns_of(self, rows: Sequence[Row]) -> int:
+        """The columns of the table of pages that attention reads.
+
+        Where attention has chunks, rows that stay within one have nothing to join, and graphs of their own.
+        """
+        one_chunk, pages = self.decoder.numerics.attention.chunk // KEY_TILE, self.memory.table.shape[1]
+        longest = max(row.position + 1 + row.last - row.drawn for row in rows)
+        return one_chunk if longest <= one_chunk * KEY_TILE and one_chunk < pages else pages
 
     @property
     def looks_ahead(self) -> int:
@@ -239,7 +265,7 @@ class DecodeRows:
         self.memory.turn.zero_()
         for _ in range(turns):
             if self._captured:
-                self._graphs[n].replay()
+                self._graphs[n, self._columns].replay()
             else:
                 self._turn(n, self._noise())
             self._turns += 1
@@ -254,9 +280,23 @@ class DecodeRows:
         for i, (token, position, drawn, last, key, pages) in enumerate(rows):
             state[:, i] = token, position, 0, last, drawn, key.sample, key.prompt, key.step  # as in _Field
             table[i, : len(pages)] = pages
-        tensors = upload(memory.state.device, *map(torch.from_numpy, (state, table)))
-        memory.state[:, :n], memory.table[:n] = tensors
+        tables = [state, table, *self._shared_work(rows, table)]
+        tensors = upload(memory.state.device, *map(torch.from_numpy, tables))
+        memory.state[:, :n], memory.table[:n] = tensors[:2]
+        for memory_table, new in zip(memory.shared or (), tensors[2:], strict=True):
+            memory_table[: 2 * n] = new
         self._rows, self._turns = list(rows), 0
+
+    def _shared_work(self, rows: Sequence[Row], table: np.ndarray) -> Sequence[np.ndarray]:
+        """The items and tokens of attention over chunks, of the rows of a table; none without chunks.
+
+        Rows that share pages have all their keys in the cache, so a chunk that is full stays as it is.
+        """
+        if self.memory.shared is None:
+            return ()
+        pages, width = self.decoder.numerics.attention.chunk // KEY_TILE, self.memory.shared.tokens.shape[1]
+        lengths = [row.position + 1 for row in rows] + [0] * (len(table) - len(rows))
+        return shared_chunks(table.tolist(), lengths, pages, KEY_TILE, width)
 
     def _look(self, turns: int) -> Look:
         """What the rows drew in the last turns."""
@@ -272,9 +312,7 @@ class DecodeRows:
     def _capture(self, n: int) -> None:
         """Make the graph of n rows. All rows are padding meanwhile: the turns before it compile kernels."""
         memory = self.memory
-        memory.state[:, :n] = 0
-        memory.state[_Field.DONE, :n] = 1
-        memory.table[:n] = memory.padding_page
+        self._write([], n)
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
@@ -285,14 +323,20 @@ class DecodeRows:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=memory.graph_pool):
             self._turn(n)
-        self._graphs[n] = graph
+        self._graphs[n, self._columns] = graph
 
     def _turn(self, n: int, noise: torch.Tensor | None = None) -> None:
         """One token for each of n rows. noise [n, V] fp32 is added to the logits."""
         memory, state = self.memory, self.memory.state[:, :n]
         routing = self.routing()
+        shared = None if memory.shared is None else SharedChunks(*(x[: 2 * n] for x in memory.shared))
         context = DecodeContext(
-            memory.cache, state[_Field.POSITION], memory.table[:n], self.packed, routing or FREE
+            memory.cache,
+            state[_Field.POSITION],
+            memory.table[:n, : self._columns],
+            self.packed,
+            routing or FREE,
+            shared,
         )
         hidden = self.decoder.hidden(state[_Field.TOKEN], context)
         if routing:

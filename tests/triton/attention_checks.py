@@ -1,6 +1,9 @@
 """What both packed attentions must hold: the law of packing, and an error near plain torch's."""
 
+from collections.abc import Sequence
+
 import torch
+from zerokl.kernels.attention_rule import WALK, AttentionRule
 
 from tests.helpers import assert_at_most_twice_the_error, randn, total_unequal
 from tests.kernels.test_attention import Case, gradients, make_case, whole
@@ -19,13 +22,15 @@ def plain_attention(case: Case, leaves: list[torch.Tensor]) -> torch.Tensor:
     return torch.cat([o[0].transpose(0, 1) for o in outs])
 
 
-def assert_accurate(dtype: torch.dtype, head_dim: int) -> None:
+def assert_accurate(
+    dtype: torch.dtype, head_dim: int, rule: AttentionRule = WALK, lengths: Sequence[int] = (70, 40)
+) -> None:
     """o, dq, dk and dv are at most twice as far from fp64 as plain torch in `dtype` is."""
     judged: dict[str, list[list[torch.Tensor]]] = {name: [[], [], []] for name in ("o", "dq", "dk", "dv")}
     for seed in (10, 20, 30):
-        case = make_case([70, 40], 2, 1, head_dim, dtype, seed)
+        case = make_case(list(lengths), 2, 1, head_dim, dtype, seed)
         dy = randn(seed + 5, *case.q.shape, dtype=dtype)
-        results = [[whole(case), *gradients(case, dy)]]
+        results = [[whole(case, rule), *gradients(case, dy, rule)]]
         for plain_dtype in (dtype, torch.float64):
             leaves = [x.to(plain_dtype).requires_grad_() for x in case[1:]]
             o = plain_attention(case, leaves)

@@ -19,6 +19,7 @@ from zerokl.engine.rollout import decode, generation, native
 from zerokl.engine.rollout.native import NativeSampler
 from zerokl.engine.rollout.types import DrawParams, GenerationParams, Request, RngKey, complete
 from zerokl.kernels import draw_triton
+from zerokl.kernels.attention_rule import AttentionRule
 from zerokl.kernels.launch import launch as launch_now
 from zerokl.kernels.philox import Stream
 from zerokl.kernels.sampling_params import SamplingParams
@@ -214,6 +215,19 @@ def test_graphs_draw_the_same_with_other_numerics(dtype, numerics):
         assert pair.equal()
         pair.update(1)
         assert pair.equal()
+        assert not device.in_graphs()
+        assert device.cuda.timeline.faults == []
+
+
+def test_graphs_draw_the_same_where_samples_share_chunks_of_attention():
+    with interpreted_gpu() as device:
+        pair = Pair(device, numerics=Numerics(attention=AttentionRule(64)))
+        assert pair.equal([[20] * 66]), "a prompt with a chunk that its two samples share"
+        shared = pair.sampler._memory.shared.tokens.cpu() >= 0
+        assert shared.sum(dim=1).max() == 2
+        captures = len(device.captures)
+        assert pair.equal([[30]]), "rows of one chunk"
+        assert len(device.captures) > captures, "graphs of their own"
         assert not device.in_graphs()
         assert device.cuda.timeline.faults == []
 
