@@ -1,6 +1,6 @@
 """A run's sampling with and without guessed tokens (native.speculate), by turns, on one core.
 
-    python -m zerokl.benchmarks.speculate [--preset turns] [--model FOLDER] [--k 4] [key=value ...]
+    python -m zerokl.benchmarks.speculate [--preset turns] [--model FOLDER] [--k 4] [--at_once 64]
 
 The run draws each call's trajectories without guesses. Then two samplers draw the same requests again, over
 the same weights: one guesses nothing, and the other guesses up to k tokens ahead. They begin by turns. All
@@ -143,9 +143,8 @@ def main() -> None:
     parser.add_argument("--k", type=int, default=4)
     parser.add_argument("--at_once", type=int, default=64, help="samples that are drawn together")
     parser.add_argument("--steps", type=int, default=40)
-    parser.add_argument("settings", nargs="*", help="key=value")
     args = parser.parse_args()
-    settings = SETTINGS | {"steps": args.steps} | dict(pair.split("=", 1) for pair in args.settings)
+    settings = SETTINGS | {"steps": args.steps}
     if args.model:
         settings["model"] = args.model
     ByTurns.k, ByTurns.at_once, worker.NativeSampler = args.k, args.at_once, ByTurns

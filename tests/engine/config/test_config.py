@@ -157,6 +157,16 @@ def test_a_filter_that_transformers_has_otherwise_is_refused_with_its_sampler(ke
         load_config(None, None, overrides | {"sampler": "hf"})
 
 
+@pytest.mark.parametrize("sampler", ["hf", "vllm", "vllm-exact", "vllm-zerokl"])
+def test_guessed_tokens_are_refused_with_other_samplers(sampler):
+    overrides = {"native.speculate": 4}
+    assert load_config(None, None, overrides).native.speculate == 4
+    with pytest.raises(
+        ValueError, match=rf'native.speculate \(4\) with sampler \("{sampler}"\): .* by chance'
+    ):
+        load_config(None, None, overrides | {"sampler": sampler, "exact": sampler.startswith("vllm-")})
+
+
 def test_every_key_mistyped_by_one_letter_is_refused():
     for key in known_keys():
         with pytest.raises(ValueError, match=f"unknown key {key}q"):

@@ -31,40 +31,39 @@ def test_a_sample_goes_on_as_another_of_its_group_does(guesser):
     assert list(guesser.propose(mine, [], 3)) == [1, 2, 3]  # after the end of the prompt
     assert list(guesser.propose(mine, [1, 2, 3], 9)) == [4, 5, 6, 7]
     assert list(guesser.propose(mine, [1, 2, 3, 9], 9)) == []
-    assert list(guesser.propose(mine, [1, 2, 3, 9, 4, 5], 9)) == [6, 7]
+    assert list(guesser.propose(mine, [1, 2, 3, 9, 2, 3, 4, 5], 9)) == [6, 7]
 
 
 def test_a_prompt_of_a_later_step_goes_on_as_it_did_before(guesser):
     guesser.ended(request(), TEXT)
     later = request(sample=5, step=9, prompt=3)
-    assert list(guesser.propose(later, [1, 2], 2)) == [3, 4]
-    assert list(guesser.propose(request(step=9, ids=(*PROMPT, 8)), [1, 2], 2)) == [], (
-        "control: another prompt"
-    )
+    assert list(guesser.propose(later, [1, 2, 3, 4], 2)) == [5, 6]
+    other = request(step=9, ids=(*PROMPT, 8))
+    assert list(guesser.propose(other, [1, 2, 3, 4], 2)) == [], "control: another prompt"
 
 
 def test_the_newest_text_is_continued_first_and_the_longest_end_before_it(guesser):
-    guesser.ended(request(0), [1, 2, 3, 4, 50])
-    guesser.ended(request(1), [9, 9, 3, 4, 60])
-    assert list(guesser.propose(request(2), [7, 3, 4], 1)) == [60]
-    assert list(guesser.propose(request(3), [1, 2, 3, 4], 1)) == [50]
+    guesser.ended(request(0), [*range(8), 50])
+    guesser.ended(request(1), [20, 21, 22, 23, *range(4, 8), 60])
+    assert list(guesser.propose(request(2), range(4, 8), 1)) == [60]
+    assert list(guesser.propose(request(3), range(8), 1)) == [50]
 
 
 def test_the_prompt_is_a_text(guesser):
-    assert list(guesser.propose(request(), [102, 103], 3)) == [104, 105, 106]
+    assert list(guesser.propose(request(), range(102, 106), 3)) == [106, 107, 108]
 
 
 def test_a_trajectory_that_repeats_itself_goes_on_so(guesser):
-    assert list(guesser.propose(request(), [5, 6, 5, 6, 5, 6], 5)) == [5, 6, 5, 6, 5]
+    assert list(guesser.propose(request(), [5, 6] * 3, 5)) == [5, 6, 5, 6, 5]
 
 
 def test_a_later_turn_goes_on_with_the_text_of_its_trajectory(guesser):
     first = replace(request(), trajectory_tokens=99)
     guesser.ended(first, TEXT)
-    second = replace(first, ids=(*PROMPT, *TEXT, 70, 71, 72), drawn=len(TEXT))
-    assert list(guesser.propose(second, [3, 4], 2)) == [5, 6]
-    guesser.propose(second, [3, 4, 80, 81], 2)
-    assert list(guesser.propose(request(1), [70, 71, 72], 9)) == [3, 4, 80, 81]
+    second = replace(first, ids=(*PROMPT, *TEXT, 70, 71, 72, 73), drawn=len(TEXT))
+    assert list(guesser.propose(second, [2, 3, 4, 5], 2)) == [6, 7]
+    guesser.propose(second, [2, 3, 4, 5, 80, 81], 2)
+    assert list(guesser.propose(request(1), [70, 71, 72, 73], 9)) == [2, 3, 4, 5, 80, 81]
 
 
 def test_a_request_that_is_drawn_again_is_known(guesser):

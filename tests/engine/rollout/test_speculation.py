@@ -38,6 +38,7 @@ SAMPLING = [
 PROMPT = st.integers(1, KEY_TILE + 3).flatmap(
     lambda n: st.lists(st.integers(0, VOCAB - 1), min_size=n, max_size=n)
 )
+WORTH = speculation._Chance.worth
 Propose = Callable[[Request, Sequence[int], int], Sequence[int]]
 
 
@@ -168,6 +169,23 @@ def test_the_noise_of_an_ablation_counts_drawn_tokens(decoder):
     sampler = NativeSampler(decoder, speculate=3, guesser=Oracle(expected, lambda n: n % 4 == 0))
     assert bits(draw(sampler, requests)) == bits(expected)
     assert 0 < guessed(sampler)[1] < guessed(sampler)[0]
+
+
+def test_guesses_become_fewer_where_they_are_wrong_and_come_back(decoder, monkeypatch):
+    """Without a guess that is worth it, one turn of a sample in 16 has one."""
+    monkeypatch.setattr(speculation._Chance, "worth", WORTH)
+    prompts, long = [[9, 8, 7], [5] * 7], params(stop=frozenset(), max_tokens=101, num_generations=4)
+    expected = complete(NativeSampler(decoder), prompts, long, KEY)
+    oracle = Oracle(expected, lambda n: True)
+    sampler = NativeSampler(decoder, speculate=4, guesser=oracle)
+    assert bits(complete(sampler, prompts, long, KEY)) == bits(expected)
+    assert 8 * 100 // 16 <= guessed(sampler)[0] < 8 * 100 // 5
+    oracle._wrong = lambda n: False
+    for _ in range(2):
+        before = guessed(sampler)
+        assert bits(complete(sampler, prompts, long, KEY)) == bits(expected)
+    guesses, drawn = np.subtract(guessed(sampler), before)
+    assert guesses == drawn > 8 * 100 / 2
 
 
 # --- planted faults --------------------------------------------------------------------------------------

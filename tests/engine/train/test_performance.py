@@ -67,6 +67,17 @@ def test_a_full_cache_shows_in_the_samples_at_once(config, tmp_path, read_jsonl)
     assert at_once == [min(whole.native.max_concurrency, whole.prompts * whole.num_generations), 2]
 
 
+def test_guessed_tokens_are_counted(config, tmp_path, read_jsonl):
+    """A model of random weights repeats itself at a low temperature."""
+    steps = {}
+    for k in (0, 3):
+        train(config(steps=2, native__speculate=k, sampling__temperature=0.02), tmp_path / str(k))
+        steps[k] = read_jsonl(tmp_path / str(k) / "metrics.jsonl")
+    assert not any(name in m for m in steps[0] for name in ("perf/tokens_per_turn", "perf/guesses_drawn"))
+    assert all(1 < m["perf/tokens_per_turn"] <= 4 for m in steps[3])
+    assert all(0 < m["perf/guesses_drawn"] <= 1 for m in steps[3])
+
+
 def test_a_separate_sampler_is_measured_too(config, tmp_path, read_jsonl):
     train(config(max_staleness=1, evaluation__every=1), tmp_path / "run")
     for m in read_jsonl(tmp_path / "run" / "metrics.jsonl"):
