@@ -268,6 +268,13 @@ def shown_faults() -> str:
     return table(["fault", "what shows it", "reported"], rows)
 
 
+def checked_faults() -> str:
+    """The faults that checks of a whole log tell."""
+    names = {fault: fault.name.replace("{", "*").replace("}", "*") for fault in registry.checked()}
+    rows = [[name, prose(fault.tries)] for fault, name in names.items()]
+    return table(["fault", "what shows it"], rows)
+
+
 def log_fields() -> str:
     """The fields of a log, from its JSON schema."""
     schema = json.loads((ROOT / "audit/formats/log.schema.json").read_text())
@@ -345,6 +352,7 @@ PARTS = (
         "log-fields": log_fields,
         "predicted-faults": predicted_faults,
         "shown-faults": shown_faults,
+        "checked-faults": checked_faults,
         "samplers": samplers,
         "audit-samplers": audit_samplers,
         "audit-trainers": audit_trainers,

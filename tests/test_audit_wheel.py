@@ -1,9 +1,11 @@
 """The wheel zerokl-audit: which files it has, what they import, and the doors to what it has not."""
 
 import ast
+import builtins
 import importlib
 import subprocess
 import sys
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -24,12 +26,13 @@ ROOMS = {
     "audit.conclusion",
     "audit.engines",
     "audit.faults",
+    "audit.faults.columns",
     "audit.faults.draws",
     "audit.faults.ids",
     "audit.faults.model",
     "audit.faults.numbers",
     "audit.faults.operations",
-    "audit.faults.planting",
+    "audit.faults.signal",
     "audit.figures",
     "audit.formats",
     "audit.frameworks",
@@ -83,6 +86,51 @@ def test_the_wheel_has_every_framework_and_its_recorder():
         assert f"audit.frameworks.{framework.name.replace('-', '_')}" in FILES
         if framework.recording:
             assert f"integrations.{framework.recording.recorder.partition(':')[0]}" in FILES
+
+
+def undefined(tree: ast.Module) -> set[str]:
+    """The names that are used in a file and given nowhere in it."""
+    nodes = list(ast.walk(tree))
+    given = {x.arg for x in nodes if isinstance(x, ast.arg)} | set(dir(builtins)) | {"__package__"}
+    given |= {x.name for x in nodes if isinstance(x, ast.FunctionDef | ast.ClassDef)}
+    given |= {
+        a.asname or a.name for x in nodes if isinstance(x, ast.Import | ast.ImportFrom) for a in x.names
+    }
+    names = [x for x in nodes if isinstance(x, ast.Name)]
+    given |= {x.id for x in names if isinstance(x.ctx, ast.Store)}
+    return {x.id for x in names} - given
+
+
+FAULT_FILES = [file for file in FILES.values() if shipped.has_plants(file) and file.name != "__init__.py"]
+
+
+def test_a_fault_is_shipped_without_its_plants_and_whole_otherwise():
+    assert len(FAULT_FILES) > 60
+    for file in FAULT_FILES:
+        source = file.read_text()
+        assert shipped.text(file).count("\n") == source.count("\n")
+        assert undefined(ast.parse(shipped.text(file))) == set(), file
+        package = f"zerokl.{room(file)}"
+        module = importlib.import_module(f"{package}.{file.stem}")
+        names = {"__name__": f"{package}.{file.stem}", "__package__": package}
+        exec(compile(shipped.text(file), file, "exec"), names)
+        kind = "FAULT" if hasattr(module, "FAULT") else "CHANGED"
+        for field in fields(names[kind]):
+            cut, whole = getattr(names[kind], field.name), getattr(module, kind)
+            whole = getattr(whole, field.name)
+            assert cut == () if field.name == "plants" else callable(cut) or cut == whole, (file, field.name)
+        assert "planting" not in shipped.text(file)
+
+
+def test_control_what_a_prediction_needs_stays_and_a_lost_name_is_found():
+    source = (
+        "import math\nimport json\ndef shared(): return math.pi\ndef plant(w): return shared() + json.x\n"
+        "FAULT = Checked(\n    look=shared,\n    plants=(Plant(make=plant),),\n)\n"
+    )
+    cut = shipped.without_plants(source)
+    assert "".join(cut.split()) == "importmathdefshared():returnmath.piFAULT=Checked(look=shared,)"
+    assert undefined(ast.parse(cut)) == {"Checked"}
+    assert undefined(ast.parse(cut.replace("import math", ""))) == {"Checked", "math"}
 
 
 def test_every_import_of_a_shipped_file_is_of_a_shipped_file():

@@ -76,6 +76,21 @@ class Shown(Fault):
         return LogFault(self.name, text, self.remedy) if text else None
 
 
+@dataclass(frozen=True, kw_only=True)
+class Checked(Fault):
+    """A fault that a check of a whole log tells, of rewards and advantages (signal/) or columns (columns/).
+
+    One check looks for several, as they share what it computes. Braces in the name are for what it adds.
+    """
+
+    trainer_remedy: str = ""  # where the trainer's column is at fault, if another remedy helps then
+
+    def named(self, text: str, **words: str) -> "LogFault":
+        """The fault of a log. words: for the braces in its name; side is "sampler" or "trainer"."""
+        remedy = self.trainer_remedy if words.get("side") == "trainer" else self.remedy
+        return LogFault(self.name.format(**words), text, remedy)
+
+
 @dataclass(frozen=True)
 class LogFault:
     """A fault of a log: its name, what it is, and what to do about it."""

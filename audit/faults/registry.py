@@ -1,7 +1,8 @@
-"""All faults, found by their place: a file of numbers/, model/, ids/ or draws/ is a fault.
+"""All faults, found by their place: a file of numbers/, model/, ids/, draws/, signal/ or columns/ is one.
 
 A file of operations/ has the faults of one kind of operation, which are looked for where engines are traced.
-Files of numbers/ and ids/ load without torch. How many need a model is known without loading those.
+Files of numbers/, ids/, signal/ and columns/ load without torch. How many need a model is known without
+loading those.
 """
 
 from functools import cache
@@ -10,7 +11,7 @@ from importlib.resources import files
 from types import ModuleType
 from typing import TYPE_CHECKING
 
-from .fault import Fault, Predicted, Shown
+from .fault import Checked, Fault, Predicted, Shown
 
 if TYPE_CHECKING:
     from ...model.operation import Equation
@@ -54,6 +55,11 @@ def in_draws() -> tuple[Shown, ...]:
     return faults_of("draws")
 
 
+def checked() -> tuple[Checked, ...]:
+    """The faults that checks of a whole log tell."""
+    return (*faults_of("signal"), *faults_of("columns"))
+
+
 def predicted_count() -> int:
     """How many faults are predicted, with a model and without."""
     return len(_names("numbers")) + len(_names("model"))
@@ -61,7 +67,7 @@ def predicted_count() -> int:
 
 def everything() -> tuple[Fault, ...]:
     """All faults."""
-    return (*with_model(), *in_ids(), *in_draws())
+    return (*with_model(), *in_ids(), *in_draws(), *checked())
 
 
 @cache

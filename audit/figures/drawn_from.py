@@ -23,6 +23,8 @@ import numpy as np
 
 from ...kernels.sampling_params import SamplingParams
 from ...verify.mismatch import infinite, log_ratios, mean, outside, rest, standard_error
+from ..faults.columns import no_cut, no_temperature, not_drawn_from
+from ..faults.fault import Checked
 from ..finding import Finding
 from .measure import MeanRatio, kept_lengths, mean_ratio
 from .repeats import Drawn, Repeats, repeats
@@ -48,7 +50,7 @@ _FEWEST_PLACES, _AGREE = 16, 0.005
 # A cut that the log does not declare.
 _ANY_CUT = "top-p, top-k or min-p"
 # The kind of a fault of the trainer's column: it lacks a cut that no line declares, so the cut is a guess.
-UNDECLARED_CUT = f"trainer without {_ANY_CUT}"
+UNDECLARED_CUT = no_cut.FAULT.name.format(side="trainer", cut=_ANY_CUT)
 # Larger logs are judged by their first tokens.
 _TOKENS = 2**21
 _SAME = 1e-5  # nats up to which two numbers of an fp32 forward may be the same one
@@ -216,26 +218,20 @@ def _logit(logp: np.ndarray) -> np.ndarray:
 
 def _found_tempered(raw: str, other: str, seen: tuple[int, int, str]) -> Finding:
     agree, told, words = seen
-    return Finding(
-        f"{raw} without the temperature",
+    return _finding(
+        no_temperature.FAULT,
         f"the {raw}'s column is without the temperature: {words} is declared, and only the {other}'s "
         "column has it. A temperature takes a probability p above 1/2 to p^a / (p^a + (1 - p)^a) or further, "
         f"where a is 1 / temperature. It changes {told:,} of the tokens by more than rounding, and {agree:,} "
         "of them differ so.",
-        _remedy(raw),
+        side=raw,
     )
 
 
-def _remedy(side: str) -> str:
-    if side == "trainer":
-        return (
-            "Let the trainer compute log-probabilities of the distribution that was drawn from: divide its "
-            "logits by the temperature, then apply the same top-p and top-k, renormalised."
-        )
-    return (
-        "Let the sampler report processed log-probabilities (vLLM: logprobs_mode='processed_logprobs'), and "
-        "write the temperature, top_p and top_k that it drew with into the log."
-    )
+def _finding(fault: Checked, text: str, **words: str) -> Finding:
+    """A fault of the table as a finding. words: as Checked.named takes them."""
+    named = fault.named(text, **words)
+    return Finding(named.name, named.text, named.remedy)
 
 
 # --- mean ratio, sign and bound ---
@@ -310,25 +306,25 @@ def _sampler(tokens: _Tokens) -> Finding | None:
     """A sampler's column that the tokens were not drawn from, whatever it is."""
     if not drawn_elsewhere(tokens.ratio, tokens.k1, tokens.k1_error):
         return None
-    return Finding(
-        "distribution",
+    return _finding(
+        not_drawn_from.FAULT,
         "the sampler reported log-probabilities of another distribution than the one it drew from: most "
         "often from before the temperature, top-k or top-p. The trainer's column explains the drawn tokens "
         f"better than the sampler's own; {ratio_words(tokens.ratio)}, where sound columns have 1.",
-        _remedy("sampler"),
     )
 
 
 def _found_cut(tokens: _Tokens, without: str, other: str) -> Finding:
     signs, count = _signs(tokens), len(tokens.d)
     what, bound = _cut_words(tokens)
-    return Finding(
-        f"{without} without {what}",
+    return _finding(
+        no_cut.FAULT,
         f"the {without}'s column is without the sampler's {what}: the {other}'s log-probability is not the "
         f"smaller one in {signs.not_less(other):,} of {count:,} tokens, and is larger by "
         f"{signs.above(other):.3g} at most{bound}; {ratio_words(tokens.ratio)}, where sound columns "
         "have 1.",
-        _remedy(without),
+        side=without,
+        cut=what,
     )
 
 
@@ -354,12 +350,11 @@ def _repeated(seen: Repeats | None, tokens: _Tokens) -> Finding | None:
         return None
     both = " and so neither column is" if not tokens.d.any() else " and so the sampler's column is not"
     how = "sharper" if excess > 0 else "flatter"
-    return Finding(
-        "distribution",
+    return _finding(
+        not_drawn_from.FAULT,
         f"the tokens were drawn from a {how} distribution than the sampler's column,{both} the one: where "
         f"completions of one prompt agree so far, two of them draw the same token in {seen.same:.2%} of "
         f"the cases, and the column says {seen.expected:.2%} ± {seen.standard_error:.2%} "
         f"({seen.places:,} places). Most often the temperature, top-p or top-k is not in the column; "
         "completions drawn with one seed look like this, too.",
-        _remedy("sampler"),
     )

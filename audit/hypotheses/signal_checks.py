@@ -14,6 +14,14 @@ from itertools import accumulate, pairwise
 import numpy as np
 
 from ..faults.fault import LogFault
+from ..faults.signal import (
+    advantages_without_numbers,
+    all_cut,
+    last_turn_alone,
+    missing_rewards,
+    off_their_rule,
+    rewards_without_numbers,
+)
 from ..formats.record import LoggedRollout
 
 # How far an advantage may be from its rule, as a share of the largest of its group: half of a bf16's last
@@ -194,18 +202,15 @@ def _no_numbers(completions: Sequence[Completion], rewards: int) -> Iterator[Log
     if lacking or no_number:
         counts = ((len(lacking), "missing"), (len(no_number), "NaN or infinite"))
         listed = " and ".join(f"{what} in {n:,}" for n, what in counts if n)
-        yield LogFault(
-            name="missing rewards" if not no_number else "rewards that are no numbers",
-            text=f"the reward is {listed} of {len(completions):,} completions "
+        fault = rewards_without_numbers.FAULT if no_number else missing_rewards.FAULT
+        yield fault.named(
+            f"the reward is {listed} of {len(completions):,} completions "
             f"({_named([*no_number, *lacking])}). One such reward makes the advantages of its group wrong.",
-            remedy="Look at what scored these completions, and leave out a group that has no rewards.",
         )
     if wrong := [x for x in completions if not x.numbers]:
-        yield LogFault(
-            name="advantages that are no numbers",
-            text=f"{len(wrong):,} of {len(completions):,} completions have an advantage that is NaN, "
+        yield advantages_without_numbers.FAULT.named(
+            f"{len(wrong):,} of {len(completions):,} completions have an advantage that is NaN, "
             f"infinite or null beside a drawn token ({_named(wrong)}).",
-            remedy="Look at the rewards of their groups: one is NaN, or all are equal, and 0 divides.",
         )
 
 
@@ -217,11 +222,9 @@ def _last_turn_alone(completions: Sequence[Completion]) -> LogFault | None:
     several = [x for x in completions if len(x.advantages) > 1 and any(x.advantages)]
     if len(several) < _WITNESSES or any(any(x.advantages[:-1]) for x in several):
         return None
-    return LogFault(
-        name="advantages in the last turn alone",
-        text=f"in all {len(several):,} completions of several turns that have an advantage, it is 0 in all "
+    return last_turn_alone.FAULT.named(
+        f"in all {len(several):,} completions of several turns that have an advantage, it is 0 in all "
         f"turns but the last ({_named(several)}): the others are not trained.",
-        remedy="Spread a completion's advantage over every token that it drew.",
     )
 
 
@@ -269,14 +272,11 @@ def _followed(signal: Signal, completions: Sequence[Completion]) -> tuple[Signal
     broken = [parts.completions[i] for i in sorted(set(breaking.tolist()))]
     if len(broken) < (1 if share >= _ALMOST_ALL else _WITNESSES):
         return signal, None
-    return signal, LogFault(
-        name="advantages that do not follow the rewards",
-        text=f"{signal.follow:,} of the {signal.judged:,} that are not 0 are the {name}. Those of "
+    return signal, off_their_rule.FAULT.named(
+        f"{signal.follow:,} of the {signal.judged:,} that are not 0 are the {name}. Those of "
         f"{len(broken):,} completions are not ({_named(broken)}), though others of their groups are that "
         "have the same reward, or though they have the opposite sign: they were computed beside other "
         "completions, or belong to them.",
-        remedy="Compute advantages over whole groups, before these are cut into micro-batches or turns, and "
-        "keep each beside its completion.",
     )
 
 
@@ -425,9 +425,7 @@ def _cut_without_signal(signal: Signal, completions: Sequence[Completion]) -> Lo
         silent = bool(signal.groups) and signal.groups_without == signal.groups
     if not silent:
         return None
-    return LogFault(
-        name="all completions cut, and no signal",
-        text=f"a limit cut all {len(completions):,} completions before they ended, after "
+    return all_cut.FAULT.named(
+        f"a limit cut all {len(completions):,} completions before they ended, after "
         f"{max(x.tokens for x in completions):,} tokens at most; {what}. Nothing can be learned from them.",
-        remedy="Raise the limit of tokens, or choose prompts that the model answers within it.",
     )

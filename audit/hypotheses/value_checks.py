@@ -21,6 +21,7 @@ from types import MappingProxyType
 import numpy as np
 
 from ...kernels.sampling_params import SamplingParams
+from ..faults.columns import no_logprobs
 from ..faults.fault import LogFault
 from ..formats.record import LoggedRollout, is_logged_nan
 
@@ -131,13 +132,11 @@ class ColumnValues:
             return None
         kinds = [x.kind for x in counts]
         listed = " and ".join(filter(None, (", ".join(kinds[:-1]), kinds[-1])))
-        return LogFault(
-            name=f"{listed} in {self.column} column",
-            text=f"{'; '.join(x.words() for x in counts)}. None of these is a log-probability, and the "
+        return no_logprobs.FAULT.named(
+            f"{'; '.join(x.words() for x in counts)}. None of these is a log-probability, and the "
             "figures leave them out.",
-            remedy="Find what writes them. A forward that overflows gives NaN and infinities; padding, or a "
-            "request that failed, leaves null or a constant. Mask a token that nobody drew, and train on no "
-            "other one without a log-probability.",
+            kinds=listed,
+            column=self.column,
         )
 
 

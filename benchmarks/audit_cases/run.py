@@ -44,6 +44,7 @@ CLASSES = {
     "attention": "attention, cache, positions",
     "composed": "two causes at once",
     "ids": "ids and random numbers",
+    "signal": "rewards and advantages",
     "sound": "sound logs",
 }
 

@@ -1,4 +1,4 @@
-"""Builds the wheel zerokl-audit from the repository's files, none of which is copied (see pyproject.toml)."""
+"""Builds the wheel zerokl-audit from the repository's files (see pyproject.toml), with no fault's plants."""
 
 import os
 import re
@@ -11,7 +11,7 @@ from setuptools.command.build_py import build_py
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))
-from shipped import DATA, ROOT, shipped  # noqa: E402
+from shipped import DATA, ROOT, shipped, text  # noqa: E402
 
 FILES = shipped()
 PACKAGES = sorted(name for name, file in FILES.items() if file.name == "__init__.py")
@@ -25,6 +25,12 @@ class _Shipped(build_py):
         shipped_files = {str(file.resolve()) for file in FILES.values()}
         modules = super().find_package_modules(package, package_dir)
         return [module for module in modules if os.path.realpath(module[2]) in shipped_files]
+
+    def build_module(self, module: str, module_file: str, package: str) -> tuple[str, bool]:
+        """Copy a module, and cut the plants out of the copy."""
+        outfile, copied = super().build_module(module, module_file, package)
+        Path(outfile).write_text(text(Path(module_file).resolve()), encoding="utf-8")
+        return outfile, copied
 
 
 def _version() -> str:

@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
+from plants import has_plants, without_plants
+
 # The package's root, from this file.
 ROOT = Path(__file__).resolve().parents[2]
 # The frameworks' files, which audit/frameworks/__init__.py finds by listing the folder. The recorder of one
@@ -26,7 +28,7 @@ ENTRIES = (
 # Packages whose modules are found by their place: no import names them.
 BY_PLACE = (
     "model.families",
-    *(f"audit.faults.{x}" for x in ("draws", "ids", "model", "numbers", "operations")),
+    *(f"audit.faults.{x}" for x in ("columns", "draws", "ids", "model", "numbers", "operations", "signal")),
 )
 # Data beside the modules: package -> patterns.
 DATA = {
@@ -62,7 +64,13 @@ def shipped(root: Path = ROOT, entries: tuple[str, ...] = ENTRIES) -> dict[str, 
 @cache
 def parsed(file: Path) -> ast.Module:
     """A file's syntax tree. Raises SyntaxError for what Python 3.10 cannot parse."""
-    return ast.parse(file.read_text(encoding="utf-8"), feature_version=(3, 10))
+    return ast.parse(text(file), feature_version=(3, 10))
+
+
+def text(file: Path) -> str:
+    """A file as the wheel has it: a fault's without its plants."""
+    source = file.read_text(encoding="utf-8")
+    return without_plants(source) if has_plants(file) else source
 
 
 def imported(file: Path, root: Path = ROOT) -> set[str]:

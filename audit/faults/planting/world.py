@@ -6,7 +6,7 @@ Nothing of zerokl computes here, so a plant and what judges it share no code.
 import random
 import shutil
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -190,6 +190,14 @@ class World:
         ids = torch.tensor([[*line.prompt, *line.completion]])
         logits = self.bf16(ids).logits[0, len(line.prompt) - 1 : -1].float() / self.usual.temperature
         return torch.log_softmax(logits, -1).max(-1).values.numpy()
+
+    def rewarded(self, rewards: Sequence[Any], advantages: Sequence[Any] | None = None) -> list[Line]:
+        """Usual lines with both columns and a reward each, and an advantage each; three of a prompt."""
+        lines = self.both(self.drawn())
+        extras = [{"reward": reward} for reward in rewards]
+        for extra, advantage in zip(extras, advantages or (), strict=bool(advantages)):
+            extra["advantage"] = advantage
+        return [replace(line, extra=extra) for line, extra in zip(lines, extras, strict=True)]
 
     # --- ids ---
 

@@ -51,6 +51,6 @@ def test_each_fault_has_a_plant_an_order_and_words():
 def test_a_file_is_a_fault_and_is_counted_without_being_loaded():
     places = Path(registry.__file__).parent
     assert registry.predicted_count() == len(registry.with_model())
-    for place in ("numbers", "model", "ids", "draws"):
+    for place in ("numbers", "model", "ids", "draws", "signal", "columns"):
         for file in places.joinpath(place).glob("[a-z]*.py"):
             assert importlib.import_module(f"zerokl.audit.faults.{place}.{file.stem}").FAULT in FAULTS
