@@ -323,7 +323,7 @@ def run_sound(root: Path, logs: int, part: int, parts: int) -> None:
         model = str(models.world(kind.family, number).folder)
         settings = AuditSettings(model=model, dtype=kind.trainer, knobs=True, **version)
         report = as_json(run_audit(str(path), "", None, settings))
-        columns = [report["log"]["hypotheses"], report["log"].get("trainer_column") or {"rows": []}]
+        columns = [report["hypotheses"], report.get("trainer_column") or {"rows": []}]
         knobs = [
             x for column in columns for x in column["rows"] if x["name"].startswith("knob") and x["fits"]
         ]
