@@ -48,7 +48,7 @@ class _Search:
     layers: tuple[int, ...]
     beside: tuple[Turn, ...]
 
-    def at(self, value: float) -> Fitted:
+    def turned_to(self, value: float) -> Fitted:
         """The knob at a value."""
         value = min(max(value, self.knob.low), self.knob.high)
         value = float(round(value)) if self.knob.is_whole else value
@@ -60,7 +60,7 @@ class _Search:
         """d scores / d value over w, [N]; NaN where it is unknown."""
         value = now.last.value if now.turns and now.last.knob is self.knob else self.knob.neutral
         forth = step if value + step <= self.knob.high else -step
-        ahead = self.at(value + forth)
+        ahead = self.turned_to(value + forth)
         with np.errstate(invalid="ignore"):
             return (ahead.scores - now.scores) / forth / self.tokens.w
 
@@ -81,7 +81,7 @@ def screened(tokens: Tokens, knob: Knob, beside: tuple[Turn, ...] = ()) -> Fitte
     search = _Search(tokens, knob, knob.place.layers, beside)
     try:
         if not knob.step:
-            return _least(search.at, knob.values)
+            return _least(search.turned_to, knob.values)
         start = _start(tokens, beside)
         step = search.newton(start, search.slope(start, knob.step))
         if not step:
@@ -89,7 +89,7 @@ def screened(tokens: Tokens, knob: Knob, beside: tuple[Turn, ...] = ()) -> Fitte
         values = [knob.neutral + step]
         if abs(step) > _FAR * max(1.0, abs(knob.neutral)):
             values += [knob.neutral + step / 3, *knob.values]
-        return _least(search.at, values)
+        return _least(search.turned_to, values)
     except REFUSALS:
         return None
 
@@ -101,13 +101,13 @@ def refined(
     search = _Search(tokens, knob, layers, beside)
     if not knob.step:
         return _between(search, start)
-    best, J = search.at(start), None
+    best, J = search.turned_to(start), None
     for _ in range(_STEPS):
         J = search.slope(best, _step_at(knob, best.last.value))
         moved = search.newton(best, J)
         if abs(moved) < 1e-4 * max(1.0, abs(best.last.value)):
             break
-        trials = (search.at(best.last.value + moved * share) for share in (1.0, 0.4))
+        trials = (search.turned_to(best.last.value + moved * share) for share in (1.0, 0.4))
         better = next((x for x in trials if x.left < best.left), None)
         if better is None:
             break
@@ -140,20 +140,20 @@ def _error(tokens: Tokens, best: Fitted, J: np.ndarray | None) -> float:
     return math.sqrt(float((d[known] ** 2).mean()) / square) if square else 0.0
 
 
-def _least(at: Callable[[float], Fitted], values: Sequence[float]) -> Fitted:
-    return min((at(x) for x in values), key=lambda x: x.left)
+def _least(turned_to: Callable[[float], Fitted], values: Sequence[float]) -> Fitted:
+    return min((turned_to(x) for x in values), key=lambda x: x.left)
 
 
 def _between(search: _Search, start: float) -> Fitted:
     """The best value about `start`: whole numbers one by one, others by their ratio."""
-    knob, best = search.knob, search.at(start)
+    knob, best = search.knob, search.turned_to(start)
     if knob.values == (1.0,):
         return best
     width = max(1.0, abs(start) / 2) if knob.is_whole else 4.0
     for _ in range(12):
         value = best.last.value
         around = (value - width, value + width) if knob.is_whole else (value / width, value * width)
-        better = _least(search.at, around)
+        better = _least(search.turned_to, around)
         if better.left < best.left:
             best = better
         elif knob.is_whole and width <= 1.0:

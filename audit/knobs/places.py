@@ -84,15 +84,15 @@ def places_of(model: torch.nn.Module) -> Places:
         kind, layer = (match["rest"], int(match["layer"])) if match else (name.rpartition(".")[2], -1)
         lm_head = kind if module is head else lm_head
         kinds.setdefault(kind, {})[layer] = module
-    found = [Place(kind, modules) for kind, modules in kinds.items()]
-    attention = [x for x in found if _is_attention(x)]
-    rotations = [x for x in found if "rotary" in type(x.first).__name__.lower()]
+    all_places = [Place(kind, modules) for kind, modules in kinds.items()]
+    attention = [x for x in all_places if _is_attention(x)]
+    rotations = [x for x in all_places if "rotary" in type(x.first).__name__.lower()]
     computing = [
         x
-        for x in found
+        for x in all_places
         if x not in rotations and (not list(x.first.children()) or x.kind.endswith("experts"))
     ]
-    layers = 1 + max((max(x.layers) for x in found), default=0)
+    layers = 1 + max((max(x.layers) for x in all_places), default=0)
     return Places(tuple(computing), tuple(attention), tuple(rotations), lm_head, layers)
 
 

@@ -179,9 +179,9 @@ class Knobs:
             members = next((x for x in classes if any(y.last.knob is fit.last.knob for y in x)), [])
             others = [self._as(x.last, fit) for x in members if x.last.knob is not fit.last.knob]
             near = [x for x in best if x is not fit and x.last.knob is not fit.last.knob]
-            every = [x for x in (fit, *others, *near) if x]
-            least = min(x.left for x in every)
-            alike = _each_once([x for x in every if x.left <= _ALIKE * least])
+            kept = [x for x in (fit, *others, *near) if x]
+            least = min(x.left for x in kept)
+            alike = _each_once([x for x in kept if x.left <= _ALIKE * least])
             alike.sort(key=lambda x: knobs.index(x.last.knob))
             answers.append(replace(self.judged(alike[0]), alike=tuple(alike[1:])))
         return answers

@@ -184,48 +184,71 @@ def both(*changes: Callable) -> Callable:
     return lambda model: [change(model) for change in changes] and None
 
 
-def _scores(value: float, where: str, *more: str) -> tuple[Told, ...]:
-    return tuple((name, where, value) for name in ("attention's scores", *more))
+def _told(where: str, value: float, *operations: str) -> tuple[Told, ...]:
+    """Operations any of which may be told, in the same layers with the same value."""
+    return tuple((operation, where, value) for operation in operations)
+
+
+_SCORES, _VALUES = "attention's scores", "attention's values"
+_Q_NORM, _K_NORM, _V, _O = (f"self_attn.{x}" for x in ("q_norm", "k_norm", "v_proj", "o_proj"))
+_UP, _GATE, _DOWN, _ACT = (f"mlp.{x}" for x in ("up_proj", "gate_proj", "down_proj", "act_fn"))
+_IN, _POST = "input_layernorm", "post_attention_layernorm"
+_QKV, _DENSE, _H, _OUT = (
+    "attention.query_key_value",
+    "attention.dense",
+    "mlp.dense_h_to_4h",
+    "mlp.dense_4h_to_h",
+)
+_Table = dict[str, tuple[Callable, tuple[Told, ...]]]
+
+
+def _of_qwen3() -> _Table:
+    """Changes of the Qwen3: queries and keys have norms, so their projections have no scale."""
+    scores, values = (_SCORES, _Q_NORM, _K_NORM), (_VALUES, _V, _O, _IN)
+    mlp = (_UP, _DOWN, _ACT)
+    return {
+        "scores doubled": (scaling(2.0), _told(ALL, 2.0, *scores)),
+        "scores by YaRN's factor": (scaling(1.459), _told(ALL, 1.459, *scores)),
+        "scores of a layer": (scaling(1.6, 1), _told("in layer 1", 1.6, *scores)),
+        "values": (times(1.15, _V), _told(ALL, 1.15, *values)),
+        "attention's output of a layer": (times(0.7, _O, 2), _told("in layer 2", 0.7, *values)),
+        "last MLP's output": (times(0.75, _DOWN, 2), _told("in layer 2", 0.75, *mlp)),
+        "gate": (times(1.25, _GATE), _told(ALL, 1.25, _GATE)),
+        "an MLP left out": (times(0.0, _DOWN, 1), _told("in layer 1", 0.0, *mlp, _GATE, _POST)),
+        "embeddings": (embedded(1.6), _told("", 1.6, "embed_tokens")),
+        "norm's weight": (plus(_POST, 0.3), _told(ALL, 0.3, _POST)),
+        "positions halved": (stretched(0.5), _told("", 0.5, "positions")),
+        "a window in a layer": (window(8, 1), _told("in layer 1", 8.0, "attention that reads")),
+        "fp8 weights of a projection": (
+            fp8_weights(_DOWN),
+            _told(ALL, 0.0, f"weight of {_DOWN} rounded to fp8"),
+        ),
+        "two at once": (both(scaling(1.6), times(0.7, _DOWN, 2)), _told(ALL, 1.6, *scores)),
+    }
+
+
+def _of_gpt_neox() -> _Table:
+    """Changes of the GPT-NeoX: queries, keys and values are one projection."""
+    epsilon, cap = f"{_POST} with an epsilon", "soft-capped"
+    return {
+        "scores halved": (scaling(0.5), _told(ALL, 0.5, _SCORES)),
+        "scores of a layer": (scaling(1.7, 0), _told("in layer 0", 1.7, _SCORES)),
+        "values of a fused projection": (values(1.2), _told(ALL, 1.2, _VALUES)),
+        "attention's output": (times(0.8, _DENSE), _told(ALL, 0.8, _DENSE, _VALUES)),
+        "MLP's output of a layer": (times(1.3, _OUT, 1), _told("in layer 1", 1.3, _OUT)),
+        "MLP's input": (times(1.2, _H), _told(ALL, 1.2, _H)),
+        "fused projection": (times(1.2, _QKV, 2), _told("in layer 2", 1.2, _QKV)),
+        "norm's epsilon": (field(_POST, "eps", 0.5), _told(ALL, 0.5, epsilon)),
+        "activation": (times(0.8, "mlp.act"), _told(ALL, 0.8, "mlp.act", _OUT)),
+        "positions stretched": (stretched(0.25), _told("", 0.25, "positions")),
+        "scores capped in a layer": (window(0, 1, 1.0), _told("in layer 1", 1.0, cap)),
+        "fp8 outputs": (fp8_outputs(_DENSE), _told(ALL, 0.0, f"output of {_DENSE} rounded to fp8")),
+    }
 
 
 def plants() -> Iterator[Plant]:
     """All plants: kinds that no file of audit/faults/ has."""
-    q, k, v, o = (f"self_attn.{x}_proj" for x in "qkvo")
-    norms = ("self_attn.q_norm", "self_attn.k_norm")
-    up, gate, down = (f"mlp.{x}_proj" for x in ("up", "gate", "down"))
-    qwen = {
-        "scores doubled": (scaling(2.0), _scores(2.0, ALL, *norms)),
-        "scores by YaRN's factor": (scaling(1.459), _scores(1.459, ALL, *norms)),
-        "scores of a layer": (scaling(1.6, 1), _scores(1.6, "in layer 1", *norms)),
-        "values": (times(1.15, v), tuple((x, ALL, 1.15) for x in (v, o, "attention's values", "input_layernorm"))),
-        "attention's output of a layer": (times(0.7, o, 2), tuple((x, "in layer 2", 0.7) for x in (v, o, "attention's values", "input_layernorm"))),
-        "last MLP's output": (times(0.75, down, 2), tuple((x, "in layer 2", 0.75) for x in (up, down, "mlp.act_fn"))),
-        "gate": (times(1.25, gate), ((gate, ALL, 1.25),)),
-        "an MLP left out": (times(0.0, down, 1), tuple((x, "in layer 1", 0.0) for x in (up, down, "mlp.act_fn", gate, "post_attention_layernorm"))),
-        "embeddings": (embedded(1.6), (("embed_tokens", "", 1.6),)),
-        "norm's weight": (plus("post_attention_layernorm", 0.3), (("post_attention_layernorm", ALL, 0.3),)),
-        "positions halved": (stretched(0.5), (("positions", "", 0.5),)),
-        "a window in a layer": (window(8, 1), (("attention that reads", "in layer 1", 8.0),)),
-        "fp8 weights of a projection": (fp8_weights(down), ((f"weight of {down} rounded to fp8", ALL, 0.0),)),
-        "two at once": (both(scaling(1.6), times(0.7, down, 2)), (("attention's scores", ALL, 1.6),)),
-    }  # fmt: skip
-    qkv, dense = "attention.query_key_value", "attention.dense"
-    h, out = "mlp.dense_h_to_4h", "mlp.dense_4h_to_h"
-    neox = {
-        "scores halved": (scaling(0.5), _scores(0.5, ALL)),
-        "scores of a layer": (scaling(1.7, 0), _scores(1.7, "in layer 0")),
-        "values of a fused projection": (values(1.2), (("attention's values", ALL, 1.2),)),
-        "attention's output": (times(0.8, dense), ((dense, ALL, 0.8), ("attention's values", ALL, 0.8))),
-        "MLP's output of a layer": (times(1.3, out, 1), ((out, "in layer 1", 1.3),)),
-        "MLP's input": (times(1.2, h), ((h, ALL, 1.2),)),
-        "fused projection": (times(1.2, qkv, 2), ((qkv, "in layer 2", 1.2),)),
-        "norm's epsilon": (field("post_attention_layernorm", "eps", 0.5), (("post_attention_layernorm with an epsilon", ALL, 0.5),)),
-        "activation": (times(0.8, "mlp.act"), (("mlp.act", ALL, 0.8), (out, ALL, 0.8))),
-        "positions stretched": (stretched(0.25), (("positions", "", 0.25),)),
-        "scores capped in a layer": (window(0, 1, 1.0), (("soft-capped", "in layer 1", 1.0),)),
-        "fp8 outputs": (fp8_outputs(dense), ((f"output of {dense} rounded to fp8", ALL, 0.0),)),
-    }  # fmt: skip
-    for family, table in (("qwen3", qwen), ("gpt_neox", neox)):
+    for family, table in (("qwen3", _of_qwen3()), ("gpt_neox", _of_gpt_neox())):
         for name, (change, told) in table.items():
             yield Plant(name, family, change, told)
 
@@ -300,7 +323,7 @@ def run_sound(root: Path, logs: int, part: int, parts: int) -> None:
         model = str(models.world(kind.family, number).folder)
         settings = AuditSettings(model=model, dtype=kind.trainer, knobs=True, **version)
         report = as_json(run_audit(str(path), "", None, settings))
-        columns = [report["log"]["hypotheses"], report["log"].get("trainer_column") or {"rows": []}]
+        columns = [report["hypotheses"], report.get("trainer_column") or {"rows": []}]
         knobs = [
             x for column in columns for x in column["rows"] if x["name"].startswith("knob") and x["fits"]
         ]
