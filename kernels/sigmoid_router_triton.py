@@ -22,7 +22,7 @@ def _row(z_ptr, row, E, EXPERTS: tl.constexpr):
     """The scores of a row, [EXPERTS] fp32, and the number of its logits that are not finite."""
     expert = tl.arange(0, EXPERTS)
     z = tl.load(z_ptr + row * E + expert, mask=expert < E, other=0.0).to(tl.float32)
-    bad = tl.sum(tl.where(z - z == 0.0, 0, 1))
+    bad = tl.sum(tl.where(tl.abs(z) < float("inf"), 0, 1))
     return tl.div_rn(1.0, 1.0 + expf(-1.0 * z)), bad
 
 

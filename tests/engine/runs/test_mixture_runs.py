@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from zerokl.engine.config.run_config import Config, ParallelConfig
 from zerokl.engine.runs.checks.verify import check_law
 from zerokl.engine.runs.run import train
@@ -11,6 +12,7 @@ from zerokl.engine.train.monitor import MismatchError
 from zerokl.model.blocks.experts import MixtureOfExperts
 from zerokl.model.checkpoint import load_decoder
 
+from tests.helpers import total_unequal
 from tests.random_model import MIXTURES, random_model
 
 DTYPES = ["float32", "bfloat16", "float16"]
@@ -61,10 +63,16 @@ def test_a_setting_is_exact_however_the_work_is_cut(config, models, tmp_path, fa
 @pytest.mark.full
 @pytest.mark.parametrize("family", MIXTURES)
 def test_sharded_weights_decide_no_bit(config, models, tmp_path, family):
-    plain = config(model=models[family], dtype="bfloat16", steps=2)
+    plain = config(model=models[family], dtype="bfloat16", steps=2, checkpoint__every=2)
     first = exact_run(plain, tmp_path / "run")
     sharded = plain.model_copy(update={"parallel": ParallelConfig(engine="fsdp")})
     assert exact_run(sharded, tmp_path / "sharded") == first
+    whole, joined = (
+        load_file(tmp_path / name / "checkpoints/step-000002/model.safetensors")
+        for name in ("run", "sharded")
+    )
+    assert whole.keys() == joined.keys()
+    assert total_unequal(list(whole.values()), [joined[name] for name in whole]) == 0
 
 
 @pytest.mark.full
