@@ -85,6 +85,9 @@ def cases() -> Iterator[Case]:
     yield "rows of experts in sequences", lambda: runs_of_experts(_rows(256), _meta(torch.int32, 4, 2))
     for E, k in ((128, 8), (8, 2)):
         yield f"given experts, {k} of {E}", lambda E=E, k=k: _given(E, k)
+    for E, k, groups in ((128, 8, 1), (256, 8, 8)):  # of GLM-4.5-Air and of DeepSeek-V3
+        what = f"sigmoid router, {k} of {E} in {groups} groups"
+        yield what, lambda E=E, k=k, groups=groups: _sigmoid_router(E, k, groups)
     for dtype in DTYPES:
         yield from _elementwise(dtype)
         yield from _products(dtype)
@@ -328,8 +331,8 @@ def _sigmoid_router(E: int, k: int, groups: int) -> None:
     """The logits are in fp32, and so is all else."""
     z, bias, w, ids = _meta(FP32, 256, E), _meta(FP32, E), _meta(FP32, 256, k), _meta(torch.int64, 256, k)
     choose(z, bias, k, groups, max(1, groups // 2))
-    weigh(z, ids, True, 2.5)
-    weigh_bwd(w, z, ids, True, 2.5)
+    weigh(z, ids, True, 2.5, 1e-20)
+    weigh_bwd(w, z, ids, True, 2.5, 1e-20)
 
 
 def _given(E: int, k: int) -> None:

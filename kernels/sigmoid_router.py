@@ -44,7 +44,7 @@ class Choice(NamedTuple):
 
 
 class Weighing(NamedTuple):
-    """How the scores of the chosen experts become weights."""
+    """How the scores of the chosen experts become weights: f, and whether they are divided by their sum."""
 
     renormalise: bool
     scale: float = 1.0
@@ -122,7 +122,7 @@ class _Weigh(torch.autograd.Function):
             return weigh_bwd_ref(dw, logits, ids, ctx.how), None, None
         from .sigmoid_router_triton import weigh_bwd
 
-        return weigh_bwd(dw, logits, ids, *ctx.how), None, None
+        return weigh_bwd(dw, logits, ids, *ctx.how, TINY), None, None
 
 
 def _weigh(logits: torch.Tensor, ids: torch.Tensor, how: Weighing) -> torch.Tensor:
@@ -130,7 +130,7 @@ def _weigh(logits: torch.Tensor, ids: torch.Tensor, how: Weighing) -> torch.Tens
         return weigh_ref(logits, ids, how)
     from .sigmoid_router_triton import weigh
 
-    return weigh(logits, ids, *how)
+    return weigh(logits, ids, *how, TINY)
 
 
 @torch.no_grad()

@@ -12,7 +12,6 @@ import triton.language as tl
 
 from .exp_triton import expf
 from .launch import dense, launch, next_power_of_2
-from .sigmoid_router import TINY
 
 # Warps of a program. They decide no bit: every sum is written out.
 WARPS = 1
@@ -23,7 +22,7 @@ def _row(z_ptr, row, E, EXPERTS: tl.constexpr):
     """The scores of a row, [EXPERTS] fp32, and the number of its logits that are not finite."""
     expert = tl.arange(0, EXPERTS)
     z = tl.load(z_ptr + row * E + expert, mask=expert < E, other=0.0).to(tl.float32)
-    bad = tl.sum(tl.where(z - z == 0.0, 0, 1))
+    bad = tl.sum(tl.where(tl.abs(z) < float("inf"), 0, 1))
     return tl.div_rn(1.0, 1.0 + expf(-1.0 * z)), bad
 
 
@@ -48,10 +47,10 @@ def _sigmoid_choose(
         group_slot, group = tl.arange(0, GROUP_SLOTS), expert // (E // GROUPS)
         sums = tl.full([GROUP_SLOTS], -float("inf"), tl.float32)
         for g in range(GROUPS):
-            of_group = tl.where(group == g, c, -float("inf"))
-            first = tl.max(of_group)
-            place = tl.min(tl.where(of_group == first, expert, EXPERTS))
-            second = tl.max(tl.where(expert == place, -float("inf"), of_group))
+            members = tl.where(group == g, c, -float("inf"))
+            first = tl.max(members)
+            place = tl.min(tl.where(members == first, expert, EXPERTS))
+            second = tl.max(tl.where(expert == place, -float("inf"), members))
             sums = tl.where(group_slot == g, first + second, sums)
         kept = tl.zeros([EXPERTS], tl.int32)
         for _ in range(TOP_GROUPS):
@@ -70,7 +69,7 @@ def _sigmoid_choose(
 
 
 @triton.jit
-def _of(s, ids, j, expert):
+def _score(s, ids, j, expert):
     """The score of the expert in slot j: one number and zeros."""
     return tl.sum(tl.where(expert == tl.load(ids + j), s, 0.0))
 
@@ -92,7 +91,7 @@ def _sigmoid_weigh(
     s, bad = _row(z_ptr, row, E, EXPERTS)
     ids, w, total = id_ptr + row * K, tl.zeros([SLOTS], tl.float32), 0.0
     for j in range(K):
-        s_j = _of(s, ids, j, expert)
+        s_j = _score(s, ids, j, expert)
         w, total = tl.where(slot == j, s_j, w), total + s_j
     if RENORMALISE:
         w = tl.div_rn(w, tl.zeros([SLOTS], tl.float32) + (total + tiny))
@@ -117,11 +116,11 @@ def _sigmoid_weigh_bwd(
     s, bad = _row(z_ptr, row, E, EXPERTS)
     ids, total, t = id_ptr + row * K, 0.0, 0.0
     for j in range(K):
-        total += _of(s, ids, j, expert)
+        total += _score(s, ids, j, expert)
     total += tiny
     if RENORMALISE:
         for j in range(K):
-            t += tl.load(dw_ptr + row * K + j) * tl.div_rn(_of(s, ids, j, expert), total)
+            t += tl.load(dw_ptr + row * K + j) * tl.div_rn(_score(s, ids, j, expert), total)
     dz = tl.zeros([EXPERTS], tl.float32)
     for j in range(K):
         ds = tl.load(dw_ptr + row * K + j)
@@ -155,8 +154,10 @@ def choose(logits: torch.Tensor, bias: torch.Tensor, k: int, groups: int, top_gr
     return ids
 
 
-def weigh(logits: torch.Tensor, ids: torch.Tensor, renormalise: bool, scale: float) -> torch.Tensor:
-    """The weights [T, k] fp32 of the experts ids [T, k]. logits [T, E]."""
+def weigh(
+    logits: torch.Tensor, ids: torch.Tensor, renormalise: bool, scale: float, tiny: float
+) -> torch.Tensor:
+    """The weights [T, k] fp32 of the experts ids [T, k]. logits [T, E]. tiny: added to the sum of scores."""
     (T, E), k = logits.shape, ids.shape[1]
     w = torch.empty(T, k, dtype=torch.float32, device=logits.device)
     if T:
@@ -168,7 +169,7 @@ def weigh(logits: torch.Tensor, ids: torch.Tensor, renormalise: bool, scale: flo
             w,
             E,
             scale,
-            TINY,
+            tiny,
             K=k,
             RENORMALISE=renormalise,
             EXPERTS=next_power_of_2(E),
@@ -179,7 +180,12 @@ def weigh(logits: torch.Tensor, ids: torch.Tensor, renormalise: bool, scale: flo
 
 
 def weigh_bwd(
-    dw: torch.Tensor, logits: torch.Tensor, ids: torch.Tensor, renormalise: bool, scale: float
+    dw: torch.Tensor,
+    logits: torch.Tensor,
+    ids: torch.Tensor,
+    renormalise: bool,
+    scale: float,
+    tiny: float,
 ) -> torch.Tensor:
     """The gradient of the logits, [T, E], in their dtype. dw [T, k] fp32."""
     (T, E), k = logits.shape, ids.shape[1]
@@ -194,7 +200,7 @@ def weigh_bwd(
             dz,
             E,
             scale,
-            TINY,
+            tiny,
             K=k,
             RENORMALISE=renormalise,
             EXPERTS=next_power_of_2(E),

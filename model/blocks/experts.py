@@ -135,8 +135,8 @@ def read_deepseek_experts(config: ConfigFile) -> Experts:
     for field, value in _DEEPSEEK_KIND.items():
         if config.raw.get(field, value) != value:
             config.refuse(field, config.raw[field], f"only {value} is in this architecture")
-    of_group, rest = divmod(c.n_routed_experts, c.n_group)
-    if rest or c.topk_group > c.n_group or (c.n_group > 1 and of_group < 2):
+    group_size, rest = divmod(c.n_routed_experts, c.n_group)
+    if rest or c.topk_group > c.n_group or (c.n_group > 1 and group_size < 2):
         config.wrong(
             f"n_group ({c.n_group}) must divide n_routed_experts ({c.n_routed_experts}) into groups of at "
             f"least two, and topk_group ({c.topk_group}) be at most n_group"
@@ -153,9 +153,9 @@ def read_deepseek_experts(config: ConfigFile) -> Experts:
         known=[*_DeepseekFields.model_fields, *_DEEPSEEK_KIND],
         sigmoid=SigmoidRouter(c.n_group, c.topk_group, c.routed_scaling_factor),
     )
-    if experts.per_token > c.topk_group * of_group:
+    if experts.per_token > c.topk_group * group_size:
         config.wrong(
-            f"num_experts_per_tok ({experts.per_token}) must be at most the {c.topk_group * of_group} "
+            f"num_experts_per_tok ({experts.per_token}) must be at most the {c.topk_group * group_size} "
             f"experts of topk_group ({c.topk_group}) groups"
         )
     return replace(experts, shared=c.n_shared_experts * experts.size)

@@ -166,6 +166,16 @@ MIXTRAL = QWEN2 | {
     "rope_theta": 1e6,
 }
 
+GLM4_MOE = QWEN2 | {
+    "architectures": ["Glm4MoeForCausalLM"],
+    "head_dim": 32,
+    "n_routed_experts": 8,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "first_k_dense_replace": 1,
+}
+
 
 @pytest.mark.parametrize(
     ("change", "message"),
@@ -179,6 +189,19 @@ MIXTRAL = QWEN2 | {
         (MIXTRAL | {"sliding_window": 4096}, "sliding_window = 4096 is not supported"),
         (MIXTRAL | {"router_jitter_noise": 0.1}, "router_jitter_noise = 0.1 is not supported"),
         (MIXTRAL | {"num_local_experts": None}, "lacks the field num_experts"),
+        (GLM4_MOE | {"scoring_func": "softmax"}, "scoring_func = 'softmax' is not supported; only sigmoid"),
+        (GLM4_MOE | {"topk_method": "greedy"}, "topk_method = 'greedy' is not supported; only noaux_tc"),
+        (GLM4_MOE | {"n_group": 3}, r"n_group \(3\) must divide n_routed_experts \(8\)"),
+        (GLM4_MOE | {"n_group": 8}, r"n_group \(8\) must divide n_routed_experts \(8\) into groups of at"),
+        (GLM4_MOE | {"n_group": 2, "topk_group": 3}, r"topk_group \(3\) be at most n_group"),
+        (
+            GLM4_MOE | {"n_group": 4, "num_experts_per_tok": 3},
+            r"num_experts_per_tok \(3\) must be at most the 2",
+        ),
+        (GLM4_MOE | {"n_routed_experts": None}, "lacks the field n_routed_experts"),
+        (GLM4_MOE | {"n_shared_experts": None}, "lacks the field n_shared_experts"),
+        (GLM4_MOE | {"router_jitter_noise": 0.1}, "router_jitter_noise = 0.1 is not supported"),
+        (GLM4_MOE | {"partial_rotary_factor": 1.5}, r"partial_rotary_factor \(1.5\) must be above 0"),
     ],
 )
 def test_what_a_family_with_experts_does_not_compute_is_refused(change, message):
@@ -198,6 +221,28 @@ def test_control_the_families_with_experts_are_accepted_with_what_they_read():
     experts = ModelConfig.from_dict(QWEN2_MOE | {"decoder_sparse_step": 2}).values["experts"]
     assert (experts["layers"], experts["shared"], experts["shared_gate"]) == ([1], 32, True)
     assert not experts["renormalise"]
+    glm = ModelConfig.from_dict(GLM4_MOE | {"n_group": 2, "routed_scaling_factor": 2.5})
+    assert glm.values["experts"] == {
+        "number": 8,
+        "per_token": 2,
+        "size": 32,
+        "renormalise": True,
+        "layers": [1],
+        "shared": 64,
+        "sigmoid": {"groups": 2, "top_groups": 1, "scale": 2.5},
+    }
+    assert glm.values["rotary_dim"] == 16
+
+
+def test_layers_that_guess_tokens_ahead_are_passed_over_where_the_config_has_them(tmp_path):
+    folder = save_random("glm4_moe", tmp_path)
+    expected = load_decoder(folder, torch.float32).flat
+    _set("model.layers.2.eh_proj.weight", torch.full((3,), float("nan")))(folder)
+    assert equal(load_decoder(folder, torch.float32).flat.detach(), expected.detach())
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": 0}))
+    with pytest.raises(ValueError, match=r"holds model\.layers\.2\.eh_proj\.weight"):
+        load_decoder(folder, torch.float32)
 
 
 def _edit(change: Callable[[dict[str, torch.Tensor]], object]) -> Callable[[Path], None]:

@@ -21,7 +21,7 @@ from zerokl.model.config import ModelConfig
 from zerokl.model.context import PackedContext
 from zerokl.model.routing import RecordedRouting
 
-from tests.random_model import EXPERTS, random_model
+from tests.random_model import EXPERTS, MIXTURES, random_model
 
 PAIR = ((5, 6, 7, 8, 9, 30, 31), (10, 11, 12, 13, 14, 15, 40, 41, 42))
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -105,14 +105,43 @@ def test_a_fault_is_named(request, dtype, kind, plant, op, words):
     assert words in jump["explanation"]
 
 
+@pytest.fixture(scope="module")
+def mixtures(tmp_path_factory) -> dict[str, Path]:
+    return {name: random_model(tmp_path_factory.mktemp(name), widths) for name, widths in MIXTURES.items()}
+
+
+@pytest.mark.parametrize("family", MIXTURES)
+def test_a_sound_pair_of_another_family_has_no_jump(mixtures, family):
+    assert located(mixtures[family], "float32", lambda mlp: None)["jump"] is None
+
+
+def _without_bias(mlp: torch.nn.Module) -> None:
+    mlp.gate.e_score_correction_bias.zero_()
+
+
+def _without_scale(mlp: torch.nn.Module) -> None:
+    mlp.gate.routed_scaling_factor = 1.0
+
+
+@pytest.mark.parametrize(
+    ("plant", "words"),
+    [(_without_bias, "e_score_correction_bias is lost"), (_without_scale, "routed_scaling_factor (1.5) is")],
+    ids=["bias", "scale"],
+)
+def test_what_a_sigmoid_router_lost_is_named(mixtures, plant, words):
+    jump = located(mixtures["glm4_moe"], "float32", plant)["jump"]
+    assert (jump["op"], jump["engine"]) == ("layers.1.experts", "hf")
+    assert words in jump["explanation"]
+
+
 def test_the_first_token_and_layer_with_other_experts_is_found(moe):
     config = ModelConfig.from_file(moe)
     a = ZeroklEngine(moe, torch.float32).trace(PAIR, SamplingParams())
-    assert experts_difference(a, a, config).differ == 0
+    assert experts_difference(a, a, Checkpoint(config, {})).differ == 0
     b = dict(a)
     b["layers.1.router"] = a["layers.1.router"].clone()
     b["layers.1.router"][9] *= -1
-    difference = experts_difference(a, b, config)
+    difference = experts_difference(a, b, Checkpoint(config, {}))
     assert (difference.places, difference.differ) == (15, 1)
     assert (difference.first_layer, difference.first_token) == (1, 9)
 

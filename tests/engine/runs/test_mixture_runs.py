@@ -11,6 +11,7 @@ from zerokl.engine.train.monitor import MismatchError
 from zerokl.model.blocks.experts import MixtureOfExperts
 from zerokl.model.checkpoint import load_decoder
 
+from tests.helpers import total_unequal
 from tests.random_model import MIXTURES, random_model
 
 DTYPES = ["float32", "bfloat16", "float16"]
@@ -61,10 +62,15 @@ def test_a_setting_is_exact_however_the_work_is_cut(config, models, tmp_path, fa
 @pytest.mark.full
 @pytest.mark.parametrize("family", MIXTURES)
 def test_sharded_weights_decide_no_bit(config, models, tmp_path, family):
-    plain = config(model=models[family], dtype="bfloat16", steps=2)
+    plain = config(model=models[family], dtype="bfloat16", steps=2, checkpoint__every=2)
     first = exact_run(plain, tmp_path / "run")
     sharded = plain.model_copy(update={"parallel": ParallelConfig(engine="fsdp")})
     assert exact_run(sharded, tmp_path / "sharded") == first
+    whole, joined = (
+        load_decoder(tmp_path / name / "checkpoints/step-000002", torch.float32).flat.detach()
+        for name in ("run", "sharded")
+    )
+    assert total_unequal([whole], [joined]) == 0
 
 
 @pytest.mark.full
