@@ -4,10 +4,12 @@ transformers draws and scores, or plain Python changes a column: a plant shares 
 """
 
 import importlib
+import os
 from pathlib import Path
 
 import pytest
 import torch
+from filelock import FileLock
 from zerokl.audit.faults import registry
 from zerokl.audit.faults.fault import Fault, Plant
 from zerokl.benchmarks.audit_cases import models
@@ -29,9 +31,12 @@ PLANTS = [_param(plant, fault) for fault in FAULTS for plant in fault.plants]
 
 @pytest.fixture(scope="session")
 def world(tmp_path_factory):
-    """A small Qwen3 and the same some steps earlier, in fp32 on both sides."""
-    root = tmp_path_factory.mktemp("worlds")
-    return models.world("qwen3", 0, root, STEPS, torch.float32)
+    """A small Qwen3 and the same some steps earlier, in fp32 on both sides; one worker trains it for all."""
+    base = tmp_path_factory.getbasetemp()
+    root = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "worlds"
+    root.mkdir(exist_ok=True)
+    with FileLock(root / "lock"):
+        return models.world("qwen3", 0, root, STEPS, torch.float32)
 
 
 @pytest.mark.parametrize(("fault", "plant"), PLANTS)
