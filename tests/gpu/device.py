@@ -166,10 +166,8 @@ class Fault(NamedTuple):
     def named(self, event: Event) -> bool:
         """Whether the event has the file and the line of the fault."""
         line = linecache.getline(str(PACKAGE_ROOT / event.file), event.line)
-        return (f"{event.file}: {event.function}", event.kind) == (
-            self.place,
-            self.kind,
-        ) and self.line in line
+        is_there = f"{event.file}: {event.function}" == self.place and self.line in line
+        return is_there and event.kind == self.kind
 
 
 def as_if_weights_never_moved(plain: Callable[..., None], rows: Any, packed: Any) -> None:
