@@ -21,6 +21,7 @@ from .compare import Comparison, Rollouts, compare_engines, compare_log
 from .conclusion.conclude import concluded
 from .config import AuditConfig, check
 from .drawing import SUMS, draw, requests
+from .engines.audited_model import AuditedModel, audited_model
 from .engines.engine import Engine
 from .engines.generation_config import not_obeyed
 from .engines.make import device_of, library_errors, make_engines, tiles_of
@@ -30,6 +31,7 @@ from .figures.full_vocab import compare_full_vocab
 from .hypotheses.log_causes import model_adapters, other_checkpoints
 from .hypotheses.scorer import ModelAdapters, Scorer
 from .logs.scan import Log, scan_log
+from .operations.checkpoints import compare_folders
 from .operations.operations import Checkpoint
 from .report import Measurements, Report
 from .sections import BatchInvariance, EngineSection
@@ -51,7 +53,7 @@ class _Setup:
 
     cfg: AuditConfig
     folders: list[Path]  # of the sampler's model and of the trainer's
-    model: ModelConfig
+    model: AuditedModel  # of the sampler
     tokenizer: Tokenizer
     device: torch.device
     sampler: Engine | None  # None where it is a log
@@ -82,9 +84,10 @@ def _settings(measured: Measurements) -> dict[str, str]:
 
 def _set_up(cfg: AuditConfig, stage: Callable[[str], None]) -> _Setup:
     folders = [resolve_model(name) for name in (cfg.model, cfg.trainer_model or cfg.model)]
-    model = _model(*folders)
+    cfg = _with_trainer_of(cfg, folders[1])
+    model = _model(cfg, *folders)
     tokenizer = Tokenizer(folders[0], model.vocab_size)
-    for folder in dict.fromkeys(folders):
+    for folder in dict.fromkeys(folders) if model.config else ():
         check_weights(folder, Layout(ModelConfig.from_file(folder)))
     device = device_of(cfg)
     log = _read(cfg, model, folders[1], stage) if cfg.reads_log else None
@@ -94,9 +97,18 @@ def _set_up(cfg: AuditConfig, stage: Callable[[str], None]) -> _Setup:
     return _Setup(cfg, folders, model, tokenizer, device, sampler, trainer, stage, log)
 
 
-def _read(cfg: AuditConfig, model: ModelConfig, folder: Path, stage: Callable[[str], None]) -> _OfLog:
+def _with_trainer_of(cfg: AuditConfig, folder: Path) -> AuditConfig:
+    """The settings for a model's family: of one that zerokl has no decoder of, transformers scores a log."""
+    if not cfg.reads_log or cfg.trainer != "zerokl" or audited_model(folder, ()).config:
+        return cfg
+    return cfg.model_copy(update={"trainer": "hf"})
+
+
+def _read(cfg: AuditConfig, model: AuditedModel, folder: Path, stage: Callable[[str], None]) -> _OfLog:
     """Read the log and what may have drawn it: what is wrong there is told before a model is loaded."""
     stage(f"reading {cfg.sampler}")
+    if cfg.adapter and not model.config:
+        raise ValueError(f"audit: --adapter merges with zerokl's decoder. {model.refusal}; leave it out")
     others, adapters = other_checkpoints(cfg.checkpoints, folder), model_adapters(cfg.adapter, folder)
     log = scan_log(
         Path(cfg.sampler),
@@ -124,21 +136,23 @@ def _audit_log(setup: _Setup, given: _OfLog) -> Measurements:
         tiles_of(cfg),
         given.others,
         given.adapters,
+        None if setup.model.config else setup.model,
+        cfg.knobs,
     )
     source = Source(log=cfg.sampler, weight_version=log.rollouts[0][0].weight_version)
     with library_errors(cfg, "compare"):
         comparison = compare_log(log.rollouts, setup.tokenizer, log, scorer, setup.stage)
-    return _measured(setup, log.rollouts, source, comparison, log.notes)
+    return _measured(setup, log.rollouts, source, comparison, [*log.notes, *_refused(setup.model)])
 
 
 def _audit_engine(setup: _Setup, sampler: Engine) -> Measurements:
     """Let the sampler draw, and compare it with the trainer."""
     cfg, tokenizer, stage = setup.cfg, setup.tokenizer, setup.stage
     stage(f"drawing {cfg.n} completions with {sampler.name}")
-    redraw = partial(draw, cfg, sampler, tokenizer, setup.model)
+    redraw = partial(draw, cfg, sampler, tokenizer, setup.model.max_positions)
     with library_errors(cfg, "draw"):
         rollouts = redraw()
-    checkpoints = _checkpoints(cfg, setup.folders)
+    checkpoints = _checkpoints(cfg, setup.folders) if setup.model.config else ()
     source = Source(seed=cfg.seed, max_tokens=cfg.max_tokens, prompts=cfg.prompts or SUMS)
     vocab = invariance = None
     with library_errors(cfg, "compare"):
@@ -148,13 +162,16 @@ def _audit_engine(setup: _Setup, sampler: Engine) -> Measurements:
             vocab = compare_full_vocab(sampler, setup.trainer, rollouts)
         if cfg.batch_invariance:
             invariance = _batch_invariance(setup, sampler)
+    if cfg.trainer_model and not setup.model.config:
+        difference = compare_folders(*(audited_model(x, ()) for x in setup.folders))
+        comparison = replace(comparison, trace=replace(comparison.trace, checkpoints=difference))
     notes = not_obeyed(setup.folders[0], sampler.name)
     measured = _measured(setup, rollouts, source, comparison, notes)
     return replace(measured, full_vocab=vocab, batch_invariance=invariance)
 
 
 def _batch_invariance(setup: _Setup, sampler: Engine) -> BatchInvariance:
-    prompts, max_tokens = requests(setup.cfg, setup.tokenizer, setup.model)
+    prompts, max_tokens = requests(setup.cfg, setup.tokenizer, setup.model.max_positions)
     return batch_invariance(
         sampler,
         prompts,
@@ -195,6 +212,13 @@ def _measured(
     )
 
 
+def _refused(model: AuditedModel) -> list[str]:
+    """That transformers scored a log in zerokl's place, and why, as a note; none where zerokl scored it."""
+    if model.config:
+        return []
+    return [f"transformers scored this log, not zerokl's decoder: {model.refusal.removeprefix('model: ')}."]
+
+
 def _unread(folders: Sequence[Path]) -> list[str]:
     """A note about each folder with files of weights that nobody read, which may be of another step."""
     unread = {folder: ", ".join(unread_files(folder)) for folder in folders}
@@ -206,16 +230,18 @@ def _unread(folders: Sequence[Path]) -> list[str]:
     ]
 
 
-def _model(folder: Path, trainer_folder: Path) -> ModelConfig:
-    """The config of the sampler's model. Raises ValueError for two models of different vocabularies."""
-    model, other = ModelConfig.from_file(folder), ModelConfig.from_file(trainer_folder)
+def _model(cfg: AuditConfig, folder: Path, trainer_folder: Path) -> AuditedModel:
+    """The sampler's model. Raises ValueError for two models of different vocabularies."""
+    engines = [cfg.trainer] if cfg.reads_log else [cfg.sampler, cfg.trainer]
+    model, other = (audited_model(x, engines) for x in (folder, trainer_folder))
     if model.vocab_size != other.vocab_size:
         raise ValueError(
             f"audit: {folder} has a vocabulary of {model.vocab_size}, {trainer_folder} of "
             f"{other.vocab_size}; "
             "tokens of one have no probability under the other"
         )
-    return replace(model, max_positions=min(model.max_positions, other.max_positions))
+    config = model.config if other.config else None
+    return replace(model, max_positions=min(model.max_positions, other.max_positions), config=config)
 
 
 def _checkpoints(cfg: AuditConfig, folders: Sequence[Path]) -> tuple[Checkpoint, ...]:

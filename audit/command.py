@@ -16,7 +16,7 @@ from .as_json import as_json
 from .columns import audit_columns
 from .conclusion.outcome import Tolerances
 from .conclusion.verdict import verdict
-from .config import COMPLETIONS, AuditConfig, AuditSettings, check, check_requests
+from .config import COMPLETIONS, TRAINERS, AuditConfig, AuditSettings, check, check_requests
 from .formats.registry import LOG_SUFFIXES, check_first_rows, holds_logs
 from .junit import audit_cases, junit
 from .page.page import page
@@ -63,6 +63,8 @@ def run_audit(
     if n is not None and n < 1:
         raise ValueError(f"audit: n ({n}) must be at least 1")
     log = find_log(target)
+    if log is None and not trainer_model:
+        trainer_model, settings = _trainer_folder(settings)
     _check_exists(target, must_be_log=bool(settings.model))
     if log is None and settings.model:
         raise ValueError(f"audit: {target} is no log, so --model {settings.model} would be a second model")
@@ -85,6 +87,13 @@ def run_audit(
     from .audit import audit  # torch is loaded only where a model computes
 
     return audit(cfg, stage)
+
+
+def _trainer_folder(settings: AuditSettings) -> tuple[str, AuditSettings]:
+    """The model of a trainer that is given as a folder, and the settings with transformers as its engine."""
+    if settings.trainer in TRAINERS or not Path(settings.trainer).expanduser().is_dir():
+        return "", settings
+    return settings.trainer, settings.model_copy(update={"trainer": "hf"})
 
 
 def _as_the_run_says(log: Path, settings: AuditSettings) -> AuditSettings:

@@ -58,7 +58,11 @@ class AuditSettings(Section):
     sampler: str = Field(
         "native", description=f"{sampler_names.listed(SAMPLERS)}; or a JSONL file of rollouts."
     )
-    trainer: str = Field("zerokl", description=f"{sampler_names.listed(TRAINERS)}.")
+    trainer: str = Field(
+        "zerokl",
+        description=f"{sampler_names.listed(TRAINERS)}; or a model's folder, with which hf scores. A log of "
+        "a family that zerokl has no decoder of is scored by hf.",
+    )
     dtype: Dtype = "bfloat16"
     """Compute dtype."""
     sampler_dtype: str = ""
@@ -94,6 +98,10 @@ class AuditSettings(Section):
     adapter: tuple[str, ...] = ()
     """The LoRA adapter, a folder of PEFT, that is merged into the model that scores a log: which fault of the
     adapter drew the log? Others that may have drawn it follow, each a folder of PEFT, or a folder of such.
+    """
+    knobs: bool = False
+    """Fit a number at every operation of the model to each column of a log, though a hypothesis fits already.
+    Without it they are tried where none fits.
     """
     full_vocab: bool = False
     """Compare the log-probabilities of the whole vocabulary at each place, too: the KL both ways, total

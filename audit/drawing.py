@@ -3,7 +3,6 @@
 from ..engine.rollout.types import GenerationParams
 from ..engine.tasks.tokenizer import Tokenizer
 from ..files.inputs import read_text
-from ..model.config import ModelConfig
 from .compare import Rollouts
 from .config import AuditConfig
 from .engines.engine import Engine
@@ -12,22 +11,24 @@ from .engines.engine import Engine
 SUMS = "sums such as 3+14="
 
 
-def draw(cfg: AuditConfig, sampler: Engine, tokenizer: Tokenizer, model: ModelConfig) -> Rollouts:
-    """cfg.n completions of the prompts, in turn. Raises ValueError for prompts that cannot be used."""
-    prompts, max_tokens = requests(cfg, tokenizer, model)
+def draw(cfg: AuditConfig, sampler: Engine, tokenizer: Tokenizer, context: int) -> Rollouts:
+    """cfg.n completions of the prompts, in turn. Raises ValueError for prompts that cannot be used.
+
+    context: tokens of a sequence at most.
+    """
+    prompts, max_tokens = requests(cfg, tokenizer, context)
     generation_params = GenerationParams(cfg.sampling_params.check(), 1, max_tokens, tokenizer.stop_ids)
     repeated = [prompts[i % len(prompts)] for i in range(cfg.n)]
     return [(r, cfg.sampling_params) for r in sampler.generate(repeated, generation_params, cfg.seed)]
 
 
-def requests(cfg: AuditConfig, tokenizer: Tokenizer, model: ModelConfig) -> tuple[list[list[int]], int]:
+def requests(cfg: AuditConfig, tokenizer: Tokenizer, context: int) -> tuple[list[list[int]], int]:
     """The prompts, and the tokens that may follow the longest. Raises ValueError where none may."""
     prompts = [tokenizer.encode(p, cfg.chat) for p in _prompt_texts(cfg.prompts)]
-    room = model.max_positions - max(map(len, prompts))
+    room = context - max(map(len, prompts))
     if room < 1:
         raise ValueError(
-            f"audit: a prompt of {model.max_positions - room} tokens leaves no room "
-            f"in the context ({model.max_positions})"
+            f"audit: a prompt of {context - room} tokens leaves no room in the context ({context})"
         )
     return prompts, min(cfg.max_tokens, room)
 

@@ -135,16 +135,20 @@ def _train(m: Machine, dtype: torch.dtype, steps: int) -> tuple[list[str], int, 
     from zerokl.engine.config.run_config import OptimizerConfig
     from zerokl.engine.rollout.native import NativeSampler
     from zerokl.engine.rollout.types import GenerationParams, RngKey, complete
+    from zerokl.engine.train.master_weights import SlicedWeights
     from zerokl.engine.train.optimizer import Optimizer
     from zerokl.engine.train.parallel.gradient import ShardSum
 
     source = m.decoder(m.first_shape, 2, 128, torch.float32)
     master = source.flat.detach()
     decoder = Decoder(source.config, master.to(dtype), source.layout)
-    optimizer, shards = Optimizer(decoder, master, OptimizerConfig(), steps), ShardSum(decoder, 1)
+    optimizer, shards = (
+        Optimizer(SlicedWeights(decoder, master), OptimizerConfig(), steps),
+        ShardSum(decoder, 1),
+    )
     sampler = NativeSampler(decoder, max_concurrency=16)
     generation_params = GenerationParams(SamplingParams(), 4, 8 if m.small else 48, frozenset({0}))
-    fingerprints = [fingerprint(decoder.layout, optimizer.master)]
+    fingerprints = [fingerprint(decoder.layout, optimizer.weights.master)]
     tokens = unequal = 0
     for step in range(steps):
         prompts = [[3 + p, 7, 11 + step % 5] for p in range(4)]
@@ -158,5 +162,5 @@ def _train(m: Machine, dtype: torch.dtype, steps: int) -> tuple[list[str], int, 
         (logp,) = shards.add(differentiate, [[r.pair for r in rollouts]])
         tokens, unequal = tokens + len(logp), unequal + count_unequal(logp, sampled)
         optimizer.update(shards.tree.take())
-        fingerprints.append(fingerprint(decoder.layout, optimizer.master))
+        fingerprints.append(fingerprint(decoder.layout, optimizer.weights.master))
     return fingerprints, tokens, unequal

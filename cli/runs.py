@@ -35,7 +35,8 @@ def init(
         out: Folder to write; it must not exist.
         task: add, sort, sums, countdown, calculator, guesses, wordle, nim, or your own as module:object.
         task_options: Arguments of the task, e.g. --task.options.max_value 49.
-        preset: Size of the model: mini, tiny, small, or moe, which is a mixture of experts.
+        preset: Size of the model: mini, tiny, small, or moe, which is a mixture of experts; or a family's
+            model_type, such as llama, for a tiny model of that family.
         seed: Seed of the weights and of the order of the examples.
     """
     from ..engine.display.terminal import console

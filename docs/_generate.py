@@ -244,10 +244,16 @@ def predicted_faults() -> str:
     """The faults that a log is tried on: what is tried, whether a model is needed, and a report of each."""
     without = registry.without_model()
     rows = [
-        [fault.name, prose(fault.tries), "" if fault in without else "yes", ", ".join(fault.known_from)]
+        [
+            fault.name,
+            prose(fault.tries),
+            "" if fault in without else "yes",
+            ", ".join(f"[`{key}`](../configuration.md#perturb{key})" for key in fault.perturb),
+            ", ".join(fault.known_from),
+        ]
         for fault in registry.with_model()
     ]
-    return table(["fault", "what is tried", "needs a model", "reported"], rows)
+    return table(["fault", "what is tried", "needs a model", "`[perturb]` plants it", "reported"], rows)
 
 
 def shown_faults() -> str:

@@ -102,6 +102,11 @@ class ExactModel:
         self._parameters = dict(model.named_parameters())  # a tied lm_head is the embedding, listed once
         device, dtype = _device_and_dtype(self._parameters.values(), dtype)
         layout = Layout(config)
+        if layout.buffers:
+            raise ValueError(
+                f"exact: {min(layout.buffers)} of a {config.architecture} is a buffer beside its Parameters, "
+                "and no copy of it is kept; train this family with zerokl train"
+            )
         flat = torch.zeros(layout.numel, dtype=dtype, device=device)
         self.decoder = Decoder(config, flat, layout, recompute=recompute)
         self._weights = _by_parameter(layout, layout.views(self.decoder.flat), self._parameters)

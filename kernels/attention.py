@@ -11,6 +11,15 @@ The forward makes two passes over the key tiles of a row (KEY_TILE keys each), i
 pass finds the maximum of all scores. The second pass adds up p and p v, tile by tile. A fully masked tile is
 an exact no-op: the maximum stays, and exp(-inf) = 0 adds zeros.
 
+With chunks (AttentionRule) a row's keys are cut at multiples of `chunk`. Each chunk has its m, l and acc as a
+row of its own would. The states are joined in ascending order, from M = -inf, L = 0, A = 0:
+    M' = max(M, m)     a = exp(M - M')     b = exp(m - M')     L' = L a + l b     A' = A a + acc b
+    o = A / L + 0.0     lse = M + log L
+So on a GPU many programs share a row's chunks, and samples share the chunks of their prompt. A chunk whose
+keys are all hidden has m = -inf, l = 0 and acc = 0; it is an exact no-op, but for a -0.0 of A, which becomes
++0.0. The last addition makes it so for every row. A row of one chunk has the bits of the walk without chunks,
+but for that. The backward reads o and lse and does not know the order.
+
 Shapes: q, o [T, Hq, D]; k, v [K, Hkv, D] with K >= T; lse [T, Hq] in fp32. The queries of a sequence are its
 last positions. Key tiles are [tiles, 2, KEY_TILE, D] (0: keys, 1: values).
 Roundings: everything is computed in fp32 from the inputs as they are. o, dq, dk and dv are rounded once each.
@@ -26,6 +35,7 @@ import torch
 from .attention_cpp import attention_bwd, attention_fwd, backward_agrees, forward_agrees, reads_cache
 from .attention_plan import KEY_TILE, AttentionPlan
 from .attention_ref import attention_bwd_ref, attention_ref, gather_tiles
+from .attention_rule import WALK, AttentionRule
 from .attention_tables import Spans
 from .backend import on_cpp, on_triton
 from .grad import check_dtype
@@ -34,8 +44,8 @@ from .order import ALIGN
 
 class _Attention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q, k, v, plan, scale):
-        o, lse = _packed(q, k, v, plan, scale, want_lse=True)
+    def forward(ctx, q, k, v, plan, scale, rule):
+        o, lse = _packed(q, k, v, plan, scale, rule, want_lse=True)
         ctx.save_for_backward(q, k, v, o, lse)
         ctx.plan, ctx.scale = plan, scale
         return o
@@ -46,23 +56,24 @@ class _Attention(torch.autograd.Function):
         if on_triton(q):
             from .attention_bwd_triton import attention_bwd as bwd_on_gpu
 
-            return *bwd_on_gpu(do, q, *rest, ctx.plan.on(q.device), ctx.scale), None, None
+            return *bwd_on_gpu(do, q, *rest, ctx.plan.on(q.device), ctx.scale), None, None, None
         operands = do, q, *rest, ctx.plan, ctx.scale
         if on_cpp(q) and backward_agrees(ctx.plan, q.shape[-1]):
-            return *attention_bwd(*operands), None, None
-        return *attention_bwd_ref(*operands), None, None
+            return *attention_bwd(*operands), None, None, None
+        return *attention_bwd_ref(*operands), None, None, None
 
 
 def _packed(
-    q, k, v, plan: AttentionPlan, scale: float, want_lse: bool
+    q, k, v, plan: AttentionPlan, scale: float, rule: AttentionRule, want_lse: bool
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     if on_triton(q):
+        _check_rule_of_gpu(rule)
         from .attention_triton import attention_packed
 
         return attention_packed(q, k, v, plan.on(q.device), scale, want_lse)
-    if on_cpp(q) and forward_agrees(plan.heads, plan.kv_heads, q.shape[-1]):
-        return attention_fwd(q, k, v, plan, scale, want_lse)
-    return attention_ref(q, gather_tiles(k, v, plan.rows), plan, scale, want_lse)
+    if on_cpp(q) and forward_agrees(plan.heads, plan.kv_heads, q.shape[-1], rule):
+        return attention_fwd(q, k, v, plan, scale, rule, want_lse)
+    return attention_ref(q, gather_tiles(k, v, plan.rows), plan, scale, rule, want_lse)
 
 
 def varlen_plan(
@@ -87,7 +98,12 @@ def varlen_plan(
 
 
 def attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: AttentionPlan, scale: float
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    plan: AttentionPlan,
+    scale: float,
+    rule: AttentionRule = WALK,
 ) -> torch.Tensor:
     """Causal self-attention of packed sequences. q [T, Hq, D], k, v [K, Hkv, D] -> [T, Hq, D].
 
@@ -103,12 +119,16 @@ def attention(
         )
     check_head_dim(D)
     if not torch.is_grad_enabled():
-        return _packed(q, k, v, plan, scale, want_lse=False)[0]
-    return _Attention.apply(q, k, v, plan, scale)
+        return _packed(q, k, v, plan, scale, rule, want_lse=False)[0]
+    return _Attention.apply(q, k, v, plan, scale, rule)
 
 
 def attention_cached(
-    q: torch.Tensor, tiles: torch.Tensor, plan: AttentionPlan | Spans, scale: float
+    q: torch.Tensor,
+    tiles: torch.Tensor,
+    plan: AttentionPlan | Spans,
+    scale: float,
+    rule: AttentionRule = WALK,
 ) -> torch.Tensor:
     """Attention of new tokens against a cache that already holds their keys and values; forward only.
 
@@ -130,19 +150,25 @@ def attention_cached(
             f"attention_cached: tiles {tuple(tiles.shape)} must be [tiles, 2, {KEY_TILE}, {q.shape[-1]}]"
         )
     if on_triton(q):
+        _check_rule_of_gpu(rule)
         from .attention_triton import attention_paged
 
         spans = plan if isinstance(plan, Spans) else plan.on(q.device)
         blocks = tiles.view(-1, spans.kv_heads, 2, KEY_TILE, q.shape[-1])
         k, v = blocks.permute(2, 0, 3, 1, 4)  # [blocks, KEY_TILE, Hkv, D] each
         return attention_paged(q, k, v, spans, scale)
-    agrees = on_cpp(q) and forward_agrees(plan.heads, plan.kv_heads, q.shape[-1])
+    agrees = on_cpp(q) and forward_agrees(plan.heads, plan.kv_heads, q.shape[-1], rule)
     if agrees and reads_cache(q, tiles, plan):
-        return attention_fwd(q, tiles, tiles, plan, scale, want_lse=False)[0]
-    return attention_ref(q, tiles, plan, scale, want_lse=False)[0]
+        return attention_fwd(q, tiles, tiles, plan, scale, rule, want_lse=False)[0]
+    return attention_ref(q, tiles, plan, scale, rule, want_lse=False)[0]
 
 
 def check_head_dim(D: int) -> None:
     """Raise ValueError unless matrix products of width D are row-invariant (see order.ALIGN)."""
     if D % ALIGN:
         raise ValueError(f"attention: head_dim ({D}) must be a multiple of {ALIGN}")
+
+
+def _check_rule_of_gpu(rule: AttentionRule) -> None:
+    if rule != WALK:
+        raise ValueError(f"attention: rule {rule} is built for CPUs; a GPU has {WALK}")

@@ -18,6 +18,7 @@ import torch
 from ..files.bitwise import equal
 from .attention_plan import KEY_TILE, AttentionPlan
 from .attention_ref import attention_bwd_ref, attention_ref, gather_tiles
+from .attention_rule import AttentionRule
 from .cpp import call
 from .cpp.row_sums import sum_lanes
 from .order import ALIGN
@@ -143,7 +144,7 @@ def _parts(sizes: np.ndarray) -> Iterator[tuple[int, int, int]]:
 
 
 def attention_fwd(
-    q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, scale: float, want_lse: bool
+    q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, scale: float, rule: AttentionRule, want_lse: bool
 ) -> tuple[Tensor, Tensor | None]:
     """o like q, and lse [T, Hq], or None where it is not wanted.
 
@@ -158,12 +159,23 @@ def attention_fwd(
     o = torch.empty(T, H, D, dtype=q.dtype)
     m, l = torch.empty(2, T, H, dtype=torch.float32)
     place, first, lanes = ctypes.addressof(on.plan), on.first.ctypes.data, sum_lanes(KEY_TILE)
+    tiles = rule.chunk // KEY_TILE
     for a, b, elements in on.parts:
         e = torch.empty(elements, dtype=torch.float32)
-        call("attention_scores", q.dtype, place, q, q.stride(0), k, k.stride(0), scale, first, a, b, e, m)
+        joins = torch.zeros(_joins(on, a, b, tiles), 2, dtype=torch.float32) if tiles else None
+        rows = first, a, b, tiles, e, joins
+        call("attention_scores", q.dtype, place, q, q.stride(0), k, k.stride(0), scale, *rows, m)
         e.exp_()
-        call("attention_outputs", q.dtype, place, k, v, k.stride(0), first, a, b, e, lanes, o, l)
+        if joins is not None:
+            joins.exp_()
+        call("attention_outputs", q.dtype, place, k, v, k.stride(0), *rows, lanes, o, l)
     return o, m.add_(l.log_()) if want_lse else None
+
+
+def _joins(on: CppPlan, a: int, b: int, tiles: int) -> int:
+    """Places for the factors of all chunks of sequences [a, b): see chunk_place in attention.cpp."""
+    ends = np.append(on.arrays[0], on.first.size - 1)[[a, b]]
+    return on.plan.heads * int((on.first[ends[1]] - on.first[ends[0]]) // tiles + ends[1] - ends[0])
 
 
 def attention_bwd(
@@ -184,19 +196,19 @@ def attention_bwd(
     return dq, dk, dv
 
 
-def forward_agrees(heads: int, kv_heads: int, D: int) -> bool:
+def forward_agrees(heads: int, kv_heads: int, D: int, rule: AttentionRule) -> bool:
     """Whether the forward has the bits of the reference for such heads."""
-    return _forward_agrees(heads // kv_heads, D)
+    return _forward_agrees(heads // kv_heads, D, rule._replace(chunk=KEY_TILE if rule.chunk else 0))
 
 
 @cache
-def _forward_agrees(group: int, D: int) -> bool:
+def _forward_agrees(group: int, D: int, rule: AttentionRule) -> bool:
     if not sum_lanes(KEY_TILE):
         return False
     lengths = (1, 2 * KEY_TILE + 5, KEY_TILE)
     plan, q, k, v = _probe(lengths, (3, 0, KEY_TILE - 7), group, D)
-    expected = attention_ref(q, gather_tiles(k, v, plan.rows), plan, 0.3)
-    return all(map(equal, attention_fwd(q, k, v, plan, 0.3, True), expected))
+    expected = attention_ref(q, gather_tiles(k, v, plan.rows), plan, 0.3, rule)
+    return all(map(equal, attention_fwd(q, k, v, plan, 0.3, rule, True), expected))
 
 
 def backward_agrees(plan: AttentionPlan, D: int) -> bool:

@@ -6,6 +6,7 @@ import numpy as np
 import torch
 
 from .attention_plan import KEY_TILE, AttentionPlan
+from .attention_rule import WALK, AttentionRule
 from .grad import accumulate_dtype
 from .order import ALIGN
 
@@ -18,7 +19,12 @@ SCORE_ELEMENTS = 1 << 22
 
 
 def attention_ref(
-    q: torch.Tensor, tiles: torch.Tensor, plan: AttentionPlan, scale: float, want_lse: bool = True
+    q: torch.Tensor,
+    tiles: torch.Tensor,
+    plan: AttentionPlan,
+    scale: float,
+    rule: AttentionRule = WALK,
+    want_lse: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Forward only.
 
@@ -35,20 +41,25 @@ def attention_ref(
     for group in index.groups:
         members = slice(group.start, group.start + group.bias.shape[0])
         kv = tiles.index_select(0, group.tiles).to(acc_dtype)
-        m, l, acc = _group_ref(q_tiles[members], kv, group.bias)
+        m, l, acc = _group_ref(q_tiles[members], kv, group.bias, rule.chunk // KEY_TILE)
         torch.div(acc, l, out=o[members])
         if want_lse:
             torch.add(m, l.log_(), out=lse[members])
+    if rule.chunk:
+        o += 0.0
     o = o.to(q.dtype).view(-1, D).index_select(0, index.inverse).view(T, H, D)
     return o, lse.view(-1).index_select(0, index.inverse).view(T, H) if want_lse else None
 
 
-def _group_ref(
-    q: torch.Tensor, kv: torch.Tensor, bias: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The maximum m and the sum l, [c, R, 1] each, and the unnormalised output [c, R, D] of one group.
+# The maximum m and the sum l, [c, R, 1] each, and the unnormalised output [c, R, D] of query tiles.
+_State = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def _group_ref(q: torch.Tensor, kv: torch.Tensor, bias: torch.Tensor, chunk_tiles: int) -> _State:
+    """The state of one group after all its keys.
 
     q [c, R, D] already scaled, kv [c * J, 2, KEY_TILE, D], bias [c, M, R, KEY_TILE].
+    chunk_tiles: key tiles of a chunk; 0: all keys are one.
     """
     c, R, D = q.shape
     kv = kv.view(c, -1, 2, KEY_TILE, D)
@@ -56,14 +67,39 @@ def _group_ref(
     k = kv.view(c * J, 2, KEY_TILE, D)[:, 0].transpose(1, 2)
     s = torch.bmm(q.unsqueeze(1).expand(c, J, R, D).reshape(c * J, R, D), k).view(c, J, R, KEY_TILE)
     s[:, J - bias.shape[1] :] += bias
+    step = chunk_tiles or J
+    state = _chunk_ref(s[:, :step], kv[:, :step, 1])
+    for j in range(step, J, step):
+        state = _join(state, _chunk_ref(s[:, j : j + step], kv[:, j : j + step, 1]))
+    return state
+
+
+def _chunk_ref(s: torch.Tensor, v: torch.Tensor) -> _State:
+    """The state after one chunk alone.
+
+    Scores s [c, J, R, KEY_TILE], which it overwrites; v [c, J, KEY_TILE, D].
+    """
     m = s.amax(-1, keepdim=True).amax(1)
-    p = s.sub_(m.unsqueeze(1)).exp_()
+    p = s.sub_(_finite(m).unsqueeze(1)).exp_()
     l = p.sum(-1, keepdim=True).cumsum(1)[:, -1]
     # The sum begins with +0.0, so that the zeros of a hidden tile never turn a -0.0 into a +0.0.
-    acc = torch.zeros_like(q)
-    for j in range(J):
-        acc.baddbmm_(p[:, j], kv[:, j, 1])
+    acc = s.new_zeros(*m.shape[:2], v.shape[-1])
+    for j in range(s.shape[1]):
+        acc.baddbmm_(p[:, j], v[:, j])
     return m, l, acc
+
+
+def _join(row: _State, chunk: _State) -> _State:
+    """The state of a row after one more chunk."""
+    (M, L, A), (m, l, acc) = row, chunk
+    high = torch.maximum(M, m)
+    a, b = (M - _finite(high)).exp_(), (m - _finite(high)).exp_()
+    return high, (L * a).add_(l * b), (A * a).add_(acc * b)
+
+
+def _finite(m: torch.Tensor) -> torch.Tensor:
+    """What is subtracted of scores with the maximum m: 0 where no key is visible."""
+    return m.masked_fill(m == -torch.inf, 0.0)
 
 
 def gather_tiles(k: torch.Tensor, v: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:

@@ -25,7 +25,7 @@ from .matmul_tma_triton import readable
 from .tiles import through_tma
 
 # The widths of a head that were compared and measured.
-_WIDTHS = (64, 128)
+WIDTHS = (64, 128)
 
 
 @triton.jit
@@ -108,7 +108,7 @@ def supports_tma(q: torch.Tensor, spans: Spans, gpu: str) -> bool:
     The backward has other bits than attention_bwd_triton.py, so lengths and addresses may not decide.
     """
     (_, H, D), dtype_fits = q.shape, through_tma(q.dtype, gpu)
-    return dtype_fits and D in _WIDTHS and H // spans.kv_heads <= 16 and spans.query_tiles is not None
+    return dtype_fits and D in WIDTHS and H // spans.kv_heads <= 16 and spans.query_tiles is not None
 
 
 def attention_tma(

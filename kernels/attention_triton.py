@@ -22,10 +22,10 @@ import triton
 import triton.language as tl
 
 from .attention_plan import KEY_TILE
-from .attention_tables import Spans
-from .attention_tma_triton import attention_tma, supports_tma
+from .attention_tables import TILE_ROWS, Spans
+from .attention_tma_triton import WIDTHS, attention_tma, row_sum, supports_tma
 from .launch import launch, next_power_of_2, rows_contiguous
-from .tiles import generation
+from .tiles import generation, through_tma
 
 # Rows of one program (more only where a group has more heads), and its warps, which share the keys of a row.
 BLOCK_M = 16
@@ -90,6 +90,7 @@ def _forward(
     WANT_LSE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     TILE: tl.constexpr,
+    WRITTEN_OUT: tl.constexpr,
 ):
     POSITIONS: tl.constexpr = BLOCK_M // GROUP
     tile, h = tl.program_id(0), tl.program_id(1)
@@ -138,7 +139,7 @@ def _forward(
         m_new = tl.maximum(m, tl.max(s, axis=1))
         m_new = tl.where(m_new > float("-inf"), m_new, 0.0)  # an unused row has no key
         p = tl.exp(s - m_new[:, None])
-        p_sum = tl.sum(p, axis=1)
+        p_sum = row_sum(p, BLOCK_M) if WRITTEN_OUT else tl.sum(p, axis=1)
         alpha = tl.exp(m - m_new)
         l = l * alpha + p_sum
         m = m_new
@@ -185,11 +186,13 @@ def _launch(
     (T, H, D), kv_heads = q.shape, spans.kv_heads
     assert k.shape[2] == kv_heads, (k.shape, kv_heads)
     group, sequences = H // kv_heads, len(spans.seqused_k)
-    block_m, width = max(BLOCK_M, next_power_of_2(group)), next_power_of_2(D)
+    width, gpu = next_power_of_2(D), generation(q.device)
+    many_rows = bool(page) and _fills_many_rows(q, k, T * group / sequences, gpu)
+    block_m = TILE_ROWS if many_rows else max(BLOCK_M, next_power_of_2(group))
     o = torch.empty(T, H, D, dtype=q.dtype, device=q.device)
     lse = torch.empty(T, H, dtype=torch.float32, device=q.device) if want_lse else None
     table, key_starts = (spans.block_table, None) if page else (None, spans.cu_seqlens_k)
-    options = _options(q.dtype, k.dtype, width, bool(page), generation(q.device))
+    options = _options(q.dtype, k.dtype, width, bool(page), many_rows, gpu)
     launch(
         _forward,
         (T // (block_m // group) + sequences, kv_heads),
@@ -217,16 +220,32 @@ def _launch(
         WANT_LSE=want_lse,
         BLOCK_M=block_m,
         TILE=KEY_TILE,
+        WRITTEN_OUT=many_rows,
         num_warps=WARPS,
         **options,
     )
     return o, lse
 
 
-def _options(dtype: torch.dtype, key_dtype: torch.dtype, width: int, paged: bool, gpu: str) -> dict[str, int]:
+def _fills_many_rows(q: torch.Tensor, k: torch.Tensor, rows: float, gpu: str) -> bool:
+    """Whether programs over pages have TILE_ROWS rows: where sequences bring so many on average (`rows`).
+
+    So prompts are read by few programs. It decides no bit: on Hopper products of 16 and of 64 rows have the
+    same bits in 16 bits, and the sum of a row is written out (attention_tma_triton.py).
+    """
+    group, D = q.shape[1] // k.shape[2], q.shape[2]
+    fits = through_tma(q.dtype, gpu) and k.dtype == q.dtype and group <= BLOCK_M and D in WIDTHS
+    return fits and rows >= TILE_ROWS
+
+
+def _options(
+    dtype: torch.dtype, key_dtype: torch.dtype, width: int, paged: bool, many_rows: bool, gpu: str
+) -> dict[str, int]:
     """The key tiles in flight and, where the compiler must be told, the registers of a thread.
 
     These options decide no bit. They were found by compiling, so that nothing spills with Triton 3.6 to 3.9.
+    The page numbers are fetched ahead too, and take every second stage: with 3 stages there is one buffer for
+    keys, with 5 two, with 7 three.
     Tiles that are converted are not fetched ahead: a tile in flight keeps its converted copy in registers,
     which costs up to 400 bytes of spills a thread. On Ampere the compiler stops at 96 registers and spills 8
     bytes. `gpu` is the GPU's generation.
@@ -240,4 +259,7 @@ def _options(dtype: torch.dtype, key_dtype: torch.dtype, width: int, paged: bool
         return {"num_stages": 1, "maxnreg": 168}
     if dtype == torch.float32 and width <= 64 and not paged and gpu == "ampere":
         return {"num_stages": 2}
+    if paged and dtype != torch.float32:
+        stages = 7 if gpu in ("hopper", "blackwell") and not many_rows else 5
+        return {"num_stages": stages} | ({"maxnreg": 128} if gpu == "ampere" else {})
     return {"num_stages": 3} | ({"maxnreg": 128} if gpu == "ampere" and dtype != torch.float32 else {})

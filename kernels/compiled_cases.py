@@ -14,6 +14,7 @@ import torch
 
 from .adamw import AdamW
 from .adamw_triton import adamw
+from .add_shared_triton import add_shared_bwd, add_shared_fwd
 from .attention_bwd_triton import attention_bwd
 from .attention_plan import KEY_TILE
 from .attention_tables import Spans
@@ -26,6 +27,7 @@ from .decode_heads_triton import heads_to_cache
 from .draw_triton import draw_tokens
 from .embedding_triton import embedding_bwd, sorted_ids
 from .expert_rows_triton import ExpertTables, rows_of_tokens, runs_of_experts, sort_slots, sum_slots
+from .gelu_mul_triton import gelu_mul_bwd, gelu_mul_fwd
 from .given_softmax_triton import given_weights
 from .grouped_linear_triton import add_expert_runs, grouped_matmul
 from .launch import Launch, recorded_launches
@@ -38,6 +40,7 @@ from .philox_triton import uniforms
 from .qk_norm_triton import qk_norm_bwd, qk_norm_fwd
 from .rms_norm_triton import rms_norm_bwd, rms_norm_fwd
 from .rope_triton import rotate
+from .sigmoid_router_triton import choose, weigh, weigh_bwd
 from .silu_mul_triton import silu_mul_bwd, silu_mul_fwd
 from .tiles import tiles_of_target
 from .topk_softmax_triton import topk_softmax_bwd, topk_softmax_fwd
@@ -159,6 +162,9 @@ def _elementwise(dtype: torch.dtype) -> Iterator[Case]:
         yield what, lambda c=cache, D=D, norm=has_norm: _decoded_heads(dtype, c, D, norm)
     gate_up = _meta(dtype, 256, 6144)
     yield f"silu_mul {name}", lambda: silu_mul_bwd(silu_mul_fwd(gate_up), gate_up)
+    e, z = _meta(dtype, 256, D), _meta(dtype, 256, 1)
+    yield f"add_shared {name}", lambda: add_shared_bwd(add_shared_fwd(e, e, z), e, z)
+    yield f"gelu_mul {name}", lambda: gelu_mul_bwd(gelu_mul_fwd(gate_up), gate_up)
     for D in (64, 128):
         x, cos = _meta(dtype, 256, 24, D), _meta(FP32, 256, D // 2)
         yield f"rope {name} D={D}", lambda x=x, cos=cos: rotate(x, cos, cos, inverse=False)
@@ -313,6 +319,14 @@ def _router(dtype: torch.dtype, E: int, k: int) -> None:
     topk_softmax_bwd(w, w, ids, p, renormalise, dtype)
 
 
+def _sigmoid_router(E: int, k: int, groups: int) -> None:
+    """The logits are in fp32, and so is all else."""
+    z, bias, w, ids = _meta(FP32, 256, E), _meta(FP32, E), _meta(FP32, 256, k), _meta(torch.int64, 256, k)
+    choose(z, bias, k, groups, max(1, groups // 2))
+    weigh(z, ids, True, 2.5)
+    weigh_bwd(w, z, ids, True, 2.5)
+
+
 def _given(E: int, k: int) -> None:
     """One binary for all dtypes; the router's own is in another case."""
     w, p = _meta(FP32, 256, k), _meta(FP32, 256, E)
@@ -330,6 +344,9 @@ def _attention(dtype: torch.dtype) -> Iterator[Case]:
                 lambda q=q, k=k, s=scale, spans=spans, lse=want_lse: attention_packed(q, k, k, spans, s, lse),
             )
         yield f"attention {name}, paged", lambda D=D, group=group: _paged(dtype, dtype, D, group)
+        if dtype != FP32:
+            prompts = f"attention {name}, prompts in pages"
+            yield prompts, lambda D=D, group=group: _paged(dtype, dtype, D, group, tokens=256)
         lse = _meta(FP32, 256, 8 * group)
         yield (
             f"attention backward {name}",
@@ -346,9 +363,10 @@ def _spans(pages: int = 0) -> Spans:
     return Spans(cu_seqlens, seqused, None, 8, cu_seqlens, *tables)
 
 
-def _paged(dtype: torch.dtype, cache_dtype: torch.dtype, D: int, group: int) -> None:
+def _paged(dtype: torch.dtype, cache_dtype: torch.dtype, D: int, group: int, tokens: int = 2) -> None:
+    """Two sequences over pages. Those of many tokens have programs of more rows on Hopper."""
     cache = _meta(cache_dtype, 32, KEY_TILE, 8, D)
-    attention_paged(_meta(dtype, 256, 8 * group, D), cache, cache, _spans(pages=16), D**-0.5)
+    attention_paged(_meta(dtype, tokens, 8 * group, D), cache, cache, _spans(pages=16), D**-0.5)
 
 
 def _logprob() -> Iterator[Case]:

@@ -5,6 +5,7 @@
 
     with xh = x r:   dx = r (dy w - xh mean(dy w xh)),   dw = sum_t dy xh;   the gradient of s is added to dx
 
+With plus_one, w stands for 1 + w, which is computed in fp32 (Gemma); the gradient of w is that of 1 + w.
 add_rms_norm normalises after a residual addition. qk_norm.py normalises heads. The Triton kernels are in
 rms_norm_triton.py.
 
@@ -50,34 +51,39 @@ def _sum_last(x: torch.Tensor) -> torch.Tensor:
     return sum_row(x.reshape(-1, x.shape[-1])).view(*x.shape[:-1], 1)
 
 
+def _factors(w, plus_one):
+    """What a row is multiplied by."""
+    return w.detach().to(accumulate_dtype(w.dtype)).add(1.0) if plus_one else w.detach()
+
+
 def _forward(x, w, eps, residual=None):
-    """y, r and s, computed where x lies. Without a residual s is x itself."""
-    if norm_on_cpp(x):
+    """y, r and s, computed where x lies. Without a residual s is x itself. w: in x's dtype, or in fp32."""
+    if norm_on_cpp(x) and w.dtype == x.dtype:
         return norm_fwd(x, (w, w), 1, eps, residual)
     if not on_triton(x):
         s = x if residual is None else x + residual
         return *rms_norm_ref(s, w, eps), s
     from .rms_norm_triton import rms_norm_fwd
 
-    y, r, s = rms_norm_fwd(x, w.detach(), eps, residual)
+    y, r, s = rms_norm_fwd(x, w, eps, residual)
     return y, r, x if residual is None else s
 
 
-def _backward(dy, x, r, w, in_pass, wants_dw, ds=None):
+def _backward(dy, x, r, w, plus_one, in_pass, wants_dw, ds=None):
     """dx, and the gradient of w where it is wanted and no buffer takes it.
 
     A kernel computes both together, and autograd drops a dx that it does not need.
     """
-    in_pass = in_pass.over(dy)
-    if norm_on_cpp(x):
-        dx, dw = norm_bwd(dy, x, r, (w, w), 1, ds)
+    in_pass, factors = in_pass.over(dy), _factors(w, plus_one)
+    if norm_on_cpp(x) and factors.dtype == x.dtype:
+        dx, dw = norm_bwd(dy, x, r, (factors, factors), 1, ds)
     elif not on_triton(x):
-        dx, dw = rms_norm_bwd_ref(dy, x, r, w)
+        dx, dw = rms_norm_bwd_ref(dy, x, r, factors)
         dx = (dx if ds is None else dx.add_(ds.to(dx.dtype))).to(dy.dtype)
     else:
         from .rms_norm_triton import rms_norm_bwd
 
-        dx, dw = rms_norm_bwd(dy, x, w.detach(), r, in_pass.blocks, ds)
+        dx, dw = rms_norm_bwd(dy, x, factors, r, in_pass.blocks, ds)
     if not wants_dw:
         return dx, None
     buffer = in_pass.buffer(w)
@@ -100,46 +106,56 @@ def add_rows(buffer: GradBuffer, dw: torch.Tensor, blocks: TokenBlocks) -> None:
 
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, w, eps, in_pass):
-        y, r, _ = _forward(x, w, eps)
+    def forward(ctx, x, w, eps, in_pass, plus_one):
+        y, r, _ = _forward(x, _factors(w, plus_one), eps)
         ctx.save_for_backward(x, r)
-        ctx.w, ctx.in_pass = w, in_pass
+        ctx.w, ctx.in_pass, ctx.plus_one = w, in_pass, plus_one
         return y
 
     @staticmethod
     def backward(ctx, dy):
         x, r = ctx.saved_tensors
-        return *_backward(dy, x, r, ctx.w, ctx.in_pass, ctx.needs_input_grad[1]), None, None
+        wants_dw = ctx.needs_input_grad[1]
+        return *_backward(dy, x, r, ctx.w, ctx.plus_one, ctx.in_pass, wants_dw), None, None, None
 
 
 class _AddRMSNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, residual, w, eps, in_pass):
-        y, r, s = _forward(x, w, eps, residual)
+    def forward(ctx, x, residual, w, eps, in_pass, plus_one):
+        y, r, s = _forward(x, _factors(w, plus_one), eps, residual)
         ctx.save_for_backward(s, r)
-        ctx.w, ctx.in_pass = w, in_pass
+        ctx.w, ctx.in_pass, ctx.plus_one = w, in_pass, plus_one
         return y, s
 
     @staticmethod
     def backward(ctx, dy, ds):
         s, r = ctx.saved_tensors
-        dx, dw = _backward(dy, s, r, ctx.w, ctx.in_pass, ctx.needs_input_grad[2], ds)
-        return dx, dx, dw, None, None
+        wants_dw = ctx.needs_input_grad[2]
+        dx, dw = _backward(dy, s, r, ctx.w, ctx.plus_one, ctx.in_pass, wants_dw, ds)
+        return dx, dx, dw, None, None, None
 
 
-def rms_norm(x: torch.Tensor, w: torch.Tensor, eps: float, in_pass: Pass = ONE_SEQUENCE) -> torch.Tensor:
+def rms_norm(
+    x: torch.Tensor, w: torch.Tensor, eps: float, in_pass: Pass = ONE_SEQUENCE, plus_one: bool = False
+) -> torch.Tensor:
     """y = x / sqrt(mean(x^2) + eps) * w over the last axis. x [T, D], w [D] -> [T, D].
 
-    dw is summed in the order of the pass's token blocks. Raises ValueError on a bad shape, dtype or eps.
+    plus_one: the factor is 1 + w. dw is summed in the order of the pass's token blocks. Raises ValueError on
+    a bad shape, dtype or eps.
     """
     _check("rms_norm", x, w, eps)
     if not torch.is_grad_enabled():
-        return _forward(x, w, eps)[0]
-    return _RMSNorm.apply(x, w, eps, in_pass)
+        return _forward(x, _factors(w, plus_one), eps)[0]
+    return _RMSNorm.apply(x, w, eps, in_pass, plus_one)
 
 
 def add_rms_norm(
-    x: torch.Tensor, residual: torch.Tensor, w: torch.Tensor, eps: float, in_pass: Pass = ONE_SEQUENCE
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    w: torch.Tensor,
+    eps: float,
+    in_pass: Pass = ONE_SEQUENCE,
+    plus_one: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(rms_norm(s, w), s) with s = x + residual. x, residual [T, D], w [D] -> [T, D], [T, D].
 
@@ -152,9 +168,9 @@ def add_rms_norm(
             f"x {tuple(x.shape)} {x.dtype}"
         )
     if not torch.is_grad_enabled():
-        y, _, s = _forward(x, w, eps, residual)
+        y, _, s = _forward(x, _factors(w, plus_one), eps, residual)
         return y, s
-    return _AddRMSNorm.apply(x, residual, w, eps, in_pass)
+    return _AddRMSNorm.apply(x, residual, w, eps, in_pass, plus_one)
 
 
 def _check(op: str, x: torch.Tensor, w: torch.Tensor, eps: float) -> None:

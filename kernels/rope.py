@@ -13,14 +13,15 @@ fp32 table would change every weight that was trained on a CPU, and there torch'
 between the vector body and the scalar tail.
 """
 
-import math
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 
 from .backend import on_cpp, on_triton
 from .grad import accumulate_dtype, check_dtype
 from .heads_cpp import rotate as rotate_cpp
+from .rope_scaling import attention_factor, scaled_frequencies_fp32
 
 # Elements of one call of sin or cos. torch runs elementwise operations of up to 32,768 elements in one piece,
 # and sin and cos may differ between pieces.
@@ -60,8 +61,12 @@ class _Rope(torch.autograd.Function):
 def rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     """Rotate each head by the position of its token. x [T, H, D], cos and sin [T, D/2] -> [T, H, D].
 
+    With narrower cos and sin, [T, R/2], the first R elements of a head are rotated, and the others pass.
     Raises ValueError on a bad shape or dtype.
     """
+    R = 2 * cos.shape[-1]
+    if x.dim() == 3 and 0 < R < x.shape[-1]:
+        return torch.cat([rope(x[..., :R].contiguous(), cos, sin), x[..., R:]], dim=-1)
     is_converted = cos.dtype == sin.dtype == accumulate_dtype(x.dtype)
     check_dtype("rope", x=x, **({} if is_converted else {"cos": cos, "sin": sin}))
     half = (x.shape[0], x.shape[-1] // 2)
@@ -78,76 +83,41 @@ def rope_frequencies(head_dim: int, theta: float) -> list[float]:
     return [theta ** (-2.0 * i / head_dim) for i in range(head_dim // 2)]
 
 
-def llama3_frequencies(
-    frequencies: list[float],
-    factor: float,
-    low_freq_factor: float,
-    high_freq_factor: float,
-    original_positions: int,
-) -> list[float]:
-    """Llama 3.1's frequency scaling (meta-llama `apply_scaling`; transformers `_compute_llama3_parameters`).
-
-    A wavelength longer than original_positions / low_freq_factor is stretched by `factor`. A wavelength
-    shorter than original_positions / high_freq_factor is kept. Between these two, the frequency is
-    interpolated linearly.
-    """
-    scaled = []
-    for f in frequencies:
-        wavelength = 2.0 * math.pi / f
-        if wavelength > original_positions / low_freq_factor:
-            scaled.append(f / factor)
-        elif wavelength < original_positions / high_freq_factor:
-            scaled.append(f)
-        else:
-            width = high_freq_factor - low_freq_factor
-            smooth = (original_positions / wavelength - low_freq_factor) / width
-            scaled.append((1.0 - smooth) * f / factor + smooth * f)
-    return scaled
-
-
 def rope_table(
-    frequencies: list[float], positions: int, dtype: torch.dtype
+    frequencies: list[float], positions: int, dtype: torch.dtype, factor: float = 1.0
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """cos and sin of position * frequency, [positions, D/2], computed in fp64 and rounded once to `dtype`.
+    """cos and sin of position * frequency, times `factor`: [positions, D/2].
 
-    It is computed in pieces of one fixed size, so that the bits do not depend on the number of threads.
+    They are computed in fp64 and rounded once to `dtype`, in pieces of one fixed size, so that the bits do
+    not depend on the number of threads.
     """
     f = torch.tensor(frequencies, dtype=torch.float64)
     rows = max(1, _TABLE_ELEMENTS // len(frequencies))
     cos, sin = [], []
     for start in range(0, positions, rows):
         angle = torch.arange(start, start + rows, dtype=torch.float64).unsqueeze(1) * f
-        cos.append(torch.cos(angle).to(dtype))
-        sin.append(torch.sin(angle).to(dtype))
+        cos.append(torch.cos(angle).mul_(factor).to(dtype))
+        sin.append(torch.sin(angle).mul_(factor).to(dtype))
     return torch.cat(cos)[:positions].contiguous(), torch.cat(sin)[:positions].contiguous()
 
 
 def rope_table_fp32(
-    head_dim: int,
+    dim: int,
     theta: float,
-    llama3: Mapping[str, float] | None,
+    scaling: Mapping[str, Any] | None,
     positions: int,
     dtype: torch.dtype,
     device: torch.device,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The table of vLLM's models: cos and sin, [positions, D/2], computed in fp32 and rounded to `dtype`.
+    """The table of vLLM's models: cos and sin, [positions, dim / 2], computed in fp32 and rounded to `dtype`.
 
     Frequencies, angles, cos and sin come from torch's operations on `device`. The operations are those of
-    vllm/model_executor/layers/rotary_embedding/base.py and llama3_rope.py, one by one. On a GPU each element
-    is a function of its own angle only. `llama3` holds the parameters of llama3_frequencies by their names in
-    config.json.
+    vllm/model_executor/layers/rotary_embedding/, one by one. On a GPU each element is a function of its own
+    angle only. scaling: see rope_scaling.py.
     """
-    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32, device=device) / head_dim
-    f = 1.0 / torch.pow(theta, exponents)
-    if llama3 is not None:
-        low, high = llama3["low_freq_factor"], llama3["high_freq_factor"]
-        original = llama3["original_max_position_embeddings"]
-        wavelength = 2 * math.pi / f
-        smooth = (original / wavelength - low) / (high - low) if low != high else 0.0
-        stretched = f / llama3["factor"]
-        between = (1 - smooth) * f / llama3["factor"] + smooth * f
-        f = torch.where(
-            wavelength < original / high, f, torch.where(wavelength > original / low, stretched, between)
-        )
-    angle = torch.arange(positions, dtype=torch.float32, device=device).unsqueeze(1) * f
-    return angle.cos().to(dtype), angle.sin().to(dtype)
+    f, factor = scaled_frequencies_fp32(dim, theta, scaling, device), attention_factor(scaling)
+    position = torch.arange(positions, dtype=torch.float32, device=device)
+    if scaling and scaling["rope_type"] == "linear":
+        position = position / scaling["factor"]
+    angle = position.unsqueeze(1) * f
+    return (angle.cos() * factor).to(dtype), (angle.sin() * factor).to(dtype)

@@ -27,7 +27,7 @@ def silu_mul_ref(gu: torch.Tensor) -> torch.Tensor:
     """Forward only."""
     acc = accumulate_dtype(gu.dtype)
     y = gu.new_empty(gu.shape[0], gu.shape[1] // 2)
-    for rows in _passes(gu):
+    for rows in row_passes(gu):
         g, u = gu[rows].chunk(2, dim=1)
         gf = g.to(acc)
         torch.mul((gf / torch.exp(-gf).add_(1.0)).to(gu.dtype), u, out=y[rows])
@@ -38,7 +38,7 @@ def silu_mul_bwd_ref(dy: torch.Tensor, gu: torch.Tensor) -> torch.Tensor:
     """The gradient of gu, [T, 2 I]. dy [T, I], gu [T, 2 I]."""
     acc = accumulate_dtype(gu.dtype)
     dgu = torch.empty_like(gu)
-    for rows in _passes(gu):
+    for rows in row_passes(gu):
         g, u = (half.to(acc) for half in gu[rows].chunk(2, dim=1))
         dyf = dy[rows].to(acc)
         s = torch.exp(-g).add_(1.0).reciprocal_()
@@ -50,7 +50,7 @@ def silu_mul_bwd_ref(dy: torch.Tensor, gu: torch.Tensor) -> torch.Tensor:
     return dgu
 
 
-def _passes(gu: torch.Tensor) -> Iterator[slice]:
+def row_passes(gu: torch.Tensor) -> Iterator[slice]:
     """The rows of each pass over gu [T, 2 I]."""
     rows = max(1, 2 * _PASS_ELEMENTS // gu.shape[1])
     return (slice(a, a + rows) for a in range(0, gu.shape[0], rows))

@@ -21,7 +21,7 @@ from ..kernels.merge import merge
 from ..kernels.philox import Stream, uniform_range
 from .config import ModelConfig
 from .decoder import Decoder
-from .lora import Lora
+from .lora import Lora, matrix_kinds
 from .weights import Entry, FlatLayout, Layout, Shape
 
 # In front of a module's name, PEFT writes this in its files.
@@ -49,9 +49,9 @@ def adapted_layout(config: ModelConfig, lora: Lora) -> Layout:
 
 
 def _is_target(name: str, lora: Lora) -> bool:
-    """Whether the tensor `name` of a checkpoint has an adapter."""
-    *_, module, kind = name.split(".")
-    return kind == "weight" and module in lora.targets
+    """Whether the tensor `name` of a checkpoint has an adapter: all its matrices are targets."""
+    kinds = matrix_kinds(name)
+    return bool(kinds) and {*kinds} <= {*lora.targets}
 
 
 class AdapterLayout(FlatLayout):

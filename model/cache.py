@@ -10,6 +10,7 @@ import torch
 
 from ..kernels.attention import attention_cached
 from ..kernels.attention_plan import KEY_TILE, AttentionPlan
+from ..kernels.attention_rule import AttentionRule
 from ..kernels.attention_tables import Spans
 from ..kernels.backend import on_triton
 from ..kernels.decode_heads import CacheSlots
@@ -68,6 +69,13 @@ class BlockCache:
             (index,) = upload(self.data.device, torch.tensor(self._taken))
             self.data.view(self.config.layers, self.blocks, -1).index_fill_(1, index, 0)
             self._taken = []
+
+    def clear(self, slots: Sequence[tuple[int, int]]) -> None:
+        """Fill single positions with zeros, each given by its block and its place in it: see zero_taken."""
+        if slots:
+            block, offset = upload(self.data.device, *torch.tensor(slots).unbind(1))
+            sizes = self.config.layers, self.blocks, self.config.kv_heads, 2, KEY_TILE, -1
+            self.data.view(torch.uint8).view(sizes)[:, block, :, :, offset] = 0
 
     def share(self, blocks: Sequence[int]) -> list[int]:
         """Add one owner to each block."""
@@ -154,11 +162,17 @@ class CachedContext:
         self.positions, self._block_and_offset = tensors
 
     def attend(
-        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
+        self,
+        layer: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        scale: float,
+        rule: AttentionRule,
     ) -> torch.Tensor:
         """Write k and v [T, Hkv, D] to the cache, then attend from q [T, Hq, D]."""
         self._cache.slots(layer, *self._block_and_offset).write(k, v)
-        return attention_cached(q, self._cache.data[layer], self._plan, scale)
+        return attention_cached(q, self._cache.data[layer], self._plan, scale, rule)
 
     def keep(self, k: torch.Tensor, v: torch.Tensor) -> None:
         self._cache.slots(self._cache.config.layers - 1, *self._block_and_offset).write(k, v)
@@ -198,16 +212,22 @@ class DecodeContext:
             )
 
     def attend(
-        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
+        self,
+        layer: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        scale: float,
+        rule: AttentionRule,
     ) -> torch.Tensor:
         """Write k and v [n, Hkv, D] to the cache, then attend from q [n, Hq, D]."""
         self.slots(layer).write(k, v)
-        return self.attend_cached(layer, q, scale)
+        return self.attend_cached(layer, q, scale, rule)
 
     def slots(self, layer: int) -> CacheSlots:
         """Where the keys and values of the new tokens go."""
         return self._cache.slots(layer, self._block, self._offset)
 
-    def attend_cached(self, layer: int, q: torch.Tensor, scale: float) -> torch.Tensor:
+    def attend_cached(self, layer: int, q: torch.Tensor, scale: float, rule: AttentionRule) -> torch.Tensor:
         """As `attend`, after k and v of the new tokens were written."""
-        return attention_cached(q, self._cache.data[layer], self._plan, scale)
+        return attention_cached(q, self._cache.data[layer], self._plan, scale, rule)

@@ -31,6 +31,7 @@ from ..kernels.sampling_params import SamplingParams
 from ..kernels.upload import upload_tables
 from .blocks.block import Rotation
 from .blocks.rope import rotation_table
+from .buffers import all_as_numbers, as_bytes, as_numbers
 from .checkpoint import read_weights, resolve_model, write_tensors
 from .config import ModelConfig
 from .context import Buffers, Context, Hook, PackedContext, no_hook
@@ -127,7 +128,9 @@ class ModuleForward(Forward):
         adapters = {
             name: self._adapters[key] for name in parts if (key := f"layers.{i}.{name}") in self._adapters
         }
-        call = LayerCall(parts, context.in_pass.buffers, {"router": self.numerics.router}, adapters)
+        call = LayerCall(
+            parts, context.in_pass.buffers, self.config.dtypes(i, self.numerics, self.dtype), adapters
+        )
         args = i, call.tensors, call.begin(*stream), rotation, context, hook
         if self.recompute:
             stream = checkpoint(self._compute_layer, *args, use_reentrant=False, preserve_rng_state=False)
@@ -181,6 +184,8 @@ class CausalLM(nn.Module):
             self.requires_grad_(False)
         self.decoder = ModuleForward(self, self._layout, numerics, recompute, adapters)
         self.register_load_state_dict_post_hook(lambda module, _: module._tie())
+        self.register_state_dict_post_hook(CausalLM._give_numbers)
+        self.register_load_state_dict_pre_hook(CausalLM._take_numbers)
 
     @classmethod
     def over(cls, decoder: Decoder) -> Self:
@@ -217,6 +222,7 @@ class CausalLM(nn.Module):
         """
         beside = self._layout.beside_checkpoint(torch.empty(self._layout.numel, device="meta"))
         tensors = {name: p.detach() for name, p in self.named_parameters() if name not in beside}
+        tensors = dict(all_as_numbers(tensors.items(), self._layout.buffers))
         write_tensors(Path(folder), self._layout.config, tensors, self.companions)
 
     def forward(
@@ -334,6 +340,15 @@ class CausalLM(nn.Module):
         """Let tied embeddings be one Parameter: torch makes two of it where it replaces Parameters."""
         if self._layout.config.tied:
             self.lm_head.register_parameter("weight", self.model.embed_tokens.weight)
+
+    def _give_numbers(self, state_dict: dict[str, torch.Tensor], prefix: str, *_: Any) -> None:
+        """In a state dict a buffer is its numbers, as in a checkpoint, and not their bytes."""
+        for name in self._layout.buffers:
+            state_dict[prefix + name] = as_numbers(state_dict[prefix + name].detach())
+
+    def _take_numbers(self, state_dict: dict[str, torch.Tensor], prefix: str, *_: Any) -> None:
+        for name in self._layout.buffers & {key.removeprefix(prefix) for key in state_dict}:
+            state_dict[prefix + name] = as_bytes(state_dict[prefix + name])
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
         """nn.Module's .to, .cuda, .bfloat16 and so on. The Parameters then lie in one memory again."""

@@ -19,6 +19,7 @@ from ..files.bitwise import equal
 from ..files.inputs import check_folder, read_bytes
 from ..files.reading import read_json, shown
 from ..files.writing import os_error_line, sync, write_manifest
+from .buffers import BYTES, as_bytes
 from .config import ModelConfig
 from .decoder import COMPUTE, Decoder, Numerics
 from .tensor_checks import but_for_the_prefix, check_finite
@@ -45,6 +46,8 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 # Tensors that follow from config.json, which older versions of transformers stored beside the weights.
 _BUFFERS = (".rotary_emb.inv_freq", ".rotary_emb.cos_cached", ".rotary_emb.sin_cached")
+# How many layers after the last one guess tokens ahead (multi-token prediction), where a family reads it.
+_GUESSING = "num_nextn_predict_layers"
 # The names of these dtypes in safetensors files.
 _STORED_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
@@ -126,7 +129,7 @@ def read_weights(folder: Path, layout: Layout) -> torch.Tensor:
         target = _take(stored, tuple(tensor.shape), tensor.dtype, wanted, layout)
         if target is not None:
             check_finite(f"model: {stored.path}", stored.name, tensor)
-            target.copy_(tensor)
+            target.copy_(as_bytes(tensor) if stored.name in layout.buffers else tensor)
     _refuse_lacking(wanted, folder)
     _refuse_other_head(folder, layout)
     return flat
@@ -140,7 +143,11 @@ def read_rows(folder: Path, layout: Layout, rows: Mapping[str, slice]) -> dict[s
     check_weights(folder, layout)
     parts = {}
     for stored in stored_tensors(folder):
-        if stored.name in rows:
+        if stored.name in layout.buffers & rows.keys():
+            numbers = stored.read()
+            check_finite(f"model: {folder}", stored.name, numbers)
+            parts[stored.name] = as_bytes(numbers)[rows[stored.name]]
+        elif stored.name in rows:
             parts[stored.name] = stored.part()[rows[stored.name]].float()
         elif stored.name in layout.fused:
             parts |= _rows_of_experts(stored.part(), layout, stored.name, rows)
@@ -153,9 +160,15 @@ def read_rows(folder: Path, layout: Layout, rows: Mapping[str, slice]) -> dict[s
 def _rows_of_experts(
     stored: Any, layout: Layout, name: str, rows: Mapping[str, slice]
 ) -> dict[str, torch.Tensor]:
-    """The rows of read_rows in a tensor that holds all experts of a layer, [E, n R, ...], n of each."""
-    weight, (experts, width, _) = layout.fused[name]
+    """The rows of read_rows in a tensor that holds all experts of a layer, [E, n R, ...], n of each.
+
+    Or in one that holds a weight under another name.
+    """
+    weight, shape = layout.fused[name]
     parts = layout.entries[weight].parts
+    if len(shape) == 2:
+        return {part: stored[rows[part]].float() for part, _ in parts}
+    experts, width, _ = shape
     per_expert = len(parts) // experts
     read = {}
     for i, (part, n_rows) in enumerate(parts):
@@ -237,7 +250,7 @@ def _take(
     Raises ValueError for a tensor that has no place there, or has another shape or an unsupported dtype.
     """
     path, name, _ = stored
-    if (name == _HEAD and layout.config.tied) or name.endswith(_BUFFERS):
+    if (name == _HEAD and layout.config.tied) or is_passed_over(name, layout.config):
         return None  # see _refuse_other_head
     target = _target(name, wanted, layout)
     if target is None:
@@ -246,10 +259,11 @@ def _take(
             f"which a {layout.config.architecture} of this config has no place for"
             f"{but_for_the_prefix(name, wanted)}"
         )
-    if shape != tuple(target.shape):
-        raise ValueError(
-            f"model: {path}: {name} has shape {shape}, config.json asks for {tuple(target.shape)}"
-        )
+    wanted_shape = tuple(target.shape)
+    if name in layout.buffers:
+        wanted_shape = (target.numel() // BYTES,)
+    if shape != wanted_shape:
+        raise ValueError(f"model: {path}: {name} has shape {shape}, config.json asks for {wanted_shape}")
     if dtype not in DTYPES.values():
         raise ValueError(
             f"model: {path}: {name} has dtype {dtype}, which is not supported; use unquantised weights"
@@ -257,8 +271,15 @@ def _take(
     return target
 
 
+def is_passed_over(name: str, config: ModelConfig) -> bool:
+    """Whether a tensor is not needed, whatever it holds: no log-probability depends on it."""
+    layer = name.removeprefix("model.layers.").partition(".")[0]
+    guessing = range(config.layers, config.layers + (config.raw.get(_GUESSING) or 0))
+    return name.endswith(_BUFFERS) or (layer.isdecimal() and int(layer) in guessing)
+
+
 def _target(name: str, wanted: dict[str, torch.Tensor], layout: Layout) -> torch.Tensor | None:
-    """Take the view of a tensor out of `wanted`, or the views of all experts' tensors that it holds."""
+    """Take the view of a tensor out of `wanted`, or the views of all tensors that it holds (Layout.fused)."""
     if name not in layout.fused:
         return wanted.pop(name, None)
     weight, shape = layout.fused[name]
@@ -266,7 +287,7 @@ def _target(name: str, wanted: dict[str, torch.Tensor], layout: Layout) -> torch
     if not wanted.keys() >= set(parts):
         return None
     first, *_ = [wanted.pop(part) for part in parts]
-    strides = (shape[1] * shape[2], shape[2], 1)
+    strides = torch.empty(shape, device="meta").stride()
     return first.as_strided(shape, strides, first.storage_offset())
 
 
@@ -303,7 +324,7 @@ def write_checkpoint(
     Raises OSError when it cannot be written, and leaves nothing behind.
     """
 
-    tensors = layout.checkpoint_views(flat)
+    tensors = layout.stored_tensors(flat)
     write_tensors(target, layout.config, tensors, companions, extra, shard_bytes, state)
 
 
@@ -316,7 +337,7 @@ def write_tensors(
     shard_bytes: int = SHARD_BYTES,
     state: Mapping[str, torch.Tensor] | None = None,
 ) -> None:
-    """As write_checkpoint, of the weights `tensors` by their names in the checkpoint, all of one dtype."""
+    """As write_checkpoint, of the weights `tensors` as they are stored, by their names in the checkpoint."""
 
     def fill(folder: Path) -> None:
         _write_tensors(folder, tensors, shard_bytes)

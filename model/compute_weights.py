@@ -9,14 +9,17 @@ from .quantisation import Quantisation, is_quantised
 from .weights import FlatLayout
 
 
-def quantise_all(tensors: Mapping[str, torch.Tensor], how: Quantisation) -> None:
+def quantise_all(
+    tensors: Mapping[str, torch.Tensor], how: Quantisation, source: torch.dtype | None = None
+) -> None:
     """Quantise, in place, the tensors that are quantised (quantisation.py), each with scales of its own.
 
-    tensors: of a checkpoint, by their names there. The result is rounded once to a tensor's dtype.
+    tensors: of a checkpoint, by their names there. The result is rounded once to a tensor's dtype. source: a
+    dtype that they are rounded to before.
     """
     for name, w in tensors.items():
         if is_quantised(name):
-            w.copy_(quantise(w, *how))
+            w.copy_(quantise(w.to(source or w.dtype), *how))
 
 
 @torch.no_grad()

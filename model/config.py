@@ -9,6 +9,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from ..files.reading import shown
 from .blocks.block import Block
 from .blocks.embedding import Embedding, Head
@@ -18,6 +20,7 @@ from .blocks.rope import frequencies, read_rope
 from .config_file import ConfigFile, UnsupportedError
 from .families import FAMILIES
 from .family import Family
+from .numerics import Numerics
 from .operation import Operation
 from .sizes import Experts, Sizes
 
@@ -26,11 +29,13 @@ from .sizes import Experts, Sizes
 class ModelConfig(Sizes):
     """What a decoder computes, beside its weights.
 
-    blocks: of each layer. From them follow the weights (weights.py), the operations (operations.py), and the
-    forward (decoder.py).
+    blocks: of each layer. embedding, head: of what lies outside of them. From them follow the weights
+    (weights.py), the operations (operations.py), and the forward (decoder.py).
     """
 
     blocks: tuple[Layer, ...]
+    embedding: Embedding
+    head: Head
 
     @classmethod
     def from_file(cls, folder: str | Path) -> "ModelConfig":
@@ -56,9 +61,15 @@ class ModelConfig(Sizes):
                 f"model: {source}: architecture {shown(name)} is not supported; "
                 f"supported are {', '.join(FAMILIES)}"
             )
+        family = FAMILIES[name]
+        file = ConfigFile(file.raw, source, family.defaults)
         try:
             file.refuse_common()
-            config = cls(**_sizes(FAMILIES[name], file), blocks=tuple(FAMILIES[name].layers(file)))
+            outside = {"embedding": family.embedding(file), "head": family.head(file)}
+            config = cls(**_sizes(family, file), blocks=tuple(family.layers(file)), **outside)
+            if file.fields.attention_bias and not config.values["qkv_bias"]:
+                file.refuse("attention_bias", True, f"a {name} has no biases")
+            file.refuse_unknown()
         except UnsupportedError:
             raise
         except (TypeError, ValueError, AttributeError) as error:
@@ -77,16 +88,41 @@ class ModelConfig(Sizes):
         return list(dict.fromkeys(branch.block for layer in self.blocks for branch in layer))
 
     @cached_property
+    def mixture(self) -> MixtureOfExperts | None:
+        """The block of the layers with experts; None where every layer has one MLP."""
+        return next((block for block in self.distinct_blocks if isinstance(block, MixtureOfExperts)), None)
+
+    @property
     def experts(self) -> Experts | None:
         """The mixture of experts; None where every layer has one MLP."""
-        mixtures = (block.experts for block in self.distinct_blocks if isinstance(block, MixtureOfExperts))
-        return next(mixtures, None)
+        return self.mixture and self.mixture.experts
+
+    def dtypes(self, i: int, numerics: Numerics, compute: torch.dtype) -> dict[str, torch.dtype | None]:
+        """The dtypes of layer i's weights that differ from the compute dtype, by name (Block.dtypes)."""
+        blocks = (branch.block for branch in self.blocks[i])
+        return {name: dtype for block in blocks for name, dtype in block.dtypes(numerics, compute).items()}
 
     @property
     def values(self) -> dict[str, Any]:
         """What decides the computation, by name, as JSON holds it: sizes, and the variants of the blocks."""
         sizes = {f.name: getattr(self, f.name) for f in fields(Sizes) if f.compare}
-        return sizes | {name: x for block in self.distinct_blocks for name, x in block.values.items()}
+        scaling, rotary_dim, _ = (sizes.pop(x) for x in ("rope_scaling", "rotary_dim", "norm_plus_one"))
+        is_llama3 = scaling is not None and scaling["rope_type"] == "llama3"
+        sizes["rope_llama3"] = {k: v for k, v in scaling.items() if k != "rope_type"} if is_llama3 else None
+        if scaling is not None and not is_llama3:
+            sizes["rope_scaling"] = scaling
+        if rotary_dim != self.head_dim:
+            sizes["rotary_dim"] = rotary_dim
+        return sizes | self.embedding.values | self.head.values | self._variants
+
+    @property
+    def _variants(self) -> dict[str, Any]:
+        """The variants of the blocks by name: a list, one entry a layer that has it, where layers differ."""
+        by_layer: dict[str, list[Any]] = {}
+        for layer in self.blocks:
+            for name, value in {k: v for branch in layer for k, v in branch.values.items()}.items():
+                by_layer.setdefault(name, []).append(value)
+        return {name: x[0] if all(y == x[0] for y in x) else x for name, x in by_layer.items()}
 
     def stream(self, i: int) -> str:
         """The name in a trace of the residual stream before layer i; before layer 0 it is the embedding."""
@@ -102,7 +138,7 @@ class ModelConfig(Sizes):
     @cached_property
     def outside_operations(self) -> tuple[tuple[Operation, ...], tuple[Operation, ...]]:
         """The operations before the first layer, and after the last one, in the order of computation."""
-        return Embedding().operations(self), Head().operations(self)
+        return self.embedding.operations(self), self.head.operations(self)
 
     @cached_property
     def layer_operations(self) -> tuple[tuple[Operation, ...], ...]:
@@ -114,7 +150,8 @@ class ModelConfig(Sizes):
 def _sizes(family: Family, file: ConfigFile) -> dict[str, Any]:
     """The fields of Sizes, converted but unchecked."""
     c = file.fields
-    heads, (theta, llama3) = c.num_attention_heads, read_rope(file)
+    heads, rope = c.num_attention_heads, read_rope(file, family.rope_types, family.partial_rotary)
+    head_dim = c.head_dim or c.hidden_size // heads
     return {
         "architecture": family.architecture,
         "vocab_size": c.vocab_size,
@@ -123,11 +160,13 @@ def _sizes(family: Family, file: ConfigFile) -> dict[str, Any]:
         "layers": c.num_hidden_layers,
         "heads": heads,
         "kv_heads": c.num_key_value_heads or heads,
-        "head_dim": c.head_dim or family.head_dim or c.hidden_size // heads,
+        "head_dim": head_dim,
         "max_positions": c.max_position_embeddings,
         "eps": c.rms_norm_eps,
-        "rope_theta": theta,
-        "rope_llama3": llama3,
+        "rope_theta": rope.theta,
+        "rope_scaling": rope.scaling,
+        "rotary_dim": int(head_dim * rope.share),
+        "norm_plus_one": family.norm_plus_one,
         "tied": c.tie_word_embeddings,
-        "raw": file.raw,
+        "raw": dict(file.raw),
     }

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from ..kernels.attention import attention, varlen_plan
+from ..kernels.attention_rule import AttentionRule
 from ..kernels.grad import GradBuffer
 from ..kernels.low_rank import LowRankBuffers
 from ..kernels.order import token_blocks
@@ -43,11 +44,17 @@ class Context(Protocol):
     tables: Sequence[Tables]
 
     def attend(
-        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
+        self,
+        layer: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        scale: float,
+        rule: AttentionRule,
     ) -> torch.Tensor:
         """Causal attention of q [T, Hq, D] over the keys of this context.
 
-        k and v [T, Hkv, D] are the keys and values of the new tokens.
+        k and v [T, Hkv, D] are the keys and values of the new tokens. rule: the order of the sums.
         """
         ...
 
@@ -98,9 +105,15 @@ class PackedContext:
         (self.positions,) = tensors
 
     def attend(
-        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
+        self,
+        layer: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        scale: float,
+        rule: AttentionRule,
     ) -> torch.Tensor:
-        return attention(q, k, v, self._plan, scale)
+        return attention(q, k, v, self._plan, scale, rule)
 
 
 class NarrowingContext(ABC):

@@ -26,7 +26,7 @@ from ..kernels.order import ROW_TILE
 from ..kernels.sampling_params import SamplingParams
 from ..kernels.upload import upload_tables
 from .blocks.block import LayerRun, LayerWeights, Mixer, Rotation, Rows
-from .blocks.embedding import Embedding, Head
+from .blocks.embedding import Embedding
 from .blocks.rope import rotation_table
 from .config import ModelConfig
 from .context import Buffers, Context, Hook, KeepingContext, NarrowingContext, no_hook
@@ -101,7 +101,7 @@ class Forward:
         return logits_rows(self.config.vocab_size, self.device, dtype, sampling_params)
 
     def hidden(self, ids: torch.Tensor, context: Context, hook: Hook = no_hook) -> torch.Tensor:
-        """The final norm's output, [T, D], for ids [T] on any device.
+        """The rows of which lm_head makes the logits, [T, D], for ids [T] on any device.
 
         `hook` is called with the name and the output of every operation. Raises ValueError for an id outside
         the vocabulary, if the ids are on the CPU (see embedding).
@@ -112,10 +112,10 @@ class Forward:
             stream = self._run_layer(i, stream, rotation, context, hook)
         if isinstance(context, NarrowingContext):
             context = context.narrowed
-        x, residual = Head().forward(self.weights.norm, Rows(*stream, context), c.eps)
+        x, residual = c.head.forward(self.weights.norm, Rows(*stream, context), c)
         hook(c.stream(c.layers), residual)
         hook("norm", x)
-        return x
+        return c.head.read_by_lm_head(x)
 
     def read(self, ids: torch.Tensor, context: KeepingContext, hook: Hook = no_hook) -> None:
         """As `hidden`, but only for what later tokens read, which `context` keeps.
@@ -130,10 +130,9 @@ class Forward:
         rows = Rows(*stream, context)
         with self.weights.layer(last) as w:
             for branch, summed in self.config.branches(last):
-                rows = branch.normed(w, rows, layer, summed)
                 if isinstance(branch.block, Mixer):
-                    return branch.block.keep(w, rows.x, layer, context)
-                rows = branch.block.forward(w, rows, layer)
+                    return branch.block.keep(w, branch.normed(w, rows, layer, summed).x, layer, context)
+                rows = branch.forward(w, rows, layer, summed)
 
     def check_ids(self, ids: torch.Tensor) -> None:
         """Raise ValueError for ids of the host that are outside the vocabulary, before they go to a GPU.
@@ -153,7 +152,7 @@ class Forward:
         self.check_ids(ids)
         if not ids.device == context.positions.device == self.device:
             (ids,) = upload_tables(self.device, context.tables, ids)
-        residual = Embedding().forward(self.weights.embed, ids, context.in_pass)
+        residual = self.config.embedding.forward(self.weights.embed, ids, context.in_pass)
         hook(Embedding.name, residual)
         return None, residual
 
@@ -175,7 +174,7 @@ class Forward:
         layer = LayerRun(i, self.config, self.numerics, rotation, hook)
         rows = Rows(*stream, context)
         for branch, summed in self.config.branches(i):
-            rows = branch.block.forward(w, branch.normed(w, rows, layer, summed), layer)
+            rows = branch.forward(w, rows, layer, summed)
         return rows.x, rows.residual
 
 
@@ -227,6 +226,6 @@ class Decoder(Forward):
         ] * self.config.tied
 
     def packable(self) -> list[torch.Tensor]:
-        """Those of `matrices` of which a packed copy may be read: not the ones that hold many experts."""
-        experts = {w for name, w in self.w.items() if ".experts." in name}
-        return [w for w in self.matrices() if w not in experts]
+        """Those of `matrices` of which a packed copy may be read (Weight.packable)."""
+        unpackable = {self.w[name] for name in self.layout.unpackable}
+        return [w for w in self.matrices() if w not in unpackable]

@@ -1,22 +1,39 @@
 """What a family of models is. Each family is one file of families/."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
 
+from .blocks.embedding import Embedding, Head
 from .blocks.residual import Layer
 from .config_file import ConfigFile
+
+_NONE: Mapping[str, Any] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
 class Family:
-    """A family of models.
+    """A family of models. Its file has the name of its model_type in config.json.
 
     architecture: the name of its class in config.json.
     layers: the blocks of each layer, from config.json. Raises UnsupportedError (ConfigFile.refuse) for a
         value of a field that asks for what no block computes.
-    head_dim: the width of a head where config.json has none; None is hidden_size / num_attention_heads.
+    defaults: what transformers takes where config.json lacks a field, by its name there, where that is not
+        the default of CommonFields (config_file.py) or of the family's own fields.
+    rope_types: other names that the family has for a type of rotary embedding.
+    partial_rotary: whether partial_rotary_factor may be below 1.
+    norm_plus_one: whether a norm multiplies by 1 + its weight.
+    embedding, head: what lies outside of layers, from config.json.
+    small: fields of config.json of the small model of `zerokl init --preset MODEL_TYPE`, beside its sizes.
     """
 
     architecture: str
     layers: Callable[[ConfigFile], Sequence[Layer]]
-    head_dim: int | None = None
+    defaults: Mapping[str, Any] = field(default_factory=lambda: _NONE)
+    rope_types: Mapping[str, str] = field(default_factory=lambda: _NONE)
+    partial_rotary: bool = False
+    norm_plus_one: bool = False
+    embedding: Callable[[ConfigFile], Embedding] = lambda config: Embedding()
+    head: Callable[[ConfigFile], Head] = lambda config: Head()
+    small: Mapping[str, Any] = field(default_factory=lambda: _NONE)

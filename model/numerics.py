@@ -4,6 +4,7 @@ from typing import NamedTuple
 
 import torch
 
+from ..kernels.attention_rule import WALK, AttentionRule, named_rule
 from ..kernels.tile_tables import DEFAULT_TABLE, TileTable, tile_table
 from .quantisation import KvQuantisation
 
@@ -19,6 +20,7 @@ class Numerics(NamedTuple):
     router: torch.dtype | None = None  # of the logits of a mixture of experts
     # How keys and values are quantised, instead of rounded to the dtype `cache`.
     kv: KvQuantisation | None = None
+    attention: AttentionRule = WALK  # the order of its sums
 
     def cache_dtype(self, compute: torch.dtype) -> torch.dtype:
         """The dtype in which a cache stores keys and values. compute: the compute dtype.
@@ -37,14 +39,21 @@ COMPUTE = Numerics()
 
 
 def named_numerics(
-    head_dtype: str, cache_dtype: str, tiles: str, router_dtype: str = "compute", kv: str = ""
+    head_dtype: str,
+    cache_dtype: str,
+    tiles: str,
+    router_dtype: str = "compute",
+    kv: str = "",
+    attention: str = "vllm",
 ) -> Numerics:
-    """Numerics from the settings precision.head_dtype, cache_dtype, tiles, router_dtype and kv.
+    """Numerics from the settings precision.head_dtype, cache_dtype, tiles, router_dtype, kv and attention.
 
-    The dtype "compute" is the compute dtype. Raises ValueError (see tile_table and KvQuantisation.parse).
+    The dtype "compute" is the compute dtype. Raises ValueError (see tile_table, KvQuantisation.parse and
+    named_rule).
     """
     lm_head, cache, router = (
         None if name == "compute" else getattr(torch, name)
         for name in (head_dtype, cache_dtype, router_dtype)
     )
-    return Numerics(lm_head, cache, tile_table(tiles), router, KvQuantisation.parse(kv) if kv else None)
+    how_kv = KvQuantisation.parse(kv) if kv else None
+    return Numerics(lm_head, cache, tile_table(tiles), router, how_kv, named_rule(attention))

@@ -5,6 +5,9 @@ weight is needed four times, and its gradient is whole after the last of them on
 rows: of each pass of prompts (prompts.prompt_passes) the rows of the samples, then those of the prompts. The
 token blocks have the order of prompts.py, and so has every sum. All bits are equal.
 
+Both ways stay: this one holds the activations of a whole virtual shard, whatever the micro-batch
+(benchmarks/LOG.md, "Prompts"); the other one would add the ranks' gradients in two parts, in other bits.
+
 After the attention of the last layer nobody reads the rows of the prompts: the samples' rows go on alone.
 
 Shapes: n rows of samples, B rows of prompts (without the last token of each), T rows of all and of padding.
@@ -18,6 +21,7 @@ import numpy as np
 import torch
 
 from ..kernels.attention import attention, varlen_plan
+from ..kernels.attention_rule import AttentionRule
 from ..kernels.order import token_blocks
 from ..kernels.passes import ONE_SEQUENCE, Pass
 from ..kernels.upload import Tables
@@ -108,18 +112,24 @@ class OnePassContext(NarrowingContext):
         return self.by_kind(x)[0]
 
     def attend(
-        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
+        self,
+        layer: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        scale: float,
+        rule: AttentionRule,
     ) -> torch.Tensor:
         """In the last layer it returns only the rows of the samples, [n, Hq, D]."""
         (q, q_prompts, q_padding), (k, k_prompts, _), (v, v_prompts, _) = map(self.by_kind, (q, k, v))
         kv = torch.stack([k_prompts, v_prompts], dim=1).view(self.rows[1], -1)
         # The gradient of a prompt's keys and values is summed over its samples in fp32, and rounded once.
-        o = attend_after(kv, ONE_SEQUENCE, self._samples, q, k, v, scale)
+        o = attend_after(kv, ONE_SEQUENCE, self._samples, q, k, v, scale, rule)
         if layer == self._last:
             return o
         prompt_rows = q_prompts
         if self._prompts is not None:
-            prompt_rows = attention(q_prompts, k_prompts, v_prompts, self._prompts, scale)
+            prompt_rows = attention(q_prompts, k_prompts, v_prompts, self._prompts, scale, rule)
         o = torch.cat([o, prompt_rows, torch.zeros_like(q_padding)])
         return reordered(o, *self.order) if self.moves else o
 

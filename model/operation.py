@@ -27,9 +27,11 @@ class Equation(Enum):
     LINEAR = "x w^T + bias"
     ROPE = "rotary embedding of each head"
     ATTENTION = "causal attention"
-    SUM = "x + y"
+    SUM = "x + factor y"
     SILU_MUL = "silu(x) y"
+    GELU_MUL = "gelu(x) y, of the tanh form"
     EXPERTS = "the weighted sum of the MLPs of the chosen experts"
+    ADD_GATED = "x + sigmoid(z) y, with one z for each row"
     LOGPROB = "log-probability of the drawn token"
 
 
@@ -72,7 +74,11 @@ class Operation:
     # What a layer keeps of each row for its backward: numbers in the compute dtype, and fp32 numbers.
     kept: int = 0
     kept_fp32: int = 0
+    # The scale of an attention's scores; or what a sum's second part, an embedding or logits are times.
+    factor: float = 1.0
     fused: str = ""  # the name that our decoder gives to several operations that it computes as one
+    # The module of its weight in a checkpoint, where that is another one than transformers'.
+    weight: str = ""
 
 
 def norm_row(name: str, reads: str, width: int, module: str, **others: object) -> Operation:
@@ -98,9 +104,13 @@ def projection_row(
         equation=Equation.LINEAR,
         reads=(reads,),
         width=width,
-        transformers=Site(module),
-        vllm=Site(vllm or module),
-        **{"flops": Work(tokens=2 * inputs * width), "remedy": _WEIGHT_REMEDY} | others,
+        **{
+            "transformers": Site(module),
+            "vllm": Site(vllm or module),
+            "flops": Work(tokens=2 * inputs * width),
+            "remedy": _WEIGHT_REMEDY,
+        }
+        | others,
     )
 
 

@@ -17,7 +17,7 @@ from .blocks.attention import Attention
 from .blocks.embedding import Embedding, Head
 from .blocks.experts import MixtureOfExperts
 from .blocks.mlp import GatedMlp
-from .blocks.residual import layer_operations, pre_norm
+from .blocks.residual import Layer, layer_operations, post_norm, pre_norm
 from .config import ModelConfig
 from .operation import STREAM, Operation, Site, Work
 from .sizes import Experts, Sizes
@@ -26,9 +26,13 @@ from .sizes import Experts, Sizes
 KINDS_OF_LAYERS = (
     pre_norm(Attention(qk_norm=True), GatedMlp()),
     pre_norm(Attention(), MixtureOfExperts(Experts(1, 1, 1, False, frozenset()))),
+    pre_norm(Attention(), MixtureOfExperts(Experts(1, 1, 1, False, frozenset(), 1, True))),
 )
+# Kinds that some families have instead. Their modules have the names of other operations' modules, so an
+# engine's model shows them only where it is of such a family.
+OTHER_KINDS = (post_norm(Attention(wide_qk_norm=True), GatedMlp(activation="gelu_tanh")),)
 # Where the sizes of a model are not known, or do not matter.
-ANY_SIZES = Sizes("", 1, 1, 1, 1, 1, 1, 16, 1, 0.0, 1.0, None, False, {})
+ANY_SIZES = Sizes("", 1, 1, 1, 1, 1, 1, 16, 1, 0.0, 1.0, None, 16, False, False, {})
 
 
 def split_name(name: str) -> tuple[str, str]:
@@ -118,10 +122,12 @@ def layer_bytes_per_token(config: ModelConfig, itemsize: int) -> int:
 # Of any model
 
 
-def known_rows(c: Sizes = ANY_SIZES) -> list[Operation]:
-    """The operations of all blocks, in an order in which layers compute them."""
+def known_rows(
+    c: Sizes = ANY_SIZES, kinds: Sequence[Layer] = KINDS_OF_LAYERS + OTHER_KINDS
+) -> list[Operation]:
+    """The operations of all blocks, in an order in which layers of the first kinds compute them."""
     rows: list[Operation] = []
-    for kind in KINDS_OF_LAYERS:
+    for kind in kinds:
         place = 0
         for row in layer_operations(kind, c):
             names = [other.name for other in rows]
@@ -151,17 +157,28 @@ def known_operation(name: str) -> Operation:
     return next(row for _, _, row in known(1) if row.name == rest)
 
 
-def in_order(trace: Trace, layers: int) -> Trace:
-    """`trace` in the order of computation, without the operations that it does not hold."""
-    return {name: trace[name] for name, _, _ in known(layers) if name in trace}
+def in_order(trace: Trace, layers: int, config: ModelConfig | None = None) -> Trace:
+    """`trace` in the order of computation. config: of the model, where it is known."""
+    names = [name for name, _, _ in known(layers)]
+    if config is not None and trace.keys() <= {*operation_names(config)}:
+        names = operation_names(config)
+    return {name: trace[name] for name in names if name in trace}
 
 
 def sites(engine: str, layers: int, c: Sizes = ANY_SIZES) -> Iterator[tuple[str, Operation, Site]]:
     """Every operation that a model of `engine` may show: its name in a trace, its row, and where.
 
-    engine: "transformers" or "vllm". The modules of the sites are named from the model. c: as for `known`.
+    engine: "transformers" or "vllm". The modules of the sites are named from the model. c: as for `known`; a
+    whole ModelConfig knows its operations, and the model may show others beside them.
     """
-    for name, layer, row in known(layers, c):
+    shown = list(
+        _numbered(Embedding().operations(c), [known_rows(c, KINDS_OF_LAYERS)] * layers, Head().operations(c))
+    )
+    if isinstance(c, ModelConfig):
+        rows = list(operations(c))
+        taken = {name for name, _, _ in rows} | {(i, getattr(row, engine)) for _, i, row in rows}
+        shown = rows + [x for x in shown if not {x[0], (x[1], getattr(x[2], engine))} & taken]
+    for name, layer, row in shown:
         site: Site | None = getattr(row, engine)
         if site is None:
             continue

@@ -17,7 +17,7 @@ from ..files.reading import read_json, shown
 from .adapters import AdapterLayout
 from .checkpoint import DTYPES, write_folder
 from .config import ModelConfig
-from .lora import TARGETS, Lora
+from .lora import TARGETS, Lora, matrix_kinds
 from .tensor_checks import but_for_the_prefix, check_finite
 from .weight_files import open_tensors
 
@@ -127,13 +127,14 @@ def stored_lora(folder: Path) -> Lora:
             names = list(stored.keys())
     except (OSError, SafetensorError) as error:
         raise ValueError(f"lora: {path} is missing, corrupt or incomplete ({error})") from None
-    modules = {name.split(".")[-3] for name in names if name.count(".") > 2}
-    if not modules & set(TARGETS):
+    modules = {f"{name.split('.')[-3]}.weight" for name in names if name.count(".") > 2}
+    targets = {target for name in modules for target in matrix_kinds(name)}
+    if not targets:
         raise ValueError(
             f"lora: {path} holds no adapter of {', '.join(TARGETS)}, named MODULE.lora_A.weight; its first "
             f"tensor is {shown(min(names, default=''))}"
         )
-    return Lora(config.rank, config.alpha, tuple(name for name in TARGETS if name in modules))
+    return Lora(config.rank, config.alpha, tuple(name for name in TARGETS if name in targets))
 
 
 def is_adapter(folder: Path) -> bool:
@@ -167,14 +168,16 @@ def write_adapter(
     def fill(folder: Path) -> None:
         views = {name: x.detach().cpu().contiguous() for name, x in layout.checkpoint_views(flat).items()}
         save_file(views, folder / WEIGHTS, metadata={"format": "pt"})
-        (folder / CONFIG).write_text(json.dumps(adapter_fields(layout.lora, base), indent=2) + "\n")
+        (folder / CONFIG).write_text(json.dumps(adapter_fields(layout, base), indent=2) + "\n")
 
     base_config = {"trainer/config.json": json.dumps(layout.model.config.raw, indent=2) + "\n"}
     write_folder(target, fill, companions, base_config | dict(extra or {}), state)
 
 
-def adapter_fields(lora: Lora, base: str) -> dict[str, Any]:
+def adapter_fields(layout: AdapterLayout, base: str) -> dict[str, Any]:
     """The adapter_config.json of adapters. base: folder or hub name of the model that they belong to."""
+    lora, modules = layout.lora, {adapter.module.rpartition(".")[2] for adapter in layout.adapters}
+    targets = sorted(modules, key=lambda name: TARGETS.index(matrix_kinds(f"{name}.weight")[0]))
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -186,5 +189,5 @@ def adapter_fields(lora: Lora, base: str) -> dict[str, Any]:
         "bias": "none",
         "use_dora": False,
         "use_rslora": False,
-        "target_modules": list(lora.targets),
+        "target_modules": targets,
     }

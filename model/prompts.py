@@ -22,6 +22,7 @@ import numpy as np
 import torch
 
 from ..kernels.attention import attention, varlen_plan
+from ..kernels.attention_rule import AttentionRule
 from ..kernels.embedding import RowIds, read_rows
 from ..kernels.grad import GradBuffer
 from ..kernels.order import token_blocks
@@ -194,11 +195,17 @@ class _PromptContext(PackedContext):
         self.kv.append(torch.stack([k[:B], v[:B]], dim=1).view(B, -1))
 
     def attend(
-        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
+        self,
+        layer: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        scale: float,
+        rule: AttentionRule,
     ) -> torch.Tensor:
         if layer == len(self.kv):  # else a backward computes the layer again
             self.keep(k, v)
-        return super().attend(layer, q, k, v, scale)
+        return super().attend(layer, q, k, v, scale, rule)
 
 
 class SampleTables:
@@ -266,10 +273,16 @@ class SampleContext:
         self._kv_pass = Pass(buffers=prompts.kv_buffers)
 
     def attend(
-        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
+        self,
+        layer: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        scale: float,
+        rule: AttentionRule,
     ) -> torch.Tensor:
         kv = self._kv[layer] if self._kv else None
-        return attend_after(kv, self._kv_pass, self._tables, q, k, v, scale)
+        return attend_after(kv, self._kv_pass, self._tables, q, k, v, scale, rule)
 
 
 def attend_after(
@@ -280,6 +293,7 @@ def attend_after(
     k: torch.Tensor,
     v: torch.Tensor,
     scale: float,
+    rule: AttentionRule,
 ) -> torch.Tensor:
     """Attention of samples to their prompts and to themselves. q [T, Hq, D], k and v [T, Hkv, D] -> as q.
 
@@ -287,12 +301,12 @@ def attend_after(
     their gradient.
     """
     if not len(tables.prompt_rows):
-        return attention(q, k, v, tables.plan, scale)
+        return attention(q, k, v, tables.plan, scale, rule)
     kv = torch.cat(
         [read_rows(tables.prompt_rows, prompt_kv, kv_pass), torch.stack([k, v], 1).view(len(k), -1)]
     )
     k, v = reordered(kv, *tables.order).view(-1, 2, *k.shape[1:]).unbind(1)
-    return attention(q, k, v, tables.plan, scale)
+    return attention(q, k, v, tables.plan, scale, rule)
 
 
 def reordered(x: torch.Tensor, order: torch.Tensor, inverse: torch.Tensor) -> torch.Tensor:

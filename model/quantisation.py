@@ -16,6 +16,8 @@ one of each head of each token (`v1/attention/ops/triton_reshape_and_cache_flash
 from collections.abc import Collection
 from typing import NamedTuple
 
+from .lora import matrix_kinds
+
 FORMATS = ("float8_e4m3fn", "float8_e5m2", "int8")
 # The size of a block with one scale, for kernels/quantise.py. 128 is vLLM's size of a block.
 SCALES = {"tensor": 0, "row": 1, "block": 128, "block32": 32}
@@ -73,4 +75,4 @@ def _parsed(text: str, scales: Collection[str]) -> tuple[str, str, bool]:
 
 def is_quantised(name: str) -> bool:
     """Whether the tensor of a checkpoint with this name is quantised."""
-    return name.startswith("model.layers.") and name.endswith("_proj.weight")
+    return name.startswith("model.layers.") and (name.endswith("_proj.weight") or bool(matrix_kinds(name)))

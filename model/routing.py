@@ -51,6 +51,7 @@ class RecordedRouting:
     def __init__(self, experts: Experts, rows: torch.Tensor | None = None, keeps_logits: bool = False):
         self._layers, self._dtype, self._rows = sorted(experts.layers), id_dtype(experts.number), rows
         self._kept: dict[int, torch.Tensor] = {}
+        self.by_sigmoid = experts.sigmoid is not None  # how the logits become scores
         self._logits: dict[int, torch.Tensor] | None = {} if keeps_logits else None
 
     @property

@@ -1,7 +1,7 @@
 """The sizes of a decoder, as its config.json gives them."""
 
 import dataclasses
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass, fields
 from typing import Any
 
 # Upper limit of a size. A larger one is a mistake, and the mistake would take all time or memory before
@@ -21,6 +21,15 @@ _COUNTS = (
 
 
 @dataclass(frozen=True)
+class SigmoidRouter:
+    """A router that scores each expert alone; a bias corrects its choice (kernels/sigmoid_router.py)."""
+
+    groups: int = 1
+    top_groups: int = 1  # the groups that a token's experts come from
+    scale: float = 1.0  # of the routing weights
+
+
+@dataclass(frozen=True)
 class Experts:
     """The mixture of experts of a sparse layer."""
 
@@ -29,10 +38,17 @@ class Experts:
     size: int  # intermediate size of one expert
     renormalise: bool  # whether the routing weights of a token are divided by their sum
     layers: frozenset[int]  # the sparse layers; the others have one MLP
+    shared: int = 0  # intermediate size of the expert that every token has beside the chosen ones; 0 is none
+    shared_gate: bool = False  # whether a sigmoid of each token multiplies what the shared expert gives
+    sigmoid: SigmoidRouter | None = None  # None: a softmax over all experts
 
     def as_json(self) -> dict[str, Any]:
-        """The fields by name, as JSON holds them."""
-        return vars(self) | {"layers": sorted(self.layers)}
+        """The fields by name, as JSON holds them, without what a mixture does not have."""
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        if self.sigmoid is not None:
+            values["sigmoid"] = vars(self.sigmoid)
+        missing = {f.name for f in fields(self) if f.default is not MISSING and values[f.name] == f.default}
+        return {n: x for n, x in values.items() if n not in missing} | {"layers": sorted(self.layers)}
 
 
 @dataclass(frozen=True)
@@ -50,7 +66,9 @@ class Sizes:
     max_positions: int
     eps: float
     rope_theta: float
-    rope_llama3: dict[str, float] | None
+    rope_scaling: dict[str, Any] | None  # kernels/rope_scaling.py
+    rotary_dim: int  # elements of a head that are rotated, its first ones
+    norm_plus_one: bool  # a norm multiplies by 1 + its weight
     tied: bool  # lm_head shares the embedding's weight
     raw: dict[str, Any] = dataclasses.field(repr=False, compare=False)  # config.json as read
 
@@ -81,3 +99,11 @@ class Sizes:
             )
         if self.head_dim % 16:
             raise ValueError(f"model: {source}: head_dim ({self.head_dim}) must be a multiple of 16")
+        if self.rotary_dim % 2:
+            raise ValueError(f"model: {source}: the rotated part of a head ({self.rotary_dim}) must be even")
+        short = self.rope_scaling.get("short_factor") if self.rope_scaling else None
+        if short is not None and len(short) != self.rotary_dim // 2:
+            raise ValueError(
+                f"model: {source}: longrope: short_factor has {len(short)} numbers, and "
+                f"{self.rotary_dim // 2} frequencies are rotated"
+            )

@@ -17,7 +17,7 @@ import torch
 
 from ..kernels.block_digest import BLOCK
 from .blocks.block import LayerWeights, Weight
-from .blocks.embedding import Embedding, Head
+from .buffers import all_as_numbers
 from .config import ModelConfig
 
 # Views start at multiples of this many elements: at least 64 bytes in any dtype. So the matrix library always
@@ -65,9 +65,13 @@ class Block(NamedTuple):
 class FlatLayout:
     """Names, shapes and offsets of weights in one flat tensor, trained ones first, then frozen ones.
 
+    buffers: the tensors of the checkpoint whose numbers are held as bytes (buffers.py). They are frozen.
+
     The gradient, the master weights, the optimizer's state, the norm and the ledger's hashes are of the first
     `trained_numel` elements. Without frozen weights these are all.
     """
+
+    buffers: Collection[str] = frozenset()
 
     def __init__(self, shapes: Mapping[str, Shape], frozen: Collection[str] = ()):
         """shapes: of each weight, by its name, in the order of the flat tensor. frozen: names of weights.
@@ -153,7 +157,8 @@ class Layout(FlatLayout):
     """The weights of a model, which are those of its blocks."""
 
     def __init__(self, config: ModelConfig, frozen: Collection[str] = (), value_head: bool = False):
-        """frozen: names of weights that are not trained. With tied embeddings, embed is lm_head too.
+        """frozen: names of weights that are not trained; buffers never are. With tied embeddings, embed is
+        lm_head too.
 
         value_head: whether a critic's head is trained beside the model (kernels/value_head.py). It is the
         last of the trained weights, a vector, and no tensor of the model's checkpoint.
@@ -164,6 +169,9 @@ class Layout(FlatLayout):
         # A tensor that a checkpoint may hold in place of a weight's parts -> the weight, and its shape there.
         self.fused: dict[str, tuple[str, tuple[int, ...]]] = {}
         shapes: dict[str, Shape] = {}
+        self.unpackable: set[str] = set()
+        buffers: set[str] = set()
+        frozen = {*frozen}
         for prefix, weight in _weights(config):
             hf = f"model.{prefix}" if prefix else ""
             parts = tuple((hf + part, rows) for part, rows in weight.parts)
@@ -171,6 +179,12 @@ class Layout(FlatLayout):
             if weight.together:
                 name, shape = weight.together
                 self.fused[hf + name] = prefix + weight.name, shape
+            if not weight.packable:
+                self.unpackable.add(prefix + weight.name)
+            if weight.is_buffer:
+                buffers |= {name for name, _ in parts}
+                frozen.add(prefix + weight.name)
+        self.buffers = frozenset(buffers)
         if value_head:
             shapes[VALUE_HEAD] = (config.hidden_size,), ((VALUE_HEAD_TENSOR, config.hidden_size),)
         super().__init__(shapes, frozen)
@@ -181,16 +195,20 @@ class Layout(FlatLayout):
         views.pop(VALUE_HEAD_TENSOR, None)
         return views
 
+    def stored_tensors(self, flat: torch.Tensor) -> dict[str, torch.Tensor]:
+        """The model's tensors as files and other engines have them: numbers in place of a buffer's bytes."""
+        return dict(all_as_numbers(self.checkpoint_views(flat).items(), self.buffers))
+
     def beside_checkpoint(self, flat: torch.Tensor) -> dict[str, torch.Tensor]:
         return {VALUE_HEAD_TENSOR: self.views(flat)[VALUE_HEAD]} if self.value_head else {}
 
 
 def _weights(config: ModelConfig) -> Iterator[tuple[str, Weight]]:
     """All weights in their order in the flat tensor, each with the prefix of its layer ("" in no layer)."""
-    yield from (("", weight) for weight in Embedding().weights(config))
+    yield from (("", weight) for weight in config.embedding.weights(config))
     for i, layer in enumerate(config.blocks):
         yield from ((f"layers.{i}.", weight) for branch in layer for weight in branch.weights(config))
-    yield from (("", weight) for weight in Head().weights(config))
+    yield from (("", weight) for weight in config.head.weights(config))
 
 
 def _part_views(entries: Iterable[Entry], flat: torch.Tensor, start: int) -> dict[str, torch.Tensor]:

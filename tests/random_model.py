@@ -7,7 +7,10 @@ from typing import Any
 import pytest
 from zerokl.engine.runs import init as initialise
 from zerokl.engine.tasks.tokenizer import character_tokenizer
+from zerokl.model.buffers import BYTES, as_bytes
 from zerokl.model.checkpoint import write_checkpoint
+
+from tests.helpers import randn
 
 ONE_LAYER = dict(
     hidden_size=32,
@@ -36,6 +39,15 @@ EXPERTS = TWO_LAYERS | dict(
     mlp_only_layers=[0],
 )
 
+# Small models of the other families that have experts, by the name of their preset.
+MIXTURES = {
+    "mixtral": initialise.PRESETS["mixtral"] | TWO_LAYERS | dict(intermediate_size=48),
+    "glm4_moe": initialise.PRESETS["glm4_moe"] | TWO_LAYERS | dict(moe_intermediate_size=48, head_dim=32),
+    "qwen2_moe": initialise.PRESETS["qwen2_moe"]
+    | TWO_LAYERS
+    | dict(moe_intermediate_size=48, shared_expert_intermediate_size=32, mlp_only_layers=[0]),
+}
+
 
 def random_model(
     root: Path, widths: dict[str, Any], sharper: float = 1.0, characters: Sequence[str] = ""
@@ -51,5 +63,8 @@ def random_model(
         patch.setitem(initialise.PRESETS, "test", widths)
         decoder = initialise.random_decoder("test", len(tokenizer), 0)
     decoder.flat.mul_(sharper)
+    for i, name in enumerate(sorted(decoder.layout.buffers)):
+        held = decoder.layout.checkpoint_views(decoder.flat.detach())[name]
+        held.copy_(as_bytes(randn(i, len(held) // BYTES, scale=0.03)))
     write_checkpoint(root / "model", decoder.layout, decoder.flat.detach(), companions=root / "tokenizer")
     return root / "model"

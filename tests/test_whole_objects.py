@@ -11,8 +11,8 @@ _ROOMS = ("engine/train", "engine/train/parallel", "engine/runs", "engine/runs/c
 _ALLOWED = {
     "engine/train/step.py: state.step": "a step counts itself",
     "engine/train/step.py: state.version": "a step counts its updates",
-    "engine/runs/checkpoints.py: state.step": "the counters of a state that goes on elsewhere",
-    "engine/runs/checkpoints.py: state.version": "the counters of a state that goes on elsewhere",
+    "engine/runs/trainer_state.py: state.step": "the counters of a state that goes on elsewhere",
+    "engine/runs/trainer_state.py: state.version": "the counters of a state that goes on elsewhere",
     "engine/runs/run.py: console.quiet": "the process's terminal: only rank 0 prints from now on",
 }
 

@@ -97,5 +97,5 @@ def prompts_of(cfg: AuditConfig) -> tuple[list[list[int]], int, list[int]]:
     folder = checked_folder(cfg.model)
     model = ModelConfig.from_file(folder)
     tokenizer = Tokenizer(folder, model.vocab_size)
-    prompts, max_tokens = requests(cfg, tokenizer, model)
+    prompts, max_tokens = requests(cfg, tokenizer, model.max_positions)
     return [prompts[i % len(prompts)] for i in range(cfg.n)], max_tokens, sorted(tokenizer.stop_ids)

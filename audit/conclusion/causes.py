@@ -168,8 +168,10 @@ def _other_than_it_scores(measured: Measurements) -> Finding | None:
     """A sampler whose logprobs at drawing are far from what it computes for the same tokens."""
     if measured.trace is None:
         return None
-    ways = (ways.get("drawn against scored") for ways in measured.own_invariance.values())
-    drawn = next((way for way in ways if way), None)
+    ways = next((x for x in measured.own_invariance.values() if "drawn against scored" in x), {})
+    drawn, decoded = ways.get("drawn against scored"), ways.get("decode against prefill")
+    if drawn and decoded and decoded.max_abs >= 0.5 * drawn.max_abs:
+        return None  # its cache alone makes as much of a difference
     traced = next((d.max_abs for d in measured.trace.operations if d.op == "logprob"), None)
     if drawn is None or traced is None or not drawn.unequal or math.isnan(drawn.max_abs):
         return None
@@ -219,11 +221,23 @@ def _other_dtypes(measured: Measurements) -> Finding | None:
     )
 
 
+# Half a unit in the last place of a number, as a share of it; and how many of them the outputs of an
+# operation may be apart whose inputs are the same, where nothing judged the operation itself.
+_HALF_UNITS = {"bfloat16": 2.0**-9, "float16": 2.0**-12, "float32": 2.0**-25}
+_MOST_HALF_UNITS = 16.0
+
+
+def _starts_as_rounding(measured: Measurements) -> bool:
+    """Whether the first operation that differs does so by no more than its dtype rounds."""
+    unit = _HALF_UNITS[measured.dtypes.dtype]
+    return measured.trace.first_divergence.relative <= _MOST_HALF_UNITS * unit
+
+
 def _rounding(measured: Measurements) -> Finding | None:
     first = measured.trace and measured.trace.first_divergence
     if not first:
         return None
-    if measured.trace.own_errors is None:
+    if measured.trace.own_errors is None and not _starts_as_rounding(measured):
         return Finding("operation", f"{first.op} is the first operation that differs.", measured.trace.remedy)
     return Finding(
         "rounding",

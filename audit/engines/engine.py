@@ -169,4 +169,4 @@ def trace_decoder(
     hook("logits", matmul(hidden, lm_head, tiles=tiles))
     rows, targets = batch.rows.to(decoder.device), batch.targets.to(decoder.device)
     hook("logprob", linear_logprob(hidden[rows], lm_head, targets, sampling_params, tiles=tiles)[0])
-    return in_order(trace, config.layers)
+    return in_order(trace, config.layers, config)

@@ -18,10 +18,12 @@ from torch.overrides import TorchFunctionMode
 from ...engine.rollout.hf import HfGenerator
 from ...kernels.sampling_params import SamplingParams
 from ...kernels.truncation import scaled_logits
+from ...model.config import ModelConfig
 from ...model.operation import Shown
 from ...model.operations import in_order, sites
 from ...verify.operation_outputs import Trace
 from .engine import DISTRIBUTIONS, TOGETHER, Pair
+from .module_trace import module_outputs
 from .modules import module_at, output
 from .settings import Settings, hf_settings
 
@@ -50,8 +52,10 @@ class HfEngine(HfGenerator):
     ):
         super().__init__(folder, dtype, attention, device)
         self.name = "hf-eager" if attention == "eager" else "hf"
+        self._config = _known_config(folder)
         if head not in (None, dtype):
-            self.model.lm_head = _WideLmHead(self.model.lm_head.weight.detach().to(head))
+            lm_head = self.model.get_output_embeddings()
+            self.model.set_output_embeddings(_WideLmHead(lm_head, head))
 
     @torch.no_grad()
     def score(
@@ -71,15 +75,17 @@ class HfEngine(HfGenerator):
         return scores
 
     @torch.no_grad()
-    def decode(self, pairs: Sequence[Pair], sampling_params: SamplingParams) -> list[np.ndarray]:
-        from transformers import DynamicCache
-
+    def decode(self, pairs: Sequence[Pair], sampling_params: SamplingParams) -> list[np.ndarray] | None:
+        """It returns None for a model that hands back no cache."""
         scores = []
         for prompt, completion in pairs:
-            memory = cache_argument(self.model, DynamicCache(config=self.model.config))
-            rows = [self.model(self.tensor([list(prompt)]), use_cache=True, **memory).logits[0, -1:]]
+            out = self.model(self.tensor([list(prompt)]), use_cache=True)
+            rows = [out.logits[0, -1:]]
             for token in completion[:-1]:
-                rows.append(self.model(self.tensor([[token]]), use_cache=True, **memory).logits[0])
+                if not (memory := _cache_of(self.model, out)):
+                    return None
+                out = self.model(self.tensor([[token]]), use_cache=True, **memory)
+                rows.append(out.logits[0])
             scores.append(_logprobs(torch.cat(rows), completion, sampling_params).numpy())
         return scores
 
@@ -96,10 +102,12 @@ class HfEngine(HfGenerator):
     @torch.no_grad()
     def trace(self, pair: Pair, sampling_params: SamplingParams) -> Trace:
         prompt, completion = pair
+        if self._config is None:
+            return self._trace_modules(pair, sampling_params)
         trace: Trace = {}
-        layers = len(self.model.model.layers)
+        layers, config = len(self.model.model.layers), self._config
         with _Hooks(trace) as hooks, _AttentionInputs(trace, self.model.config) as attention:
-            for name, row, site in sites("transformers", layers):
+            for name, row, site in sites("transformers", layers, config):
                 module = module_at(self.model, row, site)
                 if module is None:
                     continue
@@ -111,21 +119,47 @@ class HfEngine(HfGenerator):
                     hooks.handles.append(module.register_forward_pre_hook(attention.enter(site.shown, name)))
             logits = self.model(self.tensor([[*prompt, *completion[:-1]]]), use_cache=False).logits[0]
         trace["logprob"] = _logprobs(logits[len(prompt) - 1 :], completion, sampling_params).unsqueeze(1)
-        return in_order(trace, layers)
+        return in_order(trace, layers, config)
+
+    def _trace_modules(self, pair: Pair, sampling_params: SamplingParams) -> Trace:
+        """The trace of a family whose operations have no names here: its modules, logits and logprob."""
+        prompt, completion = pair
+        with module_outputs(self.model) as trace:
+            logits = self.model(self.tensor([[*prompt, *completion[:-1]]]), use_cache=False).logits[0]
+        trace["logits"] = logits.to("cpu", copy=True)
+        trace["logprob"] = _logprobs(logits[len(prompt) - 1 :], completion, sampling_params).unsqueeze(1)
+        return trace
 
     def drop_caches(self) -> bool:
         return False
 
 
+def _cache_of(model: torch.nn.Module, out: Any) -> dict[str, Any]:
+    """The cache of a forward as an argument of the next one; empty where there is none."""
+    caches = (getattr(out, name, None) for name in ("cache", "past_key_values", "cache_params"))
+    cache = next((x for x in caches if x is not None), None)
+    return {} if cache is None else cache_argument(model, cache)
+
+
+def _known_config(folder: Path) -> ModelConfig | None:
+    """The config of a folder; None for a model that zerokl has no decoder of."""
+    try:
+        return ModelConfig.from_file(folder)
+    except ValueError:
+        return None
+
+
 class _WideLmHead(torch.nn.Module):
     """lm_head [V, D] in a dtype of its own. An embedding that shared its weight keeps the old dtype."""
 
-    def __init__(self, weight: torch.Tensor):
+    def __init__(self, lm_head: torch.nn.Module, dtype: torch.dtype):
         super().__init__()
-        self.weight = torch.nn.Parameter(weight, requires_grad=False)
+        bias = getattr(lm_head, "bias", None)
+        self.weight = torch.nn.Parameter(lm_head.weight.detach().to(dtype), requires_grad=False)
+        self.bias = None if bias is None else torch.nn.Parameter(bias.detach().to(dtype), requires_grad=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.nn.functional.linear(x.to(self.weight.dtype), self.weight)
+        return torch.nn.functional.linear(x.to(self.weight.dtype), self.weight, self.bias)
 
 
 def _logprobs(logits: torch.Tensor, tokens: Sequence[int], sampling_params: SamplingParams) -> torch.Tensor:

@@ -186,7 +186,7 @@ class VllmEngine(VllmGenerator):
         trace = self._hooked(pair, lambda model, record: _hooks(model, record, self._config))
         logp = self._logprobs(trace["logits"], pair[1], sampling_params)
         trace["logprob"] = torch.from_numpy(logp).unsqueeze(1)
-        return in_order(trace, self._config.layers)
+        return in_order(trace, self._config.layers, self._config)
 
     def drop_caches(self) -> bool:
         return False

@@ -32,6 +32,7 @@ class Fault:
     remedy: str
     tries: str  # what is tried, or looked at, for docs/audit/log.md
     known_from: tuple[str, ...] = ()  # public reports of it
+    perturb: tuple[str, ...] = ()  # the settings of `[perturb]` that plant it in a run's sampler
     plants: tuple[Plant, ...] = ()
 
     def names_of(self, plant: Plant) -> tuple[str, ...]:
@@ -44,6 +45,8 @@ class Predicted(Fault):
     """A fault whose numbers are predicted and compared with a log's, of either side."""
 
     predict: Predictor
+    # It changes weights or operations of zerokl's decoder, and is not tried on a family that has none.
+    needs_decoder: bool = False
     # It is rounding itself: no fault where the difference is no larger than rounding.
     is_rounding: bool = False
     # Another engine decides its roundings otherwise now and then, so the slope on the prediction is below 1.

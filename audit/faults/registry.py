@@ -39,9 +39,9 @@ def without_model() -> tuple[Predicted, ...]:
     return faults_of("numbers")
 
 
-def with_model() -> tuple[Predicted, ...]:
-    """The faults that a log is tried on beside a model."""
-    return faults_of("numbers", "model")
+def with_model(has_decoder: bool = True) -> tuple[Predicted, ...]:
+    """The faults that a log is tried on beside a model. has_decoder: whether zerokl has one of its family."""
+    return tuple(x for x in faults_of("numbers", "model") if has_decoder or not x.needs_decoder)
 
 
 def in_ids() -> tuple[Shown, ...]:

@@ -26,7 +26,7 @@ def number(name: str, value: Any, default: float | None = None) -> float:
     try:
         return float(value)
     except OverflowError:
-        raise ValueError(f"{name} is beyond the numbers of a computer") from None
+        raise ValueError(f"{name} ({_short(value)}) is beyond the numbers of a computer") from None
 
 
 def optional_number(name: str, value: Any) -> float | None:
@@ -80,7 +80,7 @@ def mapping(name: str, value: Any) -> dict[str, Any]:
 def listed(name: str, value: Any, items: str) -> list:
     """A JSON list. items: what it holds, in words."""
     if type(value) is not list:
-        raise ValueError(f"{name} must be a list of {items}")
+        raise ValueError(f"{name} ({_short(value)}) must be a list of {items}")
     return value
 
 
@@ -88,7 +88,7 @@ def objects(name: str, value: Any, items: str) -> list[dict[str, Any]]:
     """A JSON list of objects; `items` says what they are."""
     for index, item in enumerate(listed(name, value, items)):
         if type(item) is not dict:
-            raise ValueError(f"{name}[{index}] is no JSON object")
+            raise ValueError(f"{name}[{index}] ({_short(item)}) must be a JSON object")
     return value
 
 
@@ -106,7 +106,7 @@ def named(place: str) -> Iterator[None]:
 def token_ids(name: str, value: Any) -> TokenIds:
     """Token ids, at least one."""
     if type(value) is not list or not value or set(map(type, value)) != {int}:
-        raise ValueError(f"{name} must be a list of token ids that is not empty")
+        raise ValueError(f"{name} ({_short(value)}) must be a list of token ids that is not empty")
     if not 0 <= min(value) <= max(value) < 2**31:
         wrong = next(t for t in value if not 0 <= t < 2**31)
         raise ValueError(f"{name} holds {wrong}, which is no token id")
@@ -118,11 +118,12 @@ def mask(name: str, value: Any, count: int) -> np.ndarray | None:
     if value is None:
         return None
     if type(value) is not list or not set(map(type, value)) <= {int, float, bool}:
-        raise ValueError(f"{name} must be a list of 0 and 1")
+        raise ValueError(f"{name} ({_short(value)}) must be a list of 0 and 1")
     if len(value) != count:
-        raise ValueError(f"{name} has {len(value)} entries for {count} completion_ids")
+        raise _other_length(name, value, count)
     if not set(value) <= {0, 1}:
-        raise ValueError(f"{name} must hold 0 and 1, and nothing else")
+        index = next(i for i, x in enumerate(value) if x not in (0, 1))
+        raise ValueError(f"{name}[{index}] ({_short(value[index])}) must be 0 or 1")
     return np.array(value, bool)
 
 
@@ -139,14 +140,17 @@ def logprobs(name: str, value: Any, count: int, drawn: np.ndarray | None = None)
         index = next(i for i, x in enumerate(value) if type(x) not in (int, float, type(None)))
         raise ValueError(f"{name}[{index}] ({_short(value[index])}) must be a number")
     if len(value) != count:
-        raise ValueError(f"has {len(value)} {name} for {count} completion_ids")
+        raise _other_length(name, value, count)
     absent = np.array([x is None for x in value], bool) if type(None) in types else np.zeros(count, bool)
     if absent.any():
         value = [0.0 if x is None else x for x in value]
     try:
         exact = np.array(value, np.float64)
     except OverflowError:
-        raise ValueError(f"{name} holds a number beyond those of a computer") from None
+        index = max((i for i, x in enumerate(value) if type(x) is int), key=lambda i: abs(value[i]))
+        raise ValueError(
+            f"{name}[{index}] ({_short(value[index])}) is beyond the numbers of a computer"
+        ) from None
     largest = np.finfo(np.float32).max
     result = np.where(np.isinf(exact), exact, np.clip(exact, -largest, largest)).astype(np.float32)
     result[np.isnan(exact)] = LOGGED_NAN
@@ -202,7 +206,10 @@ def versions(name: str, value: Any, count: int) -> tuple[tuple[int, int] | None,
         version = integer(name, value)
         return (version, version), None
     if len(value) != count or set(map(type, value)) != {int} or max(map(abs, value)) > _LARGEST:
-        raise ValueError(f"{name} must be a whole number, or one for each of the {count} completion_ids")
+        raise ValueError(
+            f"{name} ({_short(value)}) must be a whole number, or one for each of the completion's "
+            f"{count} tokens"
+        )
     return (min(value), max(value)), np.array(value, np.int64)
 
 
@@ -220,7 +227,7 @@ def advantage(name: str, value: Any, count: int) -> float | tuple[float, ...] | 
     if type(value) is not list:
         return optional_number(name, value)
     if len(value) != count:
-        raise ValueError(f"{name} has {len(value)} entries for {count} completion_ids")
+        raise _other_length(name, value, count)
     return tuple(number(f"{name}[{i}]", x, math.nan) for i, x in enumerate(json_number(value)))
 
 
@@ -229,7 +236,7 @@ def sampling_mask(name: str, value: Any, completion: TokenIds) -> tuple[TokenIds
     if value is None:
         return None
     if len(listed(name, value, "lists of token ids")) != len(completion):
-        raise ValueError(f"{name} has {len(value)} entries for {len(completion)} completion_ids")
+        raise _other_length(name, value, len(completion))
     kept = tuple(None if ids is None else token_ids(f"{name}[{i}]", ids) for i, ids in enumerate(value))
     for i, (token, ids) in enumerate(zip(completion, kept, strict=True)):
         if ids is not None and token not in ids:
@@ -253,6 +260,10 @@ def routed_experts(name: str, value: Any, lengths: Sequence[int]) -> np.ndarray 
         allowed = " or ".join(map(str, dict.fromkeys(lengths)))
         raise ValueError(f"{name} has {len(experts)} tokens, not {allowed}")
     return experts.astype(np.int32)
+
+
+def _other_length(name: str, value: Sequence, count: int) -> ValueError:
+    return ValueError(f"{name} has {len(value)} entries for a completion of {count} tokens")
 
 
 def _short(value: Any) -> str:

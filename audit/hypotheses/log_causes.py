@@ -15,12 +15,14 @@ from ...model.checkpoint import check_weights, resolve_model
 from ...model.config import ModelConfig
 from ...model.peft import CONFIG, read_adapter, read_adapter_config, stored_lora
 from ...model.weights import Layout
+from ..engines.audited_model import audited_model
 from ..faults.fault import LogFault
 from ..faults.model import another_dtype
 from ..faults.registry import in_draws, with_model
 from ..figures.drawn_from import UNDECLARED_CUT, check
 from ..figures.repeats import Drawn, group_of
 from ..formats.record import LoggedRollout
+from ..knobs.column import KnobModel, with_knobs
 from ..log_section import TrainerColumn
 from .column_causes import said
 from .compared import apart
@@ -68,12 +70,16 @@ def log_causes(
     )
     parts = drawn_parts(lines, scorer.tokenizer)
     evidence = replace(evidence, lines=list(map(_drawn_only, evidence.lines, parts)))
-    trainer_column = None
+    trainer_column, faults = None, with_model(scorer.has_decoder)
     if any(x.trainer_logprobs is not None and not np.isnan(x.trainer_logprobs).all() for x in lines):
-        column = explain(_of_trainer(evidence, lines), with_model(), stage)
+        column = explain(_of_trainer(evidence, lines), faults, stage)
         distribution = check(_both_columns(rollouts, lines))
         trainer_column = TrainerColumn(**vars(column), distribution=distribution)
-    hypotheses = _in_their_dtype(explain(evidence, with_model(), stage), evidence, lines)
+    hypotheses = _in_their_dtype(explain(evidence, faults, stage), evidence, lines)
+    knob_model = KnobModel(scorer.folder, scorer.device, scorer.knobs)
+    hypotheses = with_knobs(hypotheses, evidence, knob_model, stage)
+    if trainer_column:
+        trainer_column = with_knobs(trainer_column, _of_trainer(evidence, lines), knob_model, stage)
     if trainer_column and hypotheses.is_within_rounding and not trainer_column.is_within_rounding:
         trainer_column = _without_undeclared_cut(trainer_column)
     log_faults = check_log(lines, scorer.tokenizer)
@@ -165,7 +171,8 @@ def other_checkpoints(names: Sequence[str], folder: Path) -> tuple[Path, ...]:
                 f"audit: --checkpoints {other} has another {different} than {folder}; its weights cannot "
                 "have drawn this log"
             )
-        check_weights(other, Layout(ModelConfig.from_file(other)))
+        if config := audited_model(other, ()).config:
+            check_weights(other, Layout(config))
     return tuple(folders)
 
 
@@ -208,6 +215,9 @@ def _natural(path: Path) -> list[int | str]:
 
 def _other_shape(a: Path, b: Path) -> str | None:
     """The first field in which two configs differ, but for the file as it was read; None where none does."""
-    x, y = ModelConfig.from_file(a), ModelConfig.from_file(b)
-    names = [f.name for f in fields(x) if f.name not in ("raw", "max_positions")]
-    return next((name for name in names if getattr(x, name) != getattr(y, name)), None)
+    first, second = audited_model(a, ()), audited_model(b, ())
+    if first.config is None or second.config is None:
+        x, y = first.raw, second.raw
+        return next((name for name in {**x, **y} if x.get(name) != y.get(name)), None)
+    names = [f.name for f in fields(first.config) if f.name not in ("raw", "max_positions")]
+    return next((n for n in names if getattr(first.config, n) != getattr(second.config, n)), None)

@@ -13,9 +13,9 @@ import torch
 
 from ...kernels.sampling_params import SamplingParams
 from ...kernels.truncation import scaled_logits
-from ...model.decoder import Decoder
+from .hf_forward import HfForward
 from .lines import Line, Lines, Scores
-from .scores import hidden_rows
+from .scores import Forward, hidden_rows
 
 # Logits that are held at once, and those that a search reads again and again; of a larger vocabulary fewer
 # lines are tried.
@@ -82,7 +82,7 @@ def _distance(logged: np.ndarray, scores: np.ndarray) -> float:
 
 
 @torch.no_grad()
-def rows_of(decoder: Decoder, evidence: Lines) -> Rows:
+def rows_of(decoder: Forward, evidence: Lines) -> Rows:
     """The logits of the lines by a decoder, of as many as may be held."""
     lines, held = [], 0
     for i, line in enumerate(evidence.lines):
@@ -90,8 +90,10 @@ def rows_of(decoder: Decoder, evidence: Lines) -> Rows:
         if lines and held > _MOST:
             break
         lines.append(i)
-    lm_head = decoder.logits_weight()
     rows = hidden_rows(decoder, [evidence.lines[i].pair for i in lines])
+    if isinstance(decoder, HfForward):
+        return Rows(evidence, dict(zip(lines, rows, strict=True)))
+    lm_head = decoder.logits_weight()
     logits = [(h.to(lm_head.dtype) @ lm_head.t()).float().cpu() for h in rows]
     return Rows(evidence, dict(zip(lines, logits, strict=True)))
 

@@ -15,12 +15,14 @@ from ...engine.tasks.tokenizer import Tokenizer
 from ...kernels.sampling_params import SamplingParams
 from ...kernels.tile_tables import TileTable
 from ...model.checkpoint import DTYPES, load_decoder, read_weights
-from ...model.decoder import Decoder, Numerics
+from ...model.decoder import Numerics
+from ..engines.audited_model import AuditedModel
 from ..engines.engine import Engine, Pair, ZeroklEngine
+from .hf_forward import HfForward
 from .judgement import EDGE_SHARE, EDGE_SUM
 from .lines import Lines, Scores
 from .logits import Rows, rows_of
-from .scores import decoder_scores, hidden_rows, read_rows
+from .scores import Forward, decoder_scores, hidden_rows, read_rows
 
 _LinesT = TypeVar("_LinesT", bound=Lines)
 
@@ -47,18 +49,27 @@ class Scorer:
     tiles: TileTable
     checkpoints: tuple[Path, ...] = ()  # other weights that may have drawn the log
     adapters: ModelAdapters | None = None
-    _loaded: list[Decoder] = field(default_factory=list)
+    audited: AuditedModel | None = None  # of the folder, where zerokl has no decoder of its family
+    knobs: bool = False  # whether knobs are tried though a hypothesis fits
+    _loaded: list[Forward] = field(default_factory=list)
     _bases: dict[Path, torch.Tensor] = field(default_factory=dict)
 
-    def decoder(self, folder: Path | None = None, dtype: torch.dtype | None = None) -> Decoder:
+    @property
+    def has_decoder(self) -> bool:
+        """Whether zerokl has a decoder of the family. Without one, transformers' forward stands for it."""
+        return self.audited is None
+
+    def decoder(self, folder: Path | None = None, dtype: torch.dtype | None = None) -> Forward:
         """Our decoder of a checkpoint. The trainer's own is used where it is ours."""
         folder, dtype = folder or self.folder, dtype or self.dtype
+        if self.audited:
+            return HfForward.load(folder, dtype, self.device, self.audited)
         if folder == self.folder and dtype == self.dtype and isinstance(self.trainer, ZeroklEngine):
             return self.trainer.decoder
         head = self.head if dtype == self.dtype else None
         return load_decoder(folder, dtype, self.device, Numerics(lm_head=head, tiles=self.tiles))
 
-    def model(self) -> Decoder:
+    def model(self) -> Forward:
         """Our decoder of the trainer's checkpoint, kept from the first call on."""
         if not self._loaded:
             self._loaded.append(self.decoder())
@@ -74,8 +85,14 @@ class Scorer:
 
     @property
     def is_ours(self) -> bool:
-        """Whether the trainer's column is our decoder's."""
-        return isinstance(self.trainer, ZeroklEngine)
+        """Whether the trainer's column is that of `model`."""
+        return isinstance(self.trainer, ZeroklEngine) or not self.has_decoder
+
+    @property
+    def takes_positions(self) -> bool:
+        """Whether the model's forward takes positions of its input tokens."""
+        model = self.model()
+        return not isinstance(model, HfForward) or model.takes_positions
 
     def scores(self, evidence: Lines) -> Scores:
         """The logprobs of all lines by our decoder of the trainer's checkpoint."""
@@ -117,7 +134,7 @@ class Scorer:
         lines = [replace(line, slack=slack) for line, slack in zip(evidence.lines, moves, strict=True)]
         return replace(evidence, lines=lines)
 
-    def altered(self, decoder: Decoder) -> "Scorer":
+    def altered(self, decoder: Forward) -> "Scorer":
         """The same with another model behind the trainer's column."""
         return replace(self, _loaded=[decoder])
 

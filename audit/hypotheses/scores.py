@@ -3,7 +3,7 @@
 Shapes: C completion tokens, T tokens of one sequence, D width of the model.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import torch
@@ -14,12 +14,15 @@ from ...model.context import Hook, PackedContext, no_hook
 from ...model.decoder import Decoder
 from ...model.scoring import pack
 from ..engines.engine import TOGETHER, Pair
+from .hf_forward import HfForward
 from .lines import Lines, Scores
+
+Forward = Decoder | HfForward
 
 
 @torch.no_grad()
 def hidden_rows(
-    decoder: Decoder,
+    decoder: Forward,
     pairs: Sequence[Pair],
     positions: Sequence[np.ndarray] | None = None,
     hook_of: Callable[[PackedContext], Hook] | None = None,
@@ -27,8 +30,10 @@ def hidden_rows(
     """The rows [C, D] that predict each completion.
 
     positions: of the input tokens [T] of each pair, in place of 0, 1, 2, ... hook_of: the hook of a forward;
-    it may write over the outputs that it is given.
+    it may write over the outputs that it is given. Of transformers' forward the rows are logits, [C, V].
     """
+    if isinstance(decoder, HfForward):
+        return decoder.logits(pairs, positions)
     rows = []
     for start in range(0, len(pairs), TOGETHER):
         batch = pack(pairs[start : start + TOGETHER])
@@ -42,9 +47,11 @@ def hidden_rows(
 
 @torch.no_grad()
 def read_rows(
-    decoder: Decoder, rows: Sequence[torch.Tensor], pairs: Sequence[Pair], params: Sequence[SamplingParams]
+    decoder: Forward, rows: Sequence[torch.Tensor], pairs: Sequence[Pair], params: Sequence[SamplingParams]
 ) -> list[np.ndarray]:
-    """logp [C] of each completion from its rows [C, D]."""
+    """logp [C] of each completion from its rows (see hidden_rows)."""
+    if isinstance(decoder, HfForward):
+        return [decoder.read(z, c, p) for z, (_, c), p in zip(rows, pairs, params, strict=True)]
     lm_head = decoder.logits_weight()
     return [
         linear_logprob(
@@ -61,23 +68,35 @@ def read_rows(
 
 
 def decoder_scores(
-    decoder: Decoder,
+    decoder: Forward,
     evidence: Lines,
     positions: Sequence[np.ndarray] | None = None,
     hook_of: Callable[[PackedContext], Hook] | None = None,
 ) -> Scores:
     """The logprobs of all lines by a decoder, under the lines' own sampling parameters (see hidden_rows)."""
-    pairs = evidence.pairs()
-    rows = hidden_rows(decoder, pairs, positions, hook_of)
-    return evidence.by_line(read_rows(decoder, rows, pairs, evidence.params()))
+    return evidence.by_line(_read(decoder, evidence, evidence.params(), positions, hook_of))
 
 
 def under(
-    evidence: Lines, decoder: Decoder, change: Callable[[SamplingParams], SamplingParams]
+    evidence: Lines, decoder: Forward, change: Callable[[SamplingParams], SamplingParams]
 ) -> Scores | None:
     """The scores of all lines under changed sampling parameters; None where nothing changes."""
-    pairs, params = evidence.pairs(), evidence.params()
+    params = evidence.params()
     changed = [change(p) for p in params]
-    if changed == params:
-        return None
-    return evidence.by_line(read_rows(decoder, hidden_rows(decoder, pairs), pairs, changed))
+    return None if changed == params else evidence.by_line(_read(decoder, evidence, changed))
+
+
+def _read(
+    decoder: Forward,
+    evidence: Lines,
+    params: Sequence[SamplingParams],
+    positions: Sequence[np.ndarray] | None = None,
+    hook_of: Callable[[PackedContext], Hook] | None = None,
+) -> Iterator[np.ndarray]:
+    """logp [C] of each line. The rows of one forward are held at a time."""
+    pairs = evidence.pairs()
+    for start in range(0, len(pairs), TOGETHER):
+        batch = slice(start, start + TOGETHER)
+        moved = None if positions is None else positions[batch]
+        rows = hidden_rows(decoder, pairs[batch], moved, hook_of)
+        yield from read_rows(decoder, rows, pairs[batch], params[batch])

@@ -1,9 +1,14 @@
 """Two checkpoints beside each other: the fields of their configs, and their weights."""
 
+from collections.abc import Mapping
 from typing import Any
+
+import torch
 
 from ...files.bitwise import count_unequal
 from ...model.config import ModelConfig
+from ...model.weight_files import stored_tensors
+from ..engines.audited_model import AuditedModel
 from ..sections import CheckpointsDifference, TensorDifference
 from .operation_errors import rms
 from .operations import Checkpoint
@@ -17,16 +22,32 @@ _LISTED = 20
 
 def compare_checkpoints(a: Checkpoint, b: Checkpoint) -> CheckpointsDifference:
     """The differences of two checkpoints. The weights are compared in their compute dtype."""
-    x, y = _values(a.config), _values(b.config)
+    return _compared(_values(a.config), _values(b.config), a.weights, b.weights)
+
+
+def compare_folders(a: AuditedModel, b: AuditedModel) -> CheckpointsDifference:
+    """As `compare_checkpoints`, of the files themselves: a family that zerokl has no decoder of."""
+    weights = [{x.name: x.read() for x in stored_tensors(model.folder)} for model in (a, b)]
+    return _compared(a.raw, b.raw, *weights)
+
+
+def _compared(
+    x: Mapping[str, Any],
+    y: Mapping[str, Any],
+    a: Mapping[str, torch.Tensor],
+    b: Mapping[str, torch.Tensor],
+) -> CheckpointsDifference:
+    """The differences of two configs x and y, and of their weights a and b."""
     config = {name: [x.get(name), y.get(name)] for name in {**x, **y} if x.get(name) != y.get(name)}
-    unequal = [row for name in a.weights if name in b.weights and (row := _difference(name, a, b))]
+    shared = [name for name in a if name in b]
+    unequal = [row for name in shared if (row := _difference(name, a[name].cpu(), b[name].cpu()))]
     return CheckpointsDifference(
         config=config,
-        tensors=len(a.weights.keys() & b.weights.keys()),
+        tensors=len(shared),
         tensors_unequal=len(unequal),
         unequal=unequal[:_LISTED],
-        only_first=[name for name in a.weights if name not in b.weights],
-        only_second=[name for name in b.weights if name not in a.weights],
+        only_first=[name for name in a if name not in b],
+        only_second=[name for name in b if name not in a],
     )
 
 
@@ -44,9 +65,8 @@ def _values(config: ModelConfig) -> dict[str, Any]:
     return values | {f"experts.{name}": value for name, value in experts.items()}
 
 
-def _difference(name: str, a: Checkpoint, b: Checkpoint) -> TensorDifference | None:
+def _difference(name: str, x: torch.Tensor, y: torch.Tensor) -> TensorDifference | None:
     """How one tensor differs; None where it does not."""
-    x, y = a.weights[name].cpu(), b.weights[name].cpu()
     if x.shape != y.shape:
         return TensorDifference(name, [list(x.shape), list(y.shape)])
     if x.dtype == y.dtype and not count_unequal(x, y):

@@ -20,20 +20,23 @@ from ...model.routing import RecordedRouting
 from ...verify.operation_outputs import Trace
 from ..engines.engine import Pair
 from ..formats.record import LoggedRollout
+from ..hypotheses.hf_forward import HfForward
 from ..sections import ExpertsDifference
+from .operations import Checkpoint, choice_scores
 
 
-def experts_difference(a: Trace, b: Trace, config: ModelConfig) -> ExpertsDifference | None:
+def experts_difference(a: Trace, b: Trace, checkpoint: Checkpoint) -> ExpertsDifference | None:
     """The difference of two traces of one sequence; None where they show no router of the model."""
-    places, differ = 0, 0
+    places, differ, config = 0, 0, checkpoint.config
     first: tuple[int, int] | None = None
     for layer in sorted(config.experts.layers) if config.experts else ():
         name = f"layers.{layer}.router"
         if name not in a or name not in b or a[name].shape != b[name].shape:
             continue
         # A stable sort of falling logits puts the lower index first among equals.
-        by_logit = [trace[name].sort(dim=1, descending=True, stable=True).indices for trace in (a, b)]
-        chosen = [ids[:, : config.experts.per_token].sort(dim=1).values for ids in by_logit]
+        scores = [choice_scores(name, _monotone(trace[name], config), checkpoint) for trace in (a, b)]
+        ids = [x.sort(dim=1, descending=True, stable=True).indices for x in scores]
+        chosen = [x[:, : config.experts.per_token].sort(dim=1).values for x in ids]
         parted = (chosen[0] != chosen[1]).any(1).nonzero().flatten().tolist()
         places, differ = places + len(chosen[0]), differ + len(parted)
         if parted and first is None:
@@ -43,9 +46,14 @@ def experts_difference(a: Trace, b: Trace, config: ModelConfig) -> ExpertsDiffer
     return ExpertsDifference(places, differ, *(first or (None, None)))
 
 
+def _monotone(logits: torch.Tensor, config: ModelConfig) -> torch.Tensor:
+    """What a softmax router's probabilities are sorted as; of a sigmoid router the scores themselves."""
+    return torch.sigmoid(logits.float()) if config.experts.sigmoid else logits
+
+
 @torch.no_grad()
 def experts_of_log(
-    lines: Sequence[LoggedRollout], pairs: Sequence[Pair], decoder: Decoder
+    lines: Sequence[LoggedRollout], pairs: Sequence[Pair], decoder: Decoder | HfForward
 ) -> ExpertsDifference | None:
     """The difference of the experts that a log names and those of the decoder; None where there are none.
 

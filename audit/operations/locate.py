@@ -62,7 +62,7 @@ def locate(
         one_sided={"sampler": only[0], "trainer": only[1]},
         other_shapes=[n for n in traces[0] if n in traces[1] and n not in same_shape],
         jump=None,
-        remedy=known_operation(first.op).remedy if first else "",
+        remedy=_remedy(first.op) if first else "",
         traced_outside=sampler.traced_outside,
     )
     if not checkpoints:
@@ -77,10 +77,17 @@ def locate(
         section,
         jump=jump,
         remedy=known_operation(jump.op).remedy if jump else section.remedy,
-        experts=experts_difference(*traces, checkpoints[0].config),
+        experts=experts_difference(*traces, checkpoints[0]),
         own_errors=dict(zip(names, errors, strict=True)),
         checkpoints=None if other is None else compare_checkpoints(checkpoints[0], other),
     )
+
+
+def _remedy(op: str) -> str:
+    """What to do about an operation; of a module that has no name here, where to look."""
+    if split_name(op)[1] in {row.name for _, _, row in known(1)}:
+        return known_operation(op).remedy
+    return f"Compare what the two engines compute in {op}, and which version and attention each has."
 
 
 def _names(sampler: Engine, trainer: Engine) -> tuple[str, str]:

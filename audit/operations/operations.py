@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
+from ...kernels.rope_scaling import attention_factor
 from ...kernels.sampling_params import SamplingParams
 from ...kernels.truncation import scaled_logits_ref
 from ...model.checkpoint import load_decoder
@@ -44,7 +45,7 @@ class Checkpoint:
     @classmethod
     def of(cls, decoder: Decoder) -> "Checkpoint":
         """The checkpoint that a decoder was loaded from."""
-        return cls(decoder.config, decoder.layout.checkpoint_views(decoder.flat.detach()))
+        return cls(decoder.config, decoder.layout.stored_tensors(decoder.flat.detach()))
 
     @classmethod
     def load(cls, folder: Path, dtype: torch.dtype) -> "Checkpoint":
@@ -67,9 +68,11 @@ def weight_names(op: str, checkpoint: Checkpoint) -> tuple[str, str | None]:
     prefix, row = split_name(op)[0], operation(op, checkpoint.config)
     if row.equation not in _WEIGHTED:
         return "", None
-    module = row.transformers.module
-    if module == "lm_head":
+    if row.name == "logits":
         return checkpoint.lm_head, None
+    if row.equation is Equation.EMBEDDING:
+        return "model.embed_tokens.weight", None
+    module = row.weight or row.transformers.module
     module = f"model.{prefix}{module}" if prefix else module
     bias = f"{module}.bias"
     return f"{module}.weight", bias if bias in checkpoint.weights else None
@@ -101,29 +104,34 @@ class Operations:
     def compute(self, op: str, lookup: Lookup) -> Tensor:
         """The output of an operation, [T, width], from its inputs."""
         config = self.checkpoint.config
-        equation = operation(op, config).equation
+        row = operation(op, config)
         x = [lookup(name).to(self.dtype) for name in input_names(op, config)]
         name, bias = weight_names(op, self.checkpoint)
-        match equation:
+        match row.equation:
             case Equation.EMBEDDING:
                 ids = torch.tensor([*self.prompt, *self.completion[:-1]], device=self.checkpoint.device)
-                return self.checkpoint.weights[name][ids].to(self.dtype)
+                return self.checkpoint.weights[name][ids].to(self.dtype) * row.factor
             case Equation.LINEAR:
-                return linear(x[0], self.checkpoint.weights[name], self.weight(bias) if bias else None)
+                y = linear(x[0], self.checkpoint.weights[name], self.weight(bias) if bias else None)
+                return y if row.factor == 1.0 else y * row.factor
             case Equation.NORM:
-                return self.norm(x[0], self.weight(name), config.eps)
+                return self.norm(x[0], self.weight(name) + config.norm_plus_one, config.eps)
             case Equation.ROPE:
                 return self.rope(x[0], config.frequencies)
             case Equation.ATTENTION:
-                return self.attention(*x)
+                return self.attention(*x, row.factor)
             case Equation.SILU_MUL:
                 return F.silu(x[0]) * x[1]
+            case Equation.GELU_MUL:
+                return F.gelu(x[0], approximate="tanh") * x[1]
             case Equation.EXPERTS:
                 # The router's logits as they are: rounded to another dtype they may choose other experts.
                 logits = lookup(input_names(op, config)[1])
-                return self.experts(op, x[0], self.routing(logits))
+                return self.experts(op, x[0], self.routing(op, logits))
+            case Equation.ADD_GATED:
+                return x[0] + torch.sigmoid(x[2].to(self.wide)).to(self.dtype) * x[1]
             case Equation.SUM:
-                return x[0] + x[1]
+                return x[0] + x[1] * row.factor
             case Equation.LOGPROB:
                 return self.logprob(x[0])
 
@@ -140,20 +148,22 @@ class Operations:
     def rope(
         self, x: Tensor, frequencies: Sequence[float], shift: int = 0, interleaved: bool = False
     ) -> Tensor:
-        """Rotary embedding of heads [T, n * D]. shift is added to the positions.
+        """Rotary embedding of the first elements of heads [T, n * D]. shift is added to the positions.
 
         interleaved: rotates neighbours (0, 1), (2, 3), ... and not the halves of a head.
         """
         T, D = len(x), self.checkpoint.config.head_dim
         positions = torch.arange(shift, T + shift, dtype=self.wide, device=x.device)
         angles = torch.outer(positions, torch.tensor(frequencies, dtype=self.wide, device=x.device))
-        cos, sin = (t.to(self.dtype).unsqueeze(1) for t in (angles.cos(), angles.sin()))
-        heads = x.reshape(T, -1, D)
+        factor = attention_factor(self.checkpoint.config.rope_scaling)
+        cos, sin = ((t * factor).to(self.dtype).unsqueeze(1) for t in (angles.cos(), angles.sin()))
+        heads, rest = x.reshape(T, -1, D).tensor_split([2 * len(frequencies)], dim=2)
         if interleaved:
             a, b = heads[..., ::2], heads[..., 1::2]
-            return torch.stack([a * cos - b * sin, b * cos + a * sin], dim=-1).reshape(x.shape)
+            pairs = torch.stack([a * cos - b * sin, b * cos + a * sin], dim=-1).flatten(2)
+            return torch.cat([pairs, rest], dim=2).reshape(x.shape)
         a, b = heads.chunk(2, dim=2)
-        return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=2).reshape(x.shape)
+        return torch.cat([a * cos - b * sin, b * cos + a * sin, rest], dim=2).reshape(x.shape)
 
     def attention(
         self,
@@ -182,32 +192,42 @@ class Operations:
         return torch.cat(outputs, dim=1)
 
     def routing(
-        self, logits: Tensor, per_token: int = 0, renormalise: bool | None = None, lower_wins: bool = True
+        self,
+        op: str,
+        logits: Tensor,
+        per_token: int = 0,
+        renormalise: bool | None = None,
+        lower_wins: bool = True,
+        corrected: bool = True,
+        scaled: bool = True,
     ) -> Tensor:
         """The weight of each expert for each token, [T, E] in `wide`; 0 for one that is not chosen.
 
         logits [T, E]. per_token, renormalise: the checkpoint's where they are not given. lower_wins: whether
-        the lower index is chosen of equally likely experts.
+        the lower index is chosen of equally likely experts. corrected, scaled: whether a sigmoid router's
+        bias corrects the choice, and its scale multiplies the weights.
         """
-        c = self.checkpoint.config.experts
-        p = torch.softmax(logits.to(self.wide), dim=1)
-        by_index = p if lower_wins else p.flip(1)
+        c, z = self.checkpoint.config.experts, logits.to(self.wide)
+        p = torch.sigmoid(z) if c.sigmoid else torch.softmax(z, dim=1)
+        scores = choice_scores(op, p, self.checkpoint, corrected)
+        by_index = scores if lower_wins else scores.flip(1)
         ids = by_index.sort(dim=1, descending=True, stable=True).indices[:, : per_token or c.per_token]
         ids = ids if lower_wins else p.shape[1] - 1 - ids
         q = p.gather(1, ids)
         if c.renormalise if renormalise is None else renormalise:
             q = q / q.sum(dim=1, keepdim=True)
+        if c.sigmoid and scaled:
+            q = q * c.sigmoid.scale
         return torch.zeros_like(p).scatter(1, ids, q)
 
     def experts(self, op: str, x: Tensor, routing: Tensor) -> Tensor:
         """The weighted sum of the experts of x [T, D]; routing [T, E]. Weights are rounded to the dtype."""
-        prefix, y = f"model.{split_name(op)[0]}mlp.experts", torch.zeros_like(x)
+        prefix, y = f"model.{split_name(op)[0]}", torch.zeros_like(x)
+        mixture = self.checkpoint.config.mixture
         for e in range(routing.shape[1]):
             rows = routing[:, e].nonzero().flatten()
             if len(rows):
-                gate, up, down = (
-                    self.weight(f"{prefix}.{e}.{p}_proj.weight") for p in ("gate", "up", "down")
-                )
+                gate, up, down = (self.weight(prefix + name) for name in mixture.matrices_of(e))
                 routed = x[rows]
                 h = F.silu(routed @ gate.T) * (routed @ up.T)
                 if self.cut_inside is not None:
@@ -221,6 +241,25 @@ class Operations:
         z = scaled_logits_ref(logits[-len(self.completion) :], params)
         drawn = torch.tensor([*self.completion], device=z.device).unsqueeze(1)
         return torch.log_softmax(z.to(self.wide), dim=1).gather(1, drawn)
+
+
+def choice_scores(op: str, p: Tensor, checkpoint: Checkpoint, corrected: bool = True) -> Tensor:
+    """By what the router of the layer of `op` chooses experts with the probabilities or scores p, [T, E].
+
+    Of a sigmoid router it is -inf in groups that are not chosen. corrected: as for Operations.routing.
+    """
+    mixture = checkpoint.config.mixture
+    if mixture.experts.sigmoid is None:
+        return p
+    if corrected:
+        p = p + checkpoint.weights[f"model.{split_name(op)[0]}{mixture.bias_name}"].to(p.device, p.dtype)
+    choice = mixture.choice
+    groups = p.unflatten(1, (choice.groups, -1))
+    if choice.groups == 1:
+        return p
+    best = groups.topk(2, dim=2).values.sum(dim=2).sort(dim=1, descending=True, stable=True).indices
+    kept = torch.zeros_like(best, dtype=torch.bool).scatter(1, best[:, : choice.top_groups], True)
+    return groups.masked_fill(~kept.unsqueeze(2), float("-inf")).flatten(1)
 
 
 def cut(x: Tensor, dtype: torch.dtype) -> Tensor:

@@ -13,6 +13,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
+    GPTNeoXConfig,
     LlamaConfig,
     PreTrainedTokenizerFast,
     Qwen2Config,
@@ -93,6 +94,10 @@ def config(family: str):
         rope = dict(rope_parameters=dict(rope_type="default", rope_theta=80000.0))
         sizes = {name: x for name, x in _SIZES.items() if name != "head_dim"}
         return Qwen2Config(**sizes, rms_norm_eps=1e-6, tie_word_embeddings=True, **rope)
+    if family == "gpt_neox":  # zerokl has no decoder of it
+        rope = dict(rope_parameters=dict(rope_type="default", rope_theta=20000.0, partial_rotary_factor=0.25))
+        sizes = {name: x for name, x in _SIZES.items() if name not in ("head_dim", "num_key_value_heads")}
+        return GPTNeoXConfig(**sizes, layer_norm_eps=1e-5, tie_word_embeddings=False, **rope)
     rope = dict(rope_parameters=dict(rope_type="default", rope_theta=30000.0))
     return Qwen3Config(**_SIZES, rms_norm_eps=1e-6, tie_word_embeddings=True, **rope)
 

@@ -103,7 +103,7 @@ def each_step(values: Mapping[str, object], cut: bool = True) -> Generator[dict[
         for _ in range(config.steps):
             steps.append(train_step(state, recorder).metrics)
             yield steps[-1]
-        weights = fingerprint(state.optimizer.layout, state.optimizer.collect_master())
+        weights = fingerprint(state.optimizer.layout, state.optimizer.weights.collect())
         run = Run(steps, recorder.ledger.chain, weights)
     del state
     gc.collect()

@@ -145,6 +145,22 @@ class PrecisionConfig(Section):
                 'model has other kernels for them; leave them out, or set sampler = "vllm-zerokl"'
             )
 
+    attention: Literal["vllm", "chunked-512"] = setting("vllm", head=WHERE_SET)
+    """The order in which attention sums a row's keys, for sampler and trainer alike. vllm: one walk, as in
+    vLLM's kernel. chunked-512: chunks of 512 keys, which are joined in ascending order, so that a GPU decodes
+    long contexts by many programs, and the samples of a prompt share its chunks.
+    """
+
+    @rule
+    def _order_of_sums(self, run: PlannedRun) -> str | None:
+        if run.config.sampler == "vllm-exact" and self.attention != "vllm":
+            return (
+                f'precision.attention ("{self.attention}"): vLLM\'s own model sums a row in one walk; '
+                'set it to "vllm", or sampler to "vllm-zerokl" or "native"'
+            )
+        if run.device == "cuda" and self.attention != "vllm":
+            return f'precision.attention ("{self.attention}") is built for CPUs; set it to "vllm" on a GPU'
+
     tiles: Literal["vllm-0.32", "vllm-0.33"] = "vllm-0.32"
     """The vLLM version whose tiles the matrix products use along the reduced dimension, on a GPU. These tiles
     decide the order of sums. With sampler = "vllm-exact" it must be the vLLM that samples.

@@ -88,6 +88,19 @@ class NativeConfig(Section, head=free("limits of the sampler; by the law they de
     """Tokens of one forward that reads prompts; longer ones are read in chunks. 0 is 1024, on a GPU 16384."""
     cache_bytes: int = Field(0, ge=0)
     """Upper limit of the key-value cache, bytes. 0 is 4 GiB on a CPU, and 0.3 of the free memory of a GPU."""
+    speculate: int = Field(0, ge=0, le=32)
+    """Tokens that are guessed ahead in one turn of a sample, at most; 0 guesses none. A guess is compared
+    with the token that its key draws.
+    """
+
+    @rule
+    def _guesses_of_the_native_sampler(self, run: PlannedRun) -> str | None:
+        if self.speculate and run.config.sampler != "native":
+            return (
+                f'native.speculate ({self.speculate}) with sampler ("{run.config.sampler}"): other engines '
+                "accept a guess by chance, and do not compare it with the token that its key draws, which "
+                'changes the tokens; set it to 0, or sampler = "native"'
+            )
 
 
 class PoolConfig(Section, head=free("who draws the rollouts, and where; by the law this decides no bit")):

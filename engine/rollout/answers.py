@@ -22,7 +22,7 @@ import numpy as np
 from ...kernels.sampling_params import SamplingParams
 from ..tasks.base import Problem
 from ..tasks.tokenizer import Tokenizer
-from .episodes import Checked, Episodes, longest
+from .episodes import Checked, EpisodePlayer, Episodes, longest
 from .scoring import ScoringSampler
 from .types import Completion, GenerationParams, RngKey, Rollout, complete
 
@@ -34,13 +34,13 @@ class GivenAnswers(NamedTuple):
     sampling_params: SamplingParams
 
 
-class AnswerPlayer:
+class AnswerPlayer(EpisodePlayer):
     """Draws reasonings, and rewards each with the probability of its problem's answer after it.
 
     chat: see Tokenizer.encode. Raises ValueError for a prefix without tokens.
     """
 
-    players, binary = 1, False
+    binary = rewards_by_tokens = False
 
     def __init__(self, tokenizer: Tokenizer, chat: bool, answers: GivenAnswers):
         self._tokenizer, self._chat, self._answers = tokenizer, chat, answers

@@ -51,6 +51,14 @@ class Row(NamedTuple):
     pages: Sequence[int]  # blocks of the cache
 
 
+class DrawnToken(NamedTuple):
+    """A token that a row drew."""
+
+    id: int
+    logprob: float
+    experts: np.ndarray | None  # [L, k] of the row that was read, where they are asked for
+
+
 class Drawn(NamedTuple):
     """What the rows drew in some turns, [turns, n] each."""
 
@@ -58,6 +66,13 @@ class Drawn(NamedTuple):
     logprobs: np.ndarray  # fp32; NaN where the logits were not finite
     # [turns, n, L, k] of the rows that were read, where they are asked for (DrawParams.experts)
     experts: np.ndarray | None = None
+
+    def by_row(self) -> list[list[DrawnToken]]:
+        """What each row drew, turn by turn."""
+        turns, n = self.ids.shape
+        experts = [[None] * turns] * n if self.experts is None else self.experts.swapaxes(0, 1)
+        columns = zip(self.ids.T.tolist(), self.logprobs.T.tolist(), experts, strict=True)
+        return [[*map(DrawnToken, *column)] for column in columns]
 
 
 class Look:

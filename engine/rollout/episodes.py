@@ -140,10 +140,16 @@ def longest(sequences: Sequence[Sequence[int]]) -> int:
 
 
 class EpisodePlayer(Protocol):
-    """Whoever plays the episodes of a run. players: prompts that each problem has, one for each player."""
+    """Whoever plays the episodes of a run. players: prompts that each problem has, one for each player.
 
-    players: int
+    reasoning_ends: the tokens that end a rollout beside the stop tokens, where answers follow it.
+    """
+
+    players: int = 1
     binary: bool
+    reasoning_ends: frozenset[int] = frozenset()
+    rewards_by_tokens: bool = True  # the rewards of a step follow from its tokens
+    plays_by_place: bool = False  # the place of a prompt in its step decides what it is answered
 
     def check(self, problems: Sequence[Problem], max_tokens: int, context: int) -> Checked:
         """The prompts, as far as they are known before they are played, and how long rollouts get.
@@ -164,13 +170,11 @@ class EpisodePlayer(Protocol):
         ...
 
 
-class CompletionPlayer:
+class CompletionPlayer(EpisodePlayer):
     """One completion of each prompt; a reward for its text. chat: see Tokenizer.encode.
 
     stopwatch: measures the rewards; None where nobody asks.
     """
-
-    players = 1
 
     def __init__(self, tokenizer: Tokenizer, reward: Reward, chat: bool, stopwatch: Stopwatch | None = None):
         self.reward, self._tokenizer, self._chat = reward, tokenizer, chat

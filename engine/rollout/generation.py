@@ -2,8 +2,9 @@
 
 Ids that several requests continue are read once, and their samples share the cache blocks. The beginning of
 the ids may be in the prefix cache; then the reading begins after it. The last row draws the first tokens.
-Then each turn draws one token for each running sample (decode.py). When samples end, the next ones take their
-places. New requests may come while others run: those of the next turns of trajectories.
+Then each turn draws one token for each running sample (decode.py), or several where tokens are guessed
+(speculation.py). When samples end, the next ones take their places. New requests may come while others run:
+those of the next turns of trajectories.
 """
 
 import math
@@ -21,7 +22,8 @@ from ...kernels.attention_plan import KEY_TILE
 from ...model.cache import BlockCache, CachedContext
 from ...model.routing import FREE
 from .cache_size import completion_blocks
-from .decode import DecodeRows, Drawn, Look, Row
+from .decode import DecodeRows, DrawnToken, Look, Row
+from .speculation import SampleGuesses, Speculation
 from .stopwatch import Stopwatch
 from .types import Completion, Request, RequestSource
 
@@ -69,6 +71,7 @@ class Sample:
     # [L, k] of each token that was read, which are all but the last, where they are asked for
     experts: list[np.ndarray] = field(default_factory=list)
     finish: str = ""
+    guesses: SampleGuesses | None = None  # where tokens are guessed
 
     def append(self, token: int, logprob: float) -> None:
         """Take a drawn token; set `finish` when it was the last token."""
@@ -98,6 +101,14 @@ class Sample:
         """
         return (*self.prefix.ids, *self.tokens)[:-2]
 
+    def rows(self, guess: Sequence[int]) -> list[Row]:
+        """Its row, and a row for each guessed token after it."""
+        row = self.row
+        return [row] + [
+            row._replace(token=token, position=row.position + i, drawn=row.drawn + i)
+            for i, token in enumerate(guess, 1)
+        ]
+
     @property
     def row(self) -> Row:
         """What decode.py needs of this sample."""
@@ -111,7 +122,7 @@ class Generation:
     """The state of one pass over requests of one kind.
 
     prefixes: to begin with. source: where more requests come from, and completions go to. fits: whether a
-    request can be one of this pass.
+    request can be one of this pass. speculation: guesses tokens; None where nobody does.
     tokens_read, tokens_cached: tokens of prefixes that it read, and that it found in the prefix cache.
     """
 
@@ -124,7 +135,9 @@ class Generation:
         limits: PassLimits,
         version: int,
         stopwatch: Stopwatch,
+        speculation: Speculation | None = None,
     ):
+        self.speculation = speculation
         self.decoding, self.limits, self.version, self.stopwatch = decoding, limits, version, stopwatch
         self.cache, self.prefix_cache = decoding.memory.cache, decoding.memory.prefix_cache
         self.source, self.fits = source, fits
@@ -150,14 +163,43 @@ class Generation:
                 assert started or not (self.waiting or self.open), "an empty cache has room for a sample"
                 continue
             with self.stopwatch.station("time/decode_s"):
-                self.decoding.load([sample.row for sample in self.running])
-                self._draw_until_one_ends()
+                self._draw()
 
     def _admit(self, arrived: Sequence[tuple[int, Request]]) -> None:
         """Queue what has come, before all that waits: what its trajectory has read may be in the cache."""
         fit = [self.fits(request) for _, request in arrived]
         self.set_aside += compress(arrived, (not fits for fits in fit))
         self.waiting += make_prefixes(compress(arrived, fit))[::-1]
+
+    def _draw(self) -> None:
+        """Turns of the running samples; one turn where a token is guessed."""
+        n = len(self.running)
+        guesses = [sample.guesses.next(n) if sample.guesses else [] for sample in self.running]
+        if any(guesses):
+            self._draw_guessed(guesses)
+        else:
+            self.decoding.load([sample.row for sample in self.running])
+            self._draw_until_one_ends()
+
+    def _draw_guessed(self, guesses: Sequence[Sequence[int]]) -> None:
+        """A turn with a row for each guess.
+
+        What refused guesses have written becomes what stands there without guesses: 0.
+        """
+        samples, ends = list(self.running), [0, *accumulate(len(guess) + 1 for guess in guesses)]
+        parts = [slice(*part) for part in pairwise(ends)]
+        rows = [row for sample, guess in zip(samples, guesses, strict=True) for row in sample.rows(guess)]
+        self.decoding.load(rows)
+        drawn = [tokens[0] for tokens in self.decoding.run(1).read().by_row()]
+        stand = [
+            sample.guesses.stand(guess, drawn[part])
+            for sample, guess, part in zip(samples, guesses, parts, strict=True)
+        ]
+        refused = [row for part, n in zip(parts, stand, strict=True) for row in rows[part][max(n, 1) :]]
+        self.cache.clear([(row.pages[row.position // KEY_TILE], row.position % KEY_TILE) for row in refused])
+        self.stopwatch.counts["guesses"] += ends[-1] - len(samples)
+        self.stopwatch.counts["guesses_drawn"] += sum(max(n, 1) - 1 for n in stand)
+        self._take(samples, [drawn[part][:n] for part, n in zip(parts, stand, strict=True)])
 
     def _draw_until_one_ends(self) -> None:
         """Turns of the running samples, until one ends, or a request has come and there is a row for it.
@@ -172,7 +214,8 @@ class Generation:
                 turns = min(left, self.decoding.look_every)
                 in_flight.append(self.decoding.run(turns))
                 left -= turns
-            ended |= self._take(samples, in_flight.popleft().read())
+            ended |= self._take(samples, in_flight.popleft().read().by_row())
+            ended |= self.speculation is not None  # the next tokens may be guessed now
             if has_room and not ended:
                 self.arrived += self.source.ready(0)
                 ended = bool(self.arrived)
@@ -199,7 +242,7 @@ class Generation:
         self.running += samples
         self.samples_at_once = self.samples_at_once or len(self.running)
         hidden = torch.cat([sample.prefix.last for sample in samples])
-        self._take(samples, self.decoding.first([sample.row for sample in samples], hidden))
+        self._take(samples, self.decoding.first([sample.row for sample in samples], hidden).by_row())
         return True
 
     def _open_next(self) -> bool:
@@ -231,7 +274,10 @@ class Generation:
         place, request = prefix.waiting.popleft()
         new_blocks = self.prefix_cache.take_new(completion_blocks(len(prefix.ids), request.max_tokens))
         blocks = self.cache.share(prefix.blocks[: len(prefix.ids) // KEY_TILE]) + new_blocks
-        return Sample(prefix, place, request, blocks, is_last=not prefix.waiting)
+        sample = Sample(prefix, place, request, blocks, is_last=not prefix.waiting)
+        if self.speculation is not None:
+            sample.guesses = self.speculation.begin(request, sample.tokens)
+        return sample
 
     def _copy_partial_blocks(self, samples: Sequence[Sample]) -> None:
         """Give each new sample its copy of its prefix's last block, where that is only partly filled.
@@ -282,21 +328,20 @@ class Generation:
                 for (p, _, _), chunk_rows in zip(batch, pairwise(ends), strict=True):
                     p.read_experts.append((look, slice(*chunk_rows)))
 
-    def _take(self, samples: Sequence[Sample], drawn: Drawn) -> bool:
+    def _take(self, samples: Sequence[Sample], drawn: Sequence[Sequence[DrawnToken]]) -> bool:
         """Give each sample the tokens that it drew; returns whether any sample ended with them."""
         ended = []
-        turns = list(zip(drawn.ids.tolist(), drawn.logprobs.tolist(), strict=True))
-        for i, sample in enumerate(samples):
+        for sample, tokens in zip(samples, drawn, strict=True):
             if sample.finish:
                 continue  # it ended in an earlier look
-            for turn, (ids, logprobs) in enumerate(turns):
+            for token in tokens:
                 if sample.finish:
                     break  # what it drew past its end is dropped
-                if not math.isfinite(logprobs[i]):
+                if not math.isfinite(token.logprob):
                     self._refuse(sample)
-                sample.append(ids[i], logprobs[i])
-                if drawn.experts is not None:
-                    sample.experts.append(drawn.experts[turn, i])
+                sample.append(token.id, token.logprob)
+                if token.experts is not None:
+                    sample.experts.append(token.experts)
             if sample.finish:
                 ended.append(sample)
         for sample in ended:
@@ -313,6 +358,9 @@ class Generation:
 
     def _end(self, sample: Sample) -> None:
         self.running.remove(sample)
+        if sample.guesses:
+            sample.guesses.ended()
+            self.stopwatch.counts["tokens"] += len(sample.tokens)
         experts = None
         if self.decoding.names_experts:
             experts = np.concatenate([sample.prefix.experts, *(x[np.newaxis] for x in sample.experts)])

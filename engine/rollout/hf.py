@@ -11,11 +11,32 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from ...model.config import ModelConfig
 from ...model.routing import id_dtype
+from ...model.weights import Layout
 from .types import GenerationParams, Rollout
 
-# transformers has the matrices of all experts of a layer in one tensor. A checkpoint has one each.
-_OF_AN_EXPERT = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
+
+def load_model(folder: Path, dtype: torch.dtype, attention: str = "sdpa") -> torch.nn.Module:
+    """AutoModelForCausalLM of a folder in one dtype, on the CPU. attention: "eager" or "sdpa".
+
+    Raises ValueError for weights that the folder lacks: transformers would fill them in at random.
+    """
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()  # it would be written across the audit's own display
+    model, info = AutoModelForCausalLM.from_pretrained(
+        folder,
+        dtype=dtype,
+        # transformers takes sdpa by itself, and eager attention for a family that has none.
+        attn_implementation=None if attention == "sdpa" else attention,
+        output_loading_info=True,
+        trust_remote_code=False,
+    )
+    if missing := sorted(info["missing_keys"]):
+        raise ValueError(f"model: {folder} lacks {len(missing)} weights, the first being {missing[0]}")
+    return model.eval()
 
 
 class HfGenerator:
@@ -28,15 +49,10 @@ class HfGenerator:
         attention: str = "sdpa",
         device: torch.device | None = None,
     ):
-        from transformers import AutoModelForCausalLM, GenerationConfig
-        from transformers.utils import logging
+        from transformers import GenerationConfig
 
-        logging.disable_progress_bar()  # it would be written across the audit's own display
-        self.model = (
-            AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation=attention)
-            .eval()
-            .to(device or "cpu")
-        )
+        self._folder = folder
+        self.model = load_model(folder, dtype, attention).to(device or "cpu")
         # The checkpoint's own generation config may penalise tokens or cut the distribution.
         self.model.generation_config = GenerationConfig()
 
@@ -97,12 +113,12 @@ class HfGenerator:
 
         They have checkpoint names and any float dtype, and are rounded to the model's dtype.
         """
+        layout = Layout(ModelConfig.from_file(self._folder))
         for name, parameter in self.model.named_parameters():
-            prefix, _, fused = name.rpartition(".")
-            if fused in _OF_AN_EXPERT:
-                for e, expert in enumerate(parameter):
-                    parts = [weights[f"{prefix}.{e}.{part}.weight"] for part in _OF_AN_EXPERT[fused]]
-                    expert.copy_(torch.cat(parts))
+            if name in layout.fused:  # such as the matrices of all experts of a layer
+                weight, shape = layout.fused[name]
+                parts = [weights[part] for part, _ in layout.entries[weight].parts]
+                parameter.copy_(torch.cat(parts).view(shape))
             else:
                 parameter.copy_(weights[name])
 

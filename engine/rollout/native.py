@@ -25,7 +25,9 @@ from ...model.decoder import Decoder
 from .cache_size import CacheNeed, cache_limit, cache_need
 from .decode import DecodeMemory, DecodeRows
 from .generation import Generation, PassLimits, Prefix, make_prefixes
+from .guesser import Guesser, TextGuesser
 from .scoring import score_rollouts
+from .speculation import Speculation
 from .stopwatch import Stopwatch
 from .types import Completion, DrawParams, Request, RequestSource, Rollout, check_requests
 
@@ -52,6 +54,8 @@ class NativeSampler:
         on a CPU and 16,384 on a GPU.
     cache_bytes: upper limit of the key-value cache. Where it cannot hold all samples, fewer run at once. 0 is
         4 GiB on a CPU, and on a GPU 0.3 of the memory that is free when the cache is made.
+    speculate: tokens that are guessed ahead in a turn of a sample, at most; 0 guesses none (speculation.py).
+    guesser: whoever guesses them; None is a TextGuesser.
     workers: number of samplers that share these limits; this sampler is one of them and takes its part.
     stopwatch: measures the stations of a call; None is one of its own.
 
@@ -65,13 +69,16 @@ class NativeSampler:
         max_concurrency: int = 64,
         max_batch_tokens: int = 0,
         cache_bytes: int = 0,
+        speculate: int = 0,
         version: int = 0,
         workers: int = 1,
         stopwatch: Stopwatch | None = None,
+        guesser: Guesser | None = None,
     ):
         if max_concurrency < 1:
             raise ValueError(f"sampler: max_concurrency ({max_concurrency}) must be at least 1")
-        for name, value in (("max_batch_tokens", max_batch_tokens), ("cache_bytes", cache_bytes)):
+        sizes = {"max_batch_tokens": max_batch_tokens, "cache_bytes": cache_bytes, "speculate": speculate}
+        for name, value in sizes.items():
             if value < 0:
                 raise ValueError(f"sampler: {name} ({value}) must not be negative")
         self.decoder, self.version = decoder, version
@@ -81,6 +88,10 @@ class NativeSampler:
         self.samples_at_once = self.tokens_read = self.tokens_cached = 0
         self.stopwatch = stopwatch or Stopwatch(decoder.device)
         self._cache_bytes = cache_bytes
+        self._speculation: Speculation | None = None
+        if speculate:
+            vocab, device = decoder.config.vocab_size, decoder.device
+            self._speculation = Speculation(guesser or TextGuesser(), speculate, vocab, device)
         self._memory: DecodeMemory | None = None
         self._fit = 0  # blocks that the cache's limit allowed when _memory was made
         self._decoding: dict[_Kind, DecodeRows] = {}
@@ -156,7 +167,9 @@ class NativeSampler:
 
         # A call that fails leaves no memory: nobody would release its blocks.
         decoding_by_kind, self._memory, self._decoding = self._decoding, None, {}
-        generation = Generation(decoding, prefixes, source, fits, self.limits, self.version, self.stopwatch)
+        generation = Generation(
+            decoding, prefixes, source, fits, self.limits, self.version, self.stopwatch, self._speculation
+        )
         set_aside = generation.run()
         decoding.stop()
         self.samples_at_once = self.samples_at_once or generation.samples_at_once
@@ -176,6 +189,8 @@ class NativeSampler:
             requests, len(prefixes), self.limits.max_concurrency, self.decoder.config.max_positions
         )
         rows, pages, wanted = need.rows, need.pages, need.wanted_blocks
+        if self._speculation is not None:
+            rows *= 1 + self._speculation.k
         if self._memory is not None and self._memory.holds(rows, pages, self._blocks_enough(need)):
             return self._memory
         if self._memory is not None:

@@ -16,19 +16,19 @@ from ...kernels.sampling_params import SamplingParams
 from ..tasks.base import Problem
 from ..tasks.pairs import Pair
 from ..tasks.tokenizer import Tokenizer
-from .episodes import Checked, Episodes, longest
+from .episodes import Checked, EpisodePlayer, Episodes, longest
 from .scoring import ScoringSampler
 from .types import GenerationParams, RngKey, Rollout
 
 
-class PairPlayer:
+class PairPlayer(EpisodePlayer):
     """Scores both completions of each pair. chat: see Tokenizer.encode.
 
     The reward of both is 1 where the policy finds the chosen completion likelier than the rejected one, by
     the sums of their log-probabilities, and 0 where not. It is no part of the loss.
     """
 
-    players, binary = 1, True
+    binary = True
 
     def __init__(self, tokenizer: Tokenizer, chat: bool):
         self._tokenizer, self._chat = tokenizer, chat

@@ -1,7 +1,7 @@
 """Mismatch on demand: a sampler that differs from the trainer in controlled ways, for tests of corrections.
 
     weights       w' = w + gain (q(w) - w), rounded once to the sampler's compute dtype; q rounds each weight
-                  to a dtype, or quantises matrices with scales (model/quantisation.py)
+                  to a dtype, or quantises matrices with scales (model/sampler_weights.py)
     delay         the weights are those of `delay` steps ago, but the rollouts name the current version
     logits        z' = z + logit_noise n, with standard normal numbers n from the run's keys:
                   (seed, step, prompt, generation, position, token)
@@ -11,7 +11,8 @@
     kv            keys and values are quantised (model/kv_rounding.py)
 
 As with any engine, a rollout carries the logprobs with which its tokens were drawn. The trainer's logprobs
-differ from them. Everything is reproducible to the bit.
+differ from them. Everything is reproducible to the bit. The audit names what is planted here: a file of
+audit/faults/ says by which settings (Fault.perturb).
 """
 
 from collections import deque
@@ -21,16 +22,10 @@ import torch
 from ...model.checkpoint import DTYPES
 from ...model.compute_weights import compute_weights
 from ...model.quantisation import Quantisation
+from ...model.sampler_weights import quantised_weights, rounded_weights
 from ...model.weights import Layout
 from ..config.perturb_section import PerturbConfig
 from ..config.run_config import Config
-
-_ROUNDED = {
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-    "float8_e4m3fn": torch.float8_e4m3fn,
-    "float8_e5m2": torch.float8_e5m2,
-}
 
 
 def sampled_weights(config: Config, layout: Layout, master: torch.Tensor) -> torch.Tensor:
@@ -41,11 +36,11 @@ def sampled_weights(config: Config, layout: Layout, master: torch.Tensor) -> tor
     precision, perturb = config.precision, config.perturb
     dtype = DTYPES[precision.sampler_dtype or config.dtype]
     if perturb.round_weights:
-        return _moved(perturb, master, master.to(_ROUNDED[perturb.round_weights]).float())
+        return _moved(perturb, master, rounded_weights(master, perturb.round_weights))
     if perturb.weights:
         source = master if perturb.weights_of == "masters" else master.to(dtype).float()
         how = Quantisation.parse(perturb.weights)
-        return _moved(perturb, source, compute_weights(layout, source, torch.float32, how))
+        return _moved(perturb, source, quantised_weights(layout, source, how))
     if precision.quantisation:
         return compute_weights(layout, master, dtype, precision.quantisation).float()
     return master

@@ -122,5 +122,5 @@ def make_player(
         return PairPlayer(tokenizer, task.chat)
     if not isinstance(task, EnvironmentTask):
         return CompletionPlayer(tokenizer, judge, task.chat, stopwatch)
-    renderer = Renderer(tokenizer, task.chat, render, judge.tools)
+    renderer = Renderer(tokenizer, task.chat, render, judge.about.tools)
     return TurnPlayer(tokenizer, judge, renderer, limits, say, stopwatch)

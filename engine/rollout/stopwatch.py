@@ -1,11 +1,12 @@
-"""How long the stations of a step take.
+"""How long the stations of a step take, and how much is done in them.
 
 On a CPU a station's time is the host's clock. On a GPU it is the time between two CUDA events, one before and
 one after what the station launches. So no station waits for the GPU, and the time of what runs
-asynchronously goes to the station that launched it. The times decide no bit, and are not in the ledger.
+asynchronously goes to the station that launched it. They decide no bit, and are not in the ledger.
 """
 
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 
@@ -22,6 +23,7 @@ class Stopwatch:
     def __init__(self, device: torch.device):
         self._on_gpu = device.type == "cuda"
         self._laps: list[tuple[str, _Moment, _Moment]] = []
+        self.counts: Counter[str] = Counter()  # what was done in this step, by name
 
     @contextmanager
     def station(self, name: str) -> Iterator[None]:
@@ -38,14 +40,15 @@ class Stopwatch:
     def apart(self) -> Iterator[None]:
         """Forget what is measured inside this context: it is no part of the step, such as a measurement."""
         laps, self._laps = self._laps, []
+        counts, self.counts = self.counts, Counter()
         try:
             yield
         finally:
-            self._laps = laps
+            self._laps, self.counts = laps, counts
 
     def start(self) -> Callable[[str], AbstractContextManager[None]]:
         """Begin a step: forget what was measured before, such as an evaluation. Returns `station`."""
-        self._laps = []
+        self._laps, self.counts = [], Counter()
         return self.station
 
     def seconds(self) -> dict[str, float]:

@@ -35,7 +35,7 @@ from ..tasks.environments import Answer, Environments, Failure, Game
 from ..tasks.rendering import Renderer, Transcript
 from ..tasks.tokenizer import Tokenizer
 from ..tasks.tool_calls import ToolCalls, parse_calls
-from .episodes import Checked, Episodes
+from .episodes import Checked, EpisodePlayer, Episodes
 from .stopwatch import Stopwatch
 from .types import (
     Completion,
@@ -120,7 +120,7 @@ class _Play:
     error: str = ""
 
 
-class TurnPlayer:
+class TurnPlayer(EpisodePlayer):
     """Plays the trajectories of a run in its environments.
 
     renderer: makes ids of their contents. say: shows a line for a trajectory that ended in an error.
@@ -128,6 +128,8 @@ class TurnPlayer:
 
     Raises ValueError for tool calls that the tokenizer cannot read.
     """
+
+    plays_by_place = True
 
     def __init__(
         self,
@@ -141,11 +143,10 @@ class TurnPlayer:
         self._tokenizer, self.environments, self._renderer = tokenizer, environments, renderer
         self._limits, self._say = limits, say
         self.station = stopwatch.station if stopwatch else nullcontext
-        self.players: int = environments.players
-        self.binary: bool = environments.binary
+        self.players, self.binary = environments.about.players, environments.about.binary
         # Steps may be played side by side (train/ahead.py), and the environments play one of them at a time.
         self._one_at_a_time = Lock()
-        if environments.tool_calls == "template" and not tokenizer.has_response_template:
+        if environments.about.tool_calls == "template" and not tokenizer.has_response_template:
             raise ValueError(
                 'environment: tool_calls = "template" needs a tokenizer with a response_template; it can be '
                 '"json" or "xml"'
@@ -212,9 +213,9 @@ class TurnPlayer:
 
     def _calls(self, before: Sequence[int], ids: Sequence[int], text: str) -> ToolCalls | None:
         """The tool calls in a turn, where the environment asks for them."""
-        form = self.environments.tool_calls
+        form = self.environments.about.tool_calls
         if form == "template":
-            return self._tokenizer.tool_calls(before, ids, self.environments.tools)
+            return self._tokenizer.tool_calls(before, ids, self.environments.about.tools)
         return parse_calls(text, form) if form else None
 
     def answered(self, play: _Play, answer: Answer | Failure) -> None:

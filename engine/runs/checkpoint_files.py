@@ -23,9 +23,9 @@ from ...verify.difference import first_difference, same_json
 from ...verify.ledger import Head
 from ..tasks.perfectible import TASK_FILE
 from ..train.state import TrainState
-from .checkpoints import SMALL_FILE, Checkpoint, different_bits, read_older
+from .checkpoints import different_bits
 from .ledger_head import run_layout
-from .sharded_checkpoints import MOMENTS
+from .trainer_state import MOMENTS, SMALL_FILE, Checkpoint, read_older
 
 _BASE = "base_model_name_or_path"
 
@@ -81,7 +81,7 @@ def other_content(checkpoint: Checkpoint, model: Path, head: Head) -> str | None
     if not isinstance(layout, AdapterLayout):
         return _other_field(folder / "config.json", config_fields(first, torch.float32))
     stored = _object(folder / CONFIG)
-    wanted = adapter_fields(layout.lora, stored.get(_BASE, ""))
+    wanted = adapter_fields(layout, stored.get(_BASE, ""))
     return _other_field(folder / CONFIG, wanted) or _other_field(
         folder / "trainer" / "config.json", first.raw
     )
@@ -113,7 +113,7 @@ def other_state(checkpoint: Checkpoint, head: Head, state: TrainState) -> str | 
     Raises ValueError for a file that cannot be read.
     """
     optimizer, older = state.optimizer, state.older_weights
-    hashes = {"weights": optimizer.hash_weights().root, "optimizer": optimizer.hash_moments().root}
+    hashes = {"weights": optimizer.weights.hash().root, "optimizer": optimizer.hash_moments().root}
     if different := different_bits(checkpoint.folder, head, hashes):
         return different
     if older is None:

@@ -15,9 +15,10 @@ from ...model.weights import Layout
 from ..config.run_config import Config
 from ..processes.allocator import return_freed_memory
 from ..rollout.stopwatch import Stopwatch
+from ..train.master_weights import AdapterWeights, MasterWeights
 from ..train.optimizer import Optimizer
 from ..train.parallel.data_parallel import RankedSampler, RankedScorer, RankedWorkers
-from ..train.parallel.gathered import FrozenPieces, GatheredSampler, GatheredScorer, WholeWeights
+from ..train.parallel.gathered import FrozenPieces, WholeWeights
 from ..train.parallel.gradient import TrainedAdapters
 from ..train.parallel.process_group import Ranks
 from ..train.parallel.scorer import Scorer, WorkersSampler, frozen
@@ -25,7 +26,7 @@ from ..train.parallel.sharded_adapters import AdapterGradient, ShardedAdapters, 
 from ..train.parallel.sharded_model import ShardedModel, ShardedWorkers
 from ..train.parallel.workers import Workers
 from ..train.parallel.zero import Slices
-from ..train.sharded_optimizer import ShardedAdapterOptimizer, ShardedOptimizer
+from ..train.sharded_weights import ShardedWeights
 from .samplers import Samplers, numerics_of
 from .trained import adapters_before
 
@@ -35,7 +36,7 @@ class Engine(NamedTuple):
 
     policy: Decoder
     optimizer: Optimizer
-    parallel: Workers | RankedWorkers | ShardedWorkers
+    parallel: Workers | RankedWorkers
     samplers: Samplers
     ref_policy: Scorer | RankedScorer | None = None
     critic: Scorer | RankedScorer | None = None
@@ -78,38 +79,38 @@ def sharded_engine(run: EngineInputs, micro_batch: int, stopwatch: Stopwatch) ->
         raise ValueError(
             'config: parallel.engine ("fsdp") needs a process group, which only `zerokl train` makes'
         )
-    whole, optimizer, parallel = _of_adapters(run) if run.own_layout else _of_weights(run)
+    masters, parallel, whole = _of_adapters(run) if run.own_layout else _of_weights(run)
     policy = whole.decoder
+    optimizer = Optimizer(masters, config.optimizer, run.updates)
     # One worker: the sampler's. It is asked for no gradient.
     drawing = Workers(policy, config.virtual_shards, 1, config.native, stopwatch=stopwatch)
     return_freed_memory()
-    sampler = RankedSampler(GatheredSampler(WorkersSampler(drawing, micro_batch), whole), ranks)
+    sampler = RankedSampler(WorkersSampler(drawing, micro_batch), ranks, whole)
     ref_policy = critic = None
     if run.ref_model is not None:
-        ref_policy = RankedScorer(_reference(run, *run.ref_model, micro_batch), ranks)
+        ref_policy = _reference(run, *run.ref_model, micro_batch)
     if config.loss.has_critic:
-        critic = RankedScorer(GatheredScorer(Scorer(drawing, micro_batch), whole), ranks)
+        critic = RankedScorer(Scorer(drawing, micro_batch), ranks, whole)
     return Engine(policy, optimizer, parallel, Samplers(sampler, sampler), ref_policy, critic)
 
 
-def _of_weights(run: EngineInputs) -> tuple[WholeWeights, Optimizer, ShardedWorkers]:
+def _of_weights(run: EngineInputs) -> tuple[MasterWeights, RankedWorkers, WholeWeights]:
     """What trains the weights."""
     model = _sharded_model(run)
-    whole = WholeWeights(model, _empty_decoder(run, run.layout))
-    optimizer = ShardedOptimizer(model, whole, run.config.optimizer, run.updates)
-    return whole, optimizer, ShardedWorkers(model, run.config.virtual_shards)
+    whole = WholeWeights(model.gather_into, _empty_decoder(run, run.layout))
+    return ShardedWeights(model, whole), ShardedWorkers(model, run.config.virtual_shards), whole
 
 
-def _of_adapters(run: EngineInputs) -> tuple[WholeWeights, Optimizer, ShardedAdapterWorkers]:
+def _of_adapters(run: EngineInputs) -> tuple[MasterWeights, RankedWorkers, WholeWeights]:
     """What trains LoRA's adapters."""
     flat = adapters_before(run.config, run.own_layout).to(run.device, copy=True)
     adapters = TrainedAdapters(run.own_layout, flat)
     gradient, slices = AdapterGradient(adapters), Slices(run.own_layout, run.ranks, run.device)
     model = _sharded_model(run, gradient.buffers)
-    whole = WholeWeights(model, _empty_decoder(run, run.layout))
+    whole = WholeWeights(model.gather_into, _empty_decoder(run, run.layout))
     merged = ShardedAdapters(adapters, model, whole.decoder, run.base)
-    optimizer = ShardedAdapterOptimizer(merged, whole, run.config.optimizer, run.updates, slices)
-    return whole, optimizer, ShardedAdapterWorkers(model, gradient, slices, run.config.virtual_shards)
+    parallel = ShardedAdapterWorkers(model, gradient, slices, run.config.virtual_shards)
+    return AdapterWeights(merged, slices, whole), parallel, whole
 
 
 def _sharded_model(run: EngineInputs, adapters: Mapping[str, LowRankBuffers] | None = None) -> ShardedModel:
@@ -118,12 +119,13 @@ def _sharded_model(run: EngineInputs, adapters: Mapping[str, LowRankBuffers] | N
     return ShardedModel(*model_arguments, run.ranks, run.device, adapters or {})
 
 
-def _reference(run: EngineInputs, folder: Path, ref_config: ModelConfig, micro_batch: int) -> GatheredScorer:
+def _reference(run: EngineInputs, folder: Path, ref_config: ModelConfig, micro_batch: int) -> RankedScorer:
     """The frozen reference, of which each rank keeps its pieces."""
     layout = Layout(ref_config)
     pieces = FrozenPieces(folder, layout, run.dtype, run.ranks, run.device)
-    whole = WholeWeights(pieces, _empty_decoder(run, layout))
-    return GatheredScorer(frozen(whole.decoder, run.config.virtual_shards, 1, micro_batch), whole)
+    whole = WholeWeights(pieces.gather_into, _empty_decoder(run, layout))
+    scorer = frozen(whole.decoder, run.config.virtual_shards, 1, micro_batch)
+    return RankedScorer(scorer, run.ranks, whole)
 
 
 def _empty_decoder(run: EngineInputs, layout: Layout) -> Decoder:

@@ -43,7 +43,7 @@ class ExternalSampler:
         self._load()
 
     def _load(self) -> None:
-        self._engine.load_weights(self._layout.checkpoint_views(self._weights()))
+        self._engine.load_weights(self._layout.stored_tensors(self._weights()))
 
     def sync_weights(self, version: int) -> None:
         self._load()

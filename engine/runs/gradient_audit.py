@@ -14,6 +14,7 @@ from pydantic import ValidationError
 from ...kernels.philox import Stream
 from ...verify.bias_figures import Bias, DrawnBias, check_draws, estimate, of_exact
 from ...verify.compare_runs import open_run
+from ...verify.run_files import checkpoint_folders
 from ..config.compatibility import check_settings
 from ..config.config_file import validation_message
 from ..config.perturb_section import PerturbConfig
@@ -27,9 +28,10 @@ from ..train.gradient_bias import drawn, exact_gradient, loss_products, measured
 from ..train.parallel.inner_products import WHOLE
 from ..train.state import TrainState
 from .base_model import base_model
-from .checkpoints import Checkpoint, checked_checkpoint, checkpoint_folders, restore
+from .checkpoints import checked_checkpoint
 from .resume import run_config
 from .setup import make_state, run_equivalence, settled
+from .trainer_state import Checkpoint, restore
 
 
 class Pair(NamedTuple):

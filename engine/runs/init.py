@@ -26,6 +26,7 @@ from ...model.checkpoint import write_checkpoint
 from ...model.config import ModelConfig
 from ...model.context import Buffers
 from ...model.decoder import Decoder
+from ...model.families import MODEL_TYPES
 from ...model.scoring import logprobs, pack
 from ...model.weights import Layout
 from ..config.init_section import InitSettings
@@ -42,6 +43,7 @@ from ..tasks.pairs import Pairs
 from ..tasks.perfectible import PERFECTIBLE_FILE
 from ..tasks.tokenizer import Tokenizer, character_tokenizer
 from ..train.collect import step_problems
+from ..train.master_weights import SlicedWeights
 from ..train.optimizer import Optimizer
 from ..train.parallel.partition import virtual_shards
 from ..train.parallel.workers import ParallelSampler, Workers, automatic
@@ -95,8 +97,10 @@ PRESETS: dict[str, dict[str, Any]] = {
         head_dim=32,
     ),
     # A mixture of experts: 3.7 million parameters. A token uses as many as the tiny model has.
-    "moe": _TINY | dict(num_experts=8, num_experts_per_tok=2, moe_intermediate_size=224, norm_topk_prob=True),
+    "moe": _TINY | dict(MODEL_TYPES["qwen3_moe"].small),
 }
+# The tiny model of each family, by its model_type.
+PRESETS |= {name: _TINY | {"model_type": name} | dict(family.small) for name, family in MODEL_TYPES.items()}
 
 
 def initialise(
@@ -229,16 +233,19 @@ def _longest_turn(examples: Sequence[Rollout]) -> int:
 def random_decoder(
     preset: str, vocab_size: int, seed: int, sizes: Mapping[str, int] | None = None
 ) -> Decoder:
-    """A Qwen3, or a Qwen3-MoE where the preset has experts. sizes: those that differ from the preset's.
+    """A Qwen3, or a model of the preset's family. sizes: those that differ from the preset's.
 
-    Its matrices are random, from counter-based numbers. Its norms are 1.
+    Its matrices are random, from counter-based numbers. Its norms multiply by 1, and its biases are 0.
     The elements of a matrix are uniform in +-sqrt(3 / fan_in), and half of this in the output matrices of
     attention and MLP. fan_in is the number of columns, and the hidden size for the embedding.
     """
-    has_experts = "num_experts" in PRESETS[preset]
+    model_type = PRESETS[preset].get(
+        "model_type", "qwen3_moe" if "num_experts" in PRESETS[preset] else "qwen3"
+    )
+    family = MODEL_TYPES[model_type]
     raw = {
-        "architectures": ["Qwen3MoeForCausalLM" if has_experts else "Qwen3ForCausalLM"],
-        "model_type": "qwen3_moe" if has_experts else "qwen3",
+        "architectures": [family.architecture],
+        "model_type": model_type,
         "vocab_size": vocab_size,
         **PRESETS[preset],
         **(sizes or {}),
@@ -247,10 +254,10 @@ def random_decoder(
         "rope_theta": 10000.0,
         "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
         "tie_word_embeddings": True,
-        "hidden_act": "silu",
+        "hidden_act": family.defaults.get("hidden_act", "silu"),
         "attention_bias": False,
         "attention_dropout": 0.0,
-        "use_sliding_window": False,
+        **({"use_sliding_window": False} if "use_sliding_window" in family.defaults else {}),
         "pad_token_id": 0,
         "eos_token_id": 1,
         "bos_token_id": None,
@@ -260,10 +267,10 @@ def random_decoder(
     flat = torch.zeros(layout.numel)
     for i, (name, view) in enumerate(layout.views(flat).items()):
         if view.dim() == 1:
-            view.fill_(1.0)
+            view.fill_(0.0 if name.endswith("bias") or config.norm_plus_one else 1.0)
             continue
         fan_in = config.hidden_size if name == "embed" else view.shape[1]
-        scale = (3.0 / fan_in) ** 0.5 * (0.5 if name.endswith((".o", ".down")) else 1.0)
+        scale = (3.0 / fan_in) ** 0.5 * (0.5 if name.endswith((".o", "down")) else 1.0)
         u = uniform_range(view.numel(), seed, Stream.WEIGHTS, word=i)
         view.copy_(torch.from_numpy((2.0 * u - 1.0) * scale).view(view.shape))
     return Decoder(config, flat, layout)
@@ -285,7 +292,7 @@ def _take_steps(
 ) -> tuple[float, int]:
     """Supervised steps on the examples until the target is reached. Returns accuracy and number of steps."""
     decoder, workers, player, params, seed, target = warm_start
-    optimizer = Optimizer(decoder, decoder.flat.detach(), _OPTIMIZER, _MAX_STEPS)
+    optimizer = Optimizer(SlicedWeights(decoder, decoder.flat.detach()), _OPTIMIZER, _MAX_STEPS)
     sampler, accuracy, tokens, began_s = ParallelSampler(workers), 0.0, 0, time.perf_counter()
     probe = problems[:_PROBE]
     # Accuracy rises slowly, then fast, so the time that is left does not follow from the time so far.

@@ -21,7 +21,7 @@ from ..rollout.pool.actor import identify, weight_bytes
 from ..rollout.pool.dispatch import Dispatcher
 from ..rollout.pool.sampler import PinnedSampler, Published
 from ..rollout.types import Completion, Request, Sampler
-from ..train.optimizer import Optimizer
+from ..train.master_weights import SlicedWeights
 from ..train.parallel.workers import Workers
 
 
@@ -84,20 +84,20 @@ class _Lagged:
     def __init__(
         self,
         config: Config,
-        optimizer: Optimizer,
+        weights: SlicedWeights,
         older: OlderWeights,
         scoring: Workers | None,
         differs: bool,
     ):
-        self._config, self._optimizer, self.older = config, optimizer, older
+        self._config, self._weights, self.older = config, weights, older
         self._scoring, self._differs = scoring, differs
         older.push(self._snapshot(0))
 
     def _snapshot(self, version: int) -> Snapshot:
         """Copies of the weights as they are now. Without a lag nobody scores."""
-        config, master = self._config, self._optimizer.whole_model()
+        config, master = self._config, self._weights.whole_model()
         dtype = DTYPES[config.precision.sampler_dtype or config.dtype]
-        layout = self._optimizer.decoder.layout
+        layout = self._weights.decoder.layout
         sampled = sampled_weights(config, layout, master).to(dtype, copy=True)
         if not self._differs or not self.older.lag:
             return Snapshot(version, sampled, sampled)
@@ -117,9 +117,9 @@ class LaggedSampler(_Lagged, DrawingSampler):
     """
 
     def __init__(
-        self, config: Config, optimizer: Optimizer, older: OlderWeights, drawing: Drawing, scoring: Workers
+        self, config: Config, weights: SlicedWeights, older: OlderWeights, drawing: Drawing, scoring: Workers
     ):
-        _Lagged.__init__(self, config, optimizer, older, scoring, scoring is not drawing.workers)
+        _Lagged.__init__(self, config, weights, older, scoring, scoring is not drawing.workers)
         DrawingSampler.__init__(self, drawing, config.perturb)
 
     @torch.no_grad()
@@ -142,14 +142,14 @@ class PooledSampler(_Lagged):
     def __init__(
         self,
         config: Config,
-        optimizer: Optimizer,
+        weights: SlicedWeights,
         older: OlderWeights,
         scoring: Workers | None,
         differs: bool,
         model_config: ModelConfig,
         open_pool: Callable[[], Dispatcher],
     ):
-        super().__init__(config, optimizer, older, scoring, differs)
+        super().__init__(config, weights, older, scoring, differs)
         self.lag, self._model_config = older.lag, model_config
         self._published: dict[int, Published] = {}  # by version
         self._pool = open_pool()

@@ -57,7 +57,7 @@ def run_head(state: TrainState, process: Mapping[str, Any]) -> Head:
     settings = binding(config)
     settings |= {f"model.{name}": value for name, value in architecture(state.policy.config).items()}
     free = {key: value for key, value in flat_settings(config).items() if key not in settings}
-    tree = state.optimizer.hash_weights()
+    tree = state.optimizer.weights.hash()
     problems = [[p.id, p.prompt, repr(p.answer), *_rejected(p)] for p in state.problems]
     data = hash_json([digest_ids(state.prompt_ids), problems])
     cpp = state.policy.flat.device.type == "cpu" and library() is not None
@@ -66,7 +66,7 @@ def run_head(state: TrainState, process: Mapping[str, Any]) -> Head:
     recorded |= {f"process.{key}": value for key, value in free.items()}
     optimizer = state.optimizer
     names = [name for entry in optimizer.layout.trained for name, _ in entry.parts]
-    settings |= {REFERENCE: _ref_weights(state)} | _frozen_settings(optimizer.frozen_views())
+    settings |= {REFERENCE: _ref_weights(state)} | _frozen_settings(optimizer.weights.frozen_views())
     return Head(settings, config.seed, data, tree.root, names, tree.leaves, recorded)
 
 

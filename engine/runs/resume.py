@@ -20,20 +20,15 @@ from ...files.writing import first_free, write_whole
 from ...model.peft import checkpoint_config
 from ...model.weights import fingerprint
 from ...verify.ledger import LEDGER, Head, LedgerFile, read_ledger
+from ...verify.run_files import checkpoint_folders
 from ..config.config_file import file_keys, load_config
 from ..config.run_config import Config
-from .checkpoints import (
-    DAMAGED,
-    Checkpoint,
-    checkpoint_folders,
-    clear_leftovers,
-    read_trained,
-    usable_checkpoint,
-)
+from .checkpoints import DAMAGED, clear_leftovers, usable_checkpoint
 from .folder import METRICS, ROLLOUTS, check_shape
 from .ledger_head import REFERENCE, binding, flat_settings, frozen_name, is_free, run_layout
 from .logs import Log, read_log
 from .summary import SUMMARY, Summary, numbers, read_summary, summarise, wrong_fields
+from .trainer_state import Checkpoint, read_trained
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,6 @@ from ..train.recorder import Recorder
 from ..train.state import StepRecord, TrainState
 from ..train.step import train_step
 from .base_model import base_model
-from .checkpoints import restore, save_checkpoint
 from .evaluation import HeldOut
 from .folder import NoFolder, RunFolder, refuse_taken, write_config
 from .held_out import BASE_REWARD, MEAN_REWARD, held_out_name
@@ -46,6 +45,7 @@ from .setup import make_state, on_gpu, run_equivalence, settled
 from .signal import no_signal_line
 from .summary import Summary, summarise, write_summary
 from .trackers import Trackers, require_trackers
+from .trainer_state import restore, save_checkpoint
 
 # Metrics of mismatch and staleness that the display's lines of other metrics leave out.
 _NOT_LISTED = ("mismatch/max_abs", "mismatch/frac_equal", "staleness/versions")
@@ -314,7 +314,7 @@ def _guarded_step(state: TrainState, recorder: Recorder, path: Path) -> StepReco
         return train_step(state, recorder)
     except MismatchError as error:
         try:
-            with state.optimizer.whole_policy():
+            with state.optimizer.weights.gathered():
                 if state.ranks.first:
                     names = ("mismatch" if n == 1 else f"mismatch-{n}" for n in count(1))
                     _save_mismatch(state, error, first_free(path / name for name in names))
@@ -371,6 +371,6 @@ def _other_metrics(metrics: dict[str, float], group: str) -> list[Field]:
 
 def _summarise(state: TrainState, history: list[dict[str, float]], chain: str, seconds: float) -> Summary:
     """The summary of a finished run. history: the metrics of all its steps. chain: of its ledger."""
-    layout, master = state.optimizer.layout, state.optimizer.collect_master()
+    layout, master = state.optimizer.layout, state.optimizer.weights.collect()
     weights = state.ranks.from_first(lambda: fingerprint(layout, master))
     return summarise(history, chain, weights, seconds)

@@ -42,7 +42,7 @@ from ..rollout.vllm.arguments import vllm_context
 from ..rollout.vllm.exact import VllmExactSampler
 from ..rollout.vllm.installed import is_cpu_build
 from ..rollout.vllm.sampler import VllmZeroklSampler
-from ..train.optimizer import Optimizer
+from ..train.master_weights import SlicedWeights
 from ..train.parallel.scorer import Scorer, WorkersSampler
 from ..train.parallel.workers import ParallelSampler, Workers
 from .external import ExternalSampler, make_engine
@@ -63,7 +63,7 @@ def make_samplers(
     config: Config,
     model: Path,
     model_config: ModelConfig,
-    optimizer: Optimizer,
+    weights: SlicedWeights,
     workers: Workers,
     micro_batch: int,
 ) -> Samplers:
@@ -82,14 +82,14 @@ def make_samplers(
         _refuse_without_experts(config, model_config.architecture)
     shared = WorkersSampler(workers, micro_batch)
     if config.pool.engine:
-        return _pooled(config, model_config, optimizer, workers, micro_batch, shared)
-    run = _Run(config, model, model_config, optimizer)
+        return _pooled(config, model_config, weights, workers, micro_batch, shared)
+    run = _Run(config, model, model_config, weights)
     if is_separate(config):
         return _separate(run, workers, micro_batch, shared)
     if config.sampler in EXTERNAL:
-        layout = optimizer.decoder.layout
+        layout = weights.decoder.layout
         return Samplers(
-            _external(run, lambda: sampled_weights(config, layout, optimizer.whole_model())), shared
+            _external(run, lambda: sampled_weights(config, layout, weights.whole_model())), shared
         )
     if config.sampler == "native":
         return Samplers(shared, shared)
@@ -103,12 +103,12 @@ class _Run(NamedTuple):
     config: Config
     model: Path
     model_config: ModelConfig
-    optimizer: Optimizer
+    weights: SlicedWeights
 
 
 def _over_weights_of(workers: Workers, run: _Run) -> Sampler:
     """The sampler that is not external, over the weights of these workers."""
-    config, layout, flat = run.config, run.optimizer.decoder.layout, workers.host.decoder.flat
+    config, layout, flat = run.config, run.weights.decoder.layout, workers.host.decoder.flat
     if config.sampler == "vllm-zerokl":
         return VllmZeroklSampler(
             run.model,
@@ -126,7 +126,7 @@ def _over_weights_of(workers: Workers, run: _Run) -> Sampler:
 
 def _external(run: _Run, weights: Callable[[], torch.Tensor]) -> ExternalSampler:
     """weights: gives those that the engine loads, [numel]."""
-    decoder = run.optimizer.decoder
+    decoder = run.weights.decoder
     engine = make_engine(run.config, run.model, run.model_config, decoder.device)
     return ExternalSampler(engine, run.model_config, decoder.layout, weights)
 
@@ -136,29 +136,29 @@ def _separate(run: _Run, workers: Workers, micro_batch: int, shared: WorkersSamp
 
     workers: the trainer's. shared: evaluates.
     """
-    config, optimizer, n = run.config, run.optimizer, workers.n
+    config, weights, n = run.config, run.weights, workers.n
     stopwatch = workers.host.sampler.stopwatch  # a step has one
     drawing = _drawing(run, n, stopwatch)
     if not config.max_staleness:
-        return Samplers(SeparateSampler(config, drawing, optimizer), shared)
+        return Samplers(SeparateSampler(config, drawing, weights), shared)
     scoring = drawing.workers
     if scoring is None or config.sampler_differs:
-        scoring = _separate_workers(config, run.model_config, optimizer, n, sampler=False)
+        scoring = _separate_workers(config, run.model_config, weights, n, sampler=False)
     scorer = Scorer(scoring, micro_batch)
     if config.lag is not None:
         older = OlderWeights(config.lag)
-        lagged = LaggedSampler(config, optimizer, older, drawing, scoring)
+        lagged = LaggedSampler(config, weights, older, drawing, scoring)
         return Samplers(lagged, shared, scorer, older)
-    return Samplers(SeparateSampler(config, drawing, optimizer, scoring), shared, scorer)
+    return Samplers(SeparateSampler(config, drawing, weights, scoring), shared, scorer)
 
 
 def _drawing(run: _Run, n: int, stopwatch: Stopwatch) -> Drawing:
     """The sampler of a run over weights of its own. n: of the native sampler's workers."""
-    config, optimizer = run.config, run.optimizer
+    config, weights = run.config, run.weights
     if config.sampler in EXTERNAL:
-        flat = sampled_weights(config, optimizer.decoder.layout, optimizer.whole_model()).clone()
+        flat = sampled_weights(config, weights.decoder.layout, weights.whole_model()).clone()
         return Drawing(flat, _external(run, lambda: flat))
-    workers = _separate_workers(config, run.model_config, optimizer, n, True, stopwatch)
+    workers = _separate_workers(config, run.model_config, weights, n, True, stopwatch)
     with ExitStack() as on_failure:
         on_failure.callback(workers.close)
         drawing = Drawing(workers.host.decoder.flat, _over_weights_of(workers, run), workers)
@@ -169,13 +169,13 @@ def _drawing(run: _Run, n: int, stopwatch: Stopwatch) -> Drawing:
 def _pooled(
     config: Config,
     model_config: ModelConfig,
-    optimizer: Optimizer,
+    weights: SlicedWeights,
     workers: Workers,
     micro_batch: int,
     shared: WorkersSampler,
 ) -> Samplers:
     """The samplers of a run whose training rollouts are drawn by actors. shared: evaluates."""
-    decoder, lag = optimizer.decoder, config.lag
+    decoder, lag = weights.decoder, config.lag
     assert lag is not None
     dtype = DTYPES[config.precision.sampler_dtype or config.dtype]
     threads = max(1, int(config.pool.cpus))
@@ -187,11 +187,9 @@ def _pooled(
         cluster = RayCluster(pool, blueprint, lag + 2)
         return Dispatcher(cluster, pool.actors, pool.in_flight, pool.timeout_s, environment, console.print)
 
-    scoring = _separate_workers(config, model_config, optimizer, workers.n, sampler=False) if lag else None
+    scoring = _separate_workers(config, model_config, weights, workers.n, sampler=False) if lag else None
     older = OlderWeights(lag)
-    sampler = PooledSampler(
-        config, optimizer, older, scoring, config.sampler_differs, model_config, open_pool
-    )
+    sampler = PooledSampler(config, weights, older, scoring, config.sampler_differs, model_config, open_pool)
     return Samplers(sampler, shared, Scorer(scoring, micro_batch) if scoring else None, older)
 
 
@@ -256,20 +254,25 @@ def numerics_of(config: Config, sampler: bool = False) -> Numerics:
     precision = config.precision.of_sampler if sampler else config.precision
     kv = (sampler and config.perturb.kv) or config.precision.kv
     return named_numerics(
-        precision.head_dtype, precision.cache_dtype, precision.tiles, precision.router_dtype, kv
+        precision.head_dtype,
+        precision.cache_dtype,
+        precision.tiles,
+        precision.router_dtype,
+        kv,
+        precision.attention,
     )
 
 
 def _separate_workers(
     config: Config,
     model_config: ModelConfig,
-    optimizer: Optimizer,
+    weights: SlicedWeights,
     n: int,
     sampler: bool,
     stopwatch: Stopwatch | None = None,
 ) -> Workers:
     """Workers with a copy of the weights: the sampler's weights, or the trainer's."""
-    master, layout = optimizer.whole_model(), optimizer.decoder.layout
+    master, layout = weights.whole_model(), weights.decoder.layout
     if sampler:
         dtype = DTYPES[config.precision.sampler_dtype or config.dtype]
         flat = sampled_weights(config, layout, master).to(dtype, copy=True)
@@ -293,13 +296,13 @@ class SeparateSampler(DrawingSampler):
     """
 
     def __init__(
-        self, config: Config, drawing: Drawing, optimizer: Optimizer, scoring: Workers | None = None
+        self, config: Config, drawing: Drawing, weights: SlicedWeights, scoring: Workers | None = None
     ):
         super().__init__(drawing, config.perturb)
-        self._config, self._scoring, self._optimizer = config, scoring, optimizer
+        self._config, self._scoring, self._weights = config, scoring, weights
         self._delayed = Delayed(config.perturb.delay)
         if config.perturb.delay:
-            self._delayed.push(optimizer.whole_model())
+            self._delayed.push(weights.whole_model())
 
     @torch.no_grad()
     def sync_weights(self, version: int) -> None:
@@ -311,7 +314,7 @@ class SeparateSampler(DrawingSampler):
         too_old = rewound or version - sampler.version > self._config.max_staleness
         if not (too_old or self._perturb.delay):
             return
-        master, layout = self._optimizer.whole_model(), self._optimizer.decoder.layout
+        master, layout = self._weights.whole_model(), self._weights.decoder.layout
         source = self._delayed.push(master) if self._perturb.delay else master
         if not too_old:
             return

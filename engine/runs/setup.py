@@ -30,7 +30,8 @@ from ..tasks.perfectible import perfectible_set
 from ..tasks.tokenizer import Tokenizer
 from ..train.ahead import Ahead
 from ..train.loss_scaling import LossScaler
-from ..train.parallel.data_parallel import RankedEquivalence, RankedSampler, RankedScorer, RankedWorkers
+from ..train.optimizer import Optimizer
+from ..train.parallel.data_parallel import RankedEquivalence, RankedSampler, RankedScorer, ReplicatedWorkers
 from ..train.parallel.process_group import ALONE, Ranks
 from ..train.parallel.scorer import Scorer, frozen
 from ..train.parallel.workers import Workers, automatic
@@ -46,7 +47,7 @@ from .samplers import (
     sampling_context,
     shares_weights,
 )
-from .trained import adapter_layout, make_optimizer, merge_first, model_layout
+from .trained import adapter_layout, merge_first, model_layout, whole_weights
 
 
 def make_state(
@@ -142,12 +143,13 @@ def _replicated_engine(run: EngineInputs, sizes: PassSizes, stopwatch: Stopwatch
         )
         on_failure.enter_context(workers)
         slices = Slices(run.own_layout or run.layout, ranks, run.device)
-        optimizer = make_optimizer(config, adapters, policy, weights, slices)
+        masters = whole_weights(config, adapters, policy, weights, slices)
+        optimizer = Optimizer(masters, config.optimizer, run.updates)
         ref_policy = None
         if run.ref_model:
             ref_policy = _ref_policy(config, *run.ref_model, workers.n, sizes.micro_batch)
             on_failure.callback(ref_policy.close)
-        samplers = make_samplers(config, run.folder, model_config, optimizer, workers, sizes.micro_batch)
+        samplers = make_samplers(config, run.folder, model_config, masters, workers, sizes.micro_batch)
         on_failure.pop_all()
     critic = Scorer(workers, sizes.micro_batch) if config.loss.has_critic else None
     if ranks.size == 1:
@@ -155,7 +157,7 @@ def _replicated_engine(run: EngineInputs, sizes: PassSizes, stopwatch: Stopwatch
     return Engine(
         policy,
         optimizer,
-        RankedWorkers(workers, slices, config.virtual_shards),
+        ReplicatedWorkers(workers, slices, config.virtual_shards),
         _spread(samplers, ranks),
         RankedScorer(ref_policy, ranks) if ref_policy else None,
         RankedScorer(critic, ranks) if critic else None,

@@ -12,8 +12,7 @@ from ...model.freezing import frozen_weights
 from ...model.peft import read_adapter
 from ...model.weights import Layout
 from ..config.run_config import Config
-from ..train.adapter_optimizer import AdapterOptimizer
-from ..train.optimizer import Optimizer
+from ..train.master_weights import AdapterWeights, SlicedWeights
 from ..train.parallel.zero import Slices
 
 
@@ -58,12 +57,13 @@ def adapters_before(config: Config, layout: AdapterLayout) -> torch.Tensor:
     return read_adapter(Path(folder), layout) if folder else first_adapters(layout, config.seed)
 
 
-def make_optimizer(
+def whole_weights(
     config: Config, adapters: Adapters | None, policy: Decoder, weights: torch.Tensor, slices: Slices
-) -> Optimizer:
-    """The optimizer of the adapters, or of the weights. slices: of what is trained, over the run's ranks."""
-    updates = config.steps * config.updates_per_rollout
-    if adapters is None:
-        how = config.precision.quantisation
-        return Optimizer(policy, weights, config.optimizer, updates, slices, how)
-    return AdapterOptimizer(adapters, config.optimizer, updates, slices)
+) -> SlicedWeights:
+    """What the optimizer changes, of a policy that is whole in every rank: the adapters, or the weights.
+
+    slices: of what is trained, over the run's ranks.
+    """
+    if adapters is not None:
+        return AdapterWeights(adapters, slices)
+    return SlicedWeights(policy, weights, slices, config.precision.quantisation)

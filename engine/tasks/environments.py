@@ -59,20 +59,26 @@ class Game:
         self.history = answer.history
 
 
-class Environments:
-    """The environments of a run.
+@dataclass(frozen=True)
+class AboutEnvironments:
+    """What the environments of a task say of themselves.
 
     players: of a game; 1 otherwise. binary: whether the reward of a trajectory is 0 or 1 by the task's own
     word. tools: that the chat template names. tool_calls: in which form the model calls them; may be empty.
     """
 
+    players: int
+    binary: bool
+    tools: list[dict[str, Any]] | None
+    tool_calls: str
+
+
+class Environments:
+    """The environments of a run."""
+
     def __init__(self, executor: Executor):
         self._executor, self._asked = executor, {}
-        about = executor.about
-        self.players: int = about["players"]
-        self.binary: bool = about["binary"]
-        self.tools: list[dict[str, Any]] | None = about["tools"]
-        self.tool_calls: str = about["tool_calls"]
+        self.about = AboutEnvironments(**executor.about)
 
     def ask(self, game: Game) -> None:
         """Let an environment answer to the last turn of its game; without a turn, give its first content.
@@ -101,8 +107,9 @@ class Environments:
             return Failure(one_line(f"{answer.reason}{answer.line}"), answer.timed_out)
         try:
             rewards = [float(r) for r in answer["rewards"]]
-            fits = len(rewards) == self.players and all(abs(r) <= LARGEST_REWARD for r in rewards)
-            if not fits or type(answer["done"]) is not bool or answer["player"] not in range(self.players):
+            players = self.about.players
+            fits = len(rewards) == players and all(abs(r) <= LARGEST_REWARD for r in rewards)
+            if not fits or type(answer["done"]) is not bool or answer["player"] not in range(players):
                 raise ValueError
             end, history = DONE if answer["done"] else "", str(answer["history"])
             content = checked_content(answer["content"])

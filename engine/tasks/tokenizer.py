@@ -28,7 +28,8 @@ class Tokenizer:
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
         if not any((folder / name).exists() for name in ("tokenizer.json", "vocab.json", "tokenizer.model")):
             raise ValueError(
-                f"model: {folder} holds no tokenizer (tokenizer.json, vocab.json or tokenizer.model)"
+                f"model: {folder} holds no tokenizer (tokenizer.json, vocab.json or tokenizer.model); copy "
+                "the tokenizer's files of the model that it was trained from into it"
             )
         check_folder(folder)
         if (folder / "tokenizer.json").exists():

@@ -1,27 +1,23 @@
 """The optimizer: AdamW on fp32 master weights.
 
-All tensors here are flat over the weights that are trained (model/weights.py), or over a rank's slice of
-them (parallel/zero.py). Frozen weights have no state: they are kept as they were given. Elementwise work runs
-over SLICE elements at a time, to keep temporaries small. Its operations are those of kernels/order.py, so
-slices and threads decide no bit.
+The weights come in the pieces that a rank has (master_weights.py). The gradient is flat over what is trained
+(model/weights.py), or over a rank's slice of it (parallel/zero.py). Frozen weights have no state: they are
+kept as they were given. Elementwise work runs over SLICE elements at a time, to keep temporaries small. Its
+operations are those of kernels/order.py, so pieces, slices and threads decide no bit.
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Sequence
 
 import numpy as np
 import torch
 
 from ...kernels.adamw import AdamW, adamw
 from ...kernels.order import tree_sum
-from ...model.compute_weights import quantise_all
-from ...model.decoder import Decoder
-from ...model.quantisation import Quantisation
-from ...model.weights import FLAT_TILE, VALUE_HEAD, FlatLayout
+from ...model.weights import FLAT_TILE, FlatLayout
 from ...verify.ledger import Tree
 from ..config.run_config import OptimizerConfig
-from .parallel.tree_hash import hash_tree
+from .master_weights import MasterWeights
 from .parallel.zero import Slices
 
 # Elements of one slice of an elementwise pass; a multiple of FLAT_TILE. On a CPU a temporary has 1 MiB and so
@@ -41,154 +37,40 @@ class GradientOverflowError(FloatingPointError):
 
 
 class Optimizer:
-    """Owns the master weights and the optimizer state of a decoder, or one rank's slice of both.
+    """AdamW on the master weights of this rank, with their moments: [weights.numel] fp32 each."""
 
-    `master` and the two `moments` are [own] fp32: the rank's slice. Without ranks it is all that is trained.
-    adapter_optimizer.py has the case in which adapters are trained in place of the weights.
-    """
+    def __init__(self, weights: MasterWeights, cfg: OptimizerConfig, total_updates: int):
+        """total_updates: of the whole run, for the schedule of the learning rate."""
+        self.weights, self.cfg, self.total_updates = weights, cfg, total_updates
+        device = weights.decoder.device
+        zeros = (torch.zeros(weights.numel, device=device) for _ in range(2))
+        self.moments = tuple(zeros)
+        self.updates, self._slice = 0, GPU_SLICE if device.type == "cuda" else SLICE
 
-    def __init__(
-        self,
-        decoder: Decoder,
-        weights: torch.Tensor,
-        cfg: OptimizerConfig,
-        total_updates: int,
-        slices: Slices | None = None,
-        quantisation: Quantisation | None = None,
-    ):
-        """weights: the first master weights, [layout.numel] fp32. They are not read if `in_place`.
-
-        total_updates: of the whole run, for the schedule of the learning rate. quantisation: of the weights
-        that the decoder computes with, from now on; None leaves them as they are.
-        """
-        self.decoder, self.cfg, self.total_updates = decoder, cfg, total_updates
-        self._quantisation = quantisation
-        self.slices = slices or Slices(self.layout)
-        place = self.slices.own
-        self.master = self._flat[place] if self.in_place else weights[place].to(decoder.device, copy=True)
-        self._keep_frozen(weights)
-        self.moments = torch.zeros_like(self.master), torch.zeros_like(self.master)
-        self.updates = 0
-        self._slice = GPU_SLICE if self.master.is_cuda else SLICE
-        matrices = [e for e in self.layout.trained if len(e.shape) > 1]
-        overlaps = ((max(e.offset, place.start), min(e.offset + e.numel, place.stop)) for e in matrices)
-        # The parts of `master` that belong to matrices.
-        self._decayed = [slice(a - place.start, b - place.start) for a, b in overlaps if a < b]
-        heads = [e.offset for e in self.layout.trained if e.name == VALUE_HEAD]
-        head = min(max(heads[0] - place.start, 0), len(self.master)) if heads else len(self.master)
-        # The parts of `master`, each with its share of the learning rate. A critic's head is the last weight.
-        parts = (slice(0, head), 1.0), (slice(head, len(self.master)), cfg.critic_lr_ratio)
-        self._rates = [(part, ratio) for part, ratio in parts if part.start < part.stop]
-        self._quantise(self.layout.checkpoint_views)
+    @property
+    def slices(self) -> Slices:
+        """Of what is trained, over the ranks."""
+        return self.weights.slices
 
     @property
     def layout(self) -> FlatLayout:
         """Of all that is trained."""
-        return self.decoder.layout
-
-    @property
-    def in_place(self) -> bool:
-        """Whether the master weights lie in `_flat` itself.
-
-        Those of an fp32 decoder are its weights, unless these are quantised.
-        """
-        return self.decoder.dtype == torch.float32 and self._quantisation is None
-
-    @property
-    def _flat(self) -> torch.Tensor:
-        """What the master weights give, whole in every rank, [layout.numel]: the compute weights."""
-        return self.decoder.flat.detach()
-
-    @torch.no_grad()
-    def load(self, weights: torch.Tensor, updates: int) -> None:
-        """Replace the master weights by `weights` [layout.numel] fp32, and the compute weights with them.
-
-        updates: the number of updates that these weights have had.
-        """
-        self.updates = updates
-        self._flat.copy_(weights)
-        if not self.in_place:
-            self.master.copy_(weights[self.slices.own])
-            self._keep_frozen(weights)
-        self._quantise(self.layout.checkpoint_views)
-
-    @torch.no_grad()
-    def _quantise(self, views: Callable[[torch.Tensor], Mapping[str, torch.Tensor]]) -> None:
-        """Quantise compute weights that were just rounded from the master weights, whole in every rank.
-
-        views: gives those of a flat tensor by their names in a checkpoint.
-        """
-        if self._quantisation is not None:
-            quantise_all(views(self._flat), self._quantisation)
-
-    def whole_master(self) -> torch.Tensor:
-        """The master weights of all ranks, [layout.numel] fp32. The next update may change this tensor.
-
-        All ranks must call this together.
-        """
-        if self.in_place:
-            return self._flat
-        return self._with_frozen(self.slices.everywhere(self.master))
-
-    def whole_model(self) -> torch.Tensor:
-        """The model of the master weights, [decoder.layout.numel] fp32; see `whole_master`."""
-        return self.whole_master()
-
-    def collect_master(self) -> torch.Tensor | None:
-        """The master weights of all ranks, [layout.numel] fp32, at least in rank 0; see `whole_master`.
-
-        All ranks must call this together. Ranks other than 0 may get None.
-        """
-        if self.in_place:
-            return self._flat
-        trained = self.slices.collect(self.master)
-        return None if trained is None else self._with_frozen(trained)
-
-    def _keep_frozen(self, weights: torch.Tensor) -> None:
-        """Keep the frozen part of `weights` in fp32, on the host: nothing computes with it."""
-        self._frozen = None if self.in_place else weights[self.layout.trained_numel :].to("cpu", copy=True)
-
-    @property
-    def _frozen_part(self) -> torch.Tensor:
-        """The weights that are not trained, [layout.numel - layout.trained_numel] fp32."""
-        return self._flat[self.layout.trained_numel :] if self.in_place else self._frozen
-
-    def frozen_views(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """The name in the checkpoint and the fp32 values of each weight that is not trained."""
-        yield from self.layout.frozen_views(self._frozen_part).items()
-
-    def _with_frozen(self, trained: torch.Tensor) -> torch.Tensor:
-        """The trained weights with the frozen ones after them, [layout.numel]."""
-        frozen = self._frozen_part
-        return torch.cat([trained, frozen.to(trained.device)]) if len(frozen) else trained
-
-    def hash_weights(self) -> Tree:
-        """The hash tree of the trained master weights. All ranks must call this together."""
-        if self.in_place:  # the hash is of this rank's copy, so that ranks with different copies are found
-            return hash_tree(self.layout.blocks, self._flat)
-        return self.slices.hash_tree(self.slices.hashing(self.master))
+        return self.weights.layout
 
     def hash_moments(self) -> Tree:
         """The hash tree of the moments. All ranks must call this together."""
-        return self.slices.hash_tree(self.slices.hashing(*self.moments))
+        return self.slices.hash_tree(self.slices.hashing(*map(self.weights.to_slice, self.moments)))
 
     def collect_moments(self) -> list[torch.Tensor | None]:
-        """The moments of all ranks, [layout.trained_numel] fp32 each, in rank 0; see collect_master."""
-        return [self.slices.collect(moment) for moment in self.moments]
+        """The moments of all ranks, [layout.trained_numel] fp32 each, in rank 0. A call of all ranks."""
+        return [self.slices.collect(self.weights.to_slice(moment)) for moment in self.moments]
 
     @torch.no_grad()
-    def load_moments(self, moments: Sequence[torch.Tensor]) -> None:
-        """Replace the moments. moments: this rank's slice of each."""
+    def load_moments(self, moments: Sequence[torch.Tensor], updates: int) -> None:
+        """Replace the moments, as they were after so many updates. moments: this rank's slice of each."""
+        self.updates = updates
         for moment, loaded in zip(self.moments, moments, strict=True):
-            moment.copy_(loaded)
-
-    def whole_policy(self) -> AbstractContextManager[None]:
-        """Inside this context the decoder has all its weights. All ranks must enter it together."""
-        return nullcontext()
-
-    def hash_compute_weights(self) -> Tree | None:
-        """The hash tree of this rank's compute weights; None where they are the master weights."""
-        return None if self.in_place else hash_tree(self.layout.blocks, self._flat)
+            moment.copy_(self.weights.from_slice(loaded))
 
     def learning_rate(self) -> float:
         """The learning rate of the next update."""
@@ -213,7 +95,7 @@ class Optimizer:
         """
         if grad is None:
             part = self.slices.of_gradient(self.slices.own)
-            grad = torch.zeros(part.stop - part.start, device=self.decoder.device)
+            grad = torch.zeros(part.stop - part.start, device=self.weights.decoder.device)
         norm = self._norm(grad) / loss_scale
         if not math.isfinite(norm):
             name = self._first_not_finite(grad)
@@ -223,7 +105,8 @@ class Optimizer:
         lr = self.learning_rate()
         self.updates += 1
         if self.cfg.weight_decay:
-            self._decay(1.0 - lr * self.cfg.weight_decay)
+            for matrix in self.weights.matrices():
+                matrix.mul_(1.0 - lr * self.cfg.weight_decay)
         # clip / loss_scale has the significand of clip, so the loss scale adds no rounding of the gradient.
         self._adamw(grad, self._numbers(clip / loss_scale, lr))
         return {"grad_norm": norm, "lr": lr}
@@ -234,20 +117,14 @@ class Optimizer:
         corrections = 1.0 - c.beta1**self.updates, 1.0 - c.beta2**self.updates
         return AdamW(grad_scale, lr, c.beta1, c.beta2, *corrections, c.eps)
 
-    def _decay(self, factor: float) -> None:
-        """Multiply the master weights of matrices."""
-        for part in self._decayed:
-            self.master[part].mul_(factor)
-
     def _adamw(self, grad: torch.Tensor, numbers: AdamW) -> None:
         """Update moments, master weights and compute weights, in all ranks."""
-        out = None if self.in_place else self._flat[self.slices.own]
-        for part, ratio in self._rates:
-            moments = (moment[part] for moment in self.moments)
-            part_numbers = numbers._replace(lr=numbers.lr * ratio)
-            adamw(self.master[part], *moments, grad[part], part_numbers, None if out is None else out[part])
-        self.slices.share(self._flat)
-        self._quantise(self.layout.trained_views)
+        rank_grad, critic_lr = self.weights.from_slice(grad), numbers.lr * self.cfg.critic_lr_ratio
+        for piece in self.weights.pieces():
+            moments = (moment[piece.place] for moment in self.moments)
+            piece_numbers = numbers._replace(lr=critic_lr) if piece.is_critic_head else numbers
+            adamw(piece.weights, *moments, rank_grad[piece.place], piece_numbers, piece.rounded)
+        self.weights.changed()
 
     def _norm(self, grad: torch.Tensor) -> float:
         """The global norm of all ranks' gradients.

@@ -16,6 +16,7 @@ as if they were trained.
 
 import resource
 import sys
+from collections import Counter
 from collections.abc import Iterable, Iterator
 
 import torch
@@ -80,6 +81,7 @@ def performance(state: TrainState, shard: Shard, times: dict[str, float]) -> dic
     metrics = {"perf/tokens_per_s": tokens / step_s, "perf/peak_memory_bytes": peak_memory_bytes(device)}
     if (at_once := state.sampler.samples_at_once) is not None:
         metrics["perf/samples_at_once"] = float(at_once)
+    metrics |= _speculation(state.stopwatch.counts)
     if state.ahead is not None:
         metrics |= state.ahead.metrics(step_s)
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
@@ -88,6 +90,16 @@ def performance(state: TrainState, shard: Shard, times: dict[str, float]) -> dic
         flops = training_flops(state.policy.config, _sequences(shard, state.config.loss))
         updates, ranks = state.config.updates_per_rollout, state.ranks.size
         metrics["perf/mfu"] = flops * updates / (training_s * peak * ranks)
+    return metrics
+
+
+def _speculation(counts: Counter[str]) -> dict[str, float]:
+    """What became of guessed tokens (rollout/speculation.py), in this process. counts: see Generation."""
+    if not counts["tokens"]:
+        return {}
+    metrics = {"perf/tokens_per_turn": counts["tokens"] / (counts["tokens"] - counts["guesses_drawn"])}
+    if counts["guesses"]:
+        metrics["perf/guesses_drawn"] = counts["guesses_drawn"] / counts["guesses"]
     return metrics
 
 

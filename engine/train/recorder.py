@@ -152,8 +152,8 @@ class Recorder:
         """Add the hashes of the optimizer's state and of the weights to `quantities`."""
         optimizer = self._optimizer
         self._keep(quantities, "optimizer", optimizer.hash_moments())
-        self._keep(quantities, "weights", optimizer.hash_weights())
-        if (tree := optimizer.hash_compute_weights()) is not None:
+        self._keep(quantities, "weights", optimizer.weights.hash())
+        if (tree := optimizer.weights.hash_compute()) is not None:
             self._keep(quantities, "compute_weights", tree)
 
     def _keep(self, quantities: dict[str, str], name: str, tree: Tree) -> None:

@@ -335,4 +335,4 @@ def _load_balance(
     if routing is None or not loss.router_aux_coef:
         return None
     sequences = zip(routing.logits().cpu().split(lengths), experts.split(lengths), strict=True)
-    return torch.stack([load_balance(z, ids) for z, ids in sequences])
+    return torch.stack([load_balance(z, ids, routing.by_sigmoid) for z, ids in sequences])

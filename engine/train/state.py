@@ -25,7 +25,6 @@ from .optimizer import Optimizer
 from .parallel.data_parallel import RankedEquivalence, RankedScorer, RankedWorkers
 from .parallel.process_group import Ranks
 from .parallel.scorer import Scorer
-from .parallel.sharded_model import ShardedWorkers
 from .parallel.workers import Workers
 
 
@@ -45,7 +44,7 @@ class TrainState:
     evaluator: Sampler  # draws from the trainer's policy
     # Scores with the trainer's weights at the sampler's version; None where that is always the current one.
     old_policy: Scorer | RankedScorer | None
-    parallel: Workers | RankedWorkers | ShardedWorkers
+    parallel: Workers | RankedWorkers
     micro_batch: int  # sequences of one pass
     ref_policy: Scorer | RankedScorer | None  # frozen; None where the loss has none
     critic: Scorer | RankedScorer | None  # scores values with the trainer's weights; None without a critic

@@ -15,13 +15,14 @@ import torch
 from ...kernels.decode_heads import QKNormWeights, heads_to_cache
 from ...kernels.linear import linear
 from ...kernels.qk_norm import qk_norm
+from ...kernels.rms_norm import rms_norm
 from ...kernels.rope import rope
 from ..cache import DecodeContext
 from ..context import Context, KeepingContext, no_hook
 from ..kv_rounding import rounded_kv
 from ..operation import Equation, Operation, Shown, Site, Work, norm_row, projection_row
 from ..sizes import Sizes
-from .block import LayerRun, LayerWeights, Mixer, Rows, Weight
+from .block import LayerRun, LayerWeights, Mixer, Rotation, Rows, Weight
 
 
 @dataclass(frozen=True)
@@ -31,17 +32,25 @@ class Attention(Mixer):
     qkv_bias: bool = False
     o_bias: bool = False
     qk_norm: bool = False  # RMSNorm of each query head and key head
+    wide_qk_norm: bool | None = None  # RMSNorm of all queries of a token, and of all its keys
+    no_rope: bool | None = None  # no rotary embedding
+    scale: float | None = None  # of the scores; None is 1 / sqrt(D of a head)
+    fused_names: bool | None = None  # a checkpoint has q, k and v as one tensor
 
     def weights(self, c: Sizes) -> Iterator[Weight]:
         """qkv [(Hq + 2 Hkv) D, hidden], o [hidden, Hq D], their biases, and the heads' norms [D]."""
         q, kv = c.heads * c.head_dim, c.kv_heads * c.head_dim
         qkv = (("q", q), ("k", kv), ("v", kv))
-        yield Weight("qkv", (c.hidden_size,), tuple((f"self_attn.{p}_proj.weight", n) for p, n in qkv))
+        if self.fused_names:
+            yield Weight("qkv", (c.hidden_size,), (("self_attn.qkv_proj.weight", q + 2 * kv),))
+        else:
+            yield Weight("qkv", (c.hidden_size,), tuple((f"self_attn.{p}_proj.weight", n) for p, n in qkv))
         if self.qkv_bias:
             yield Weight("qkv_bias", (), tuple((f"self_attn.{p}_proj.bias", n) for p, n in qkv))
-        if self.qk_norm:
-            yield Weight("q_norm", (), (("self_attn.q_norm.weight", c.head_dim),))
-            yield Weight("k_norm", (), (("self_attn.k_norm.weight", c.head_dim),))
+        if self.qk_norm or self.wide_qk_norm:
+            for p, width in (("q", q), ("k", kv)):
+                rows = width if self.wide_qk_norm else c.head_dim
+                yield Weight(f"{p}_norm", (), ((f"self_attn.{p}_norm.weight", rows),))
         yield Weight("o", (q,), (("self_attn.o_proj.weight", c.hidden_size),))
         if self.o_bias:
             yield Weight("o_bias", (), (("self_attn.o_proj.bias", c.hidden_size),))
@@ -57,14 +66,15 @@ class Attention(Mixer):
         norms = [
             norm_row(f"{p}_norm", f"{p}_proj", width, f"self_attn.{p}_norm", kept_fp32=heads, fused="qk_norm")
             for p, width, heads in (("q", q, c.heads), ("k", kv, c.kv_heads))
-            if self.qk_norm
+            if self.qk_norm or self.wide_qk_norm
         ]
+        last = "norm" if norms else "proj"
         rotated = [
             Operation(
                 name=f"{p}_rope",
                 equation=Equation.ROPE,
                 fused="rope",
-                reads=(f"{p}_norm" if self.qk_norm else f"{p}_proj",),
+                reads=(f"{p}_{last}",),
                 width=width,
                 kept=width,
                 transformers=Site("self_attn", kind),
@@ -72,12 +82,15 @@ class Attention(Mixer):
                 remedy="Compare rope_theta, rope_scaling and the positions that both engines use.",
             )
             for p, width, kind, element in (("q", q, Shown.QUERY, 0), ("k", kv, Shown.KEY, 1))
+            if not self.no_rope
         ]
+        last = "rope" if rotated else last
         attended = Operation(
             name="attention",
             equation=Equation.ATTENTION,
-            reads=("q_rope", "k_rope", "v_proj"),
+            reads=(f"q_{last}", f"k_{last}", "v_proj"),
             width=q,
+            factor=self._scale(c),
             flops=Work(pairs=4 * q),  # the scores, and the sum of the values
             # Its output, and the keys and values in the order of attention, twice; log-sum-exps of the heads.
             kept=q + 4 * kv,
@@ -103,16 +116,20 @@ class Attention(Mixer):
 
     def _attended(self, w: LayerWeights, x: torch.Tensor, layer: LayerRun, context: Context) -> torch.Tensor:
         """Attention without its output projection. x [T, D] -> [T, Hq, D of a head]."""
-        c, numerics = layer.config, layer.numerics
-        scale = c.head_dim**-0.5
+        c, numerics, scale = layer.config, layer.numerics, self._scale(layer.config)
         in_cache = isinstance(context, DecodeContext) and layer.hook is no_hook
-        if not in_cache or not numerics.cache_rounds_once(x.dtype):
-            return context.attend(layer.i, *self._qkv(w, x, layer, context), scale)
+        plain = not (self.wide_qk_norm or self.no_rope) and c.rotary_dim == c.head_dim
+        if not in_cache or not plain or not numerics.cache_rounds_once(x.dtype):
+            return context.attend(layer.i, *self._qkv(w, x, layer, context), scale, numerics.attention)
         # As `_qkv`, with the keys and values in the cache by the same kernel.
         qkv = self._heads(w, x, layer, context)
         norm = QKNormWeights(w["q_norm"], w["k_norm"], c.eps) if self.qk_norm else None
         q = heads_to_cache(qkv, norm, *layer.rotation, c.heads, context.slots(layer.i))
-        return context.attend_cached(layer.i, q, scale)
+        return context.attend_cached(layer.i, q, scale, numerics.attention)
+
+    def _scale(self, c: Sizes) -> float:
+        """What the scores are multiplied by."""
+        return c.head_dim**-0.5 if self.scale is None else self.scale
 
     def _qkv(
         self, w: LayerWeights, x: torch.Tensor, layer: LayerRun, context: Context
@@ -124,12 +141,36 @@ class Attention(Mixer):
         if self.qk_norm:
             qk = qk_norm(qk, w["q_norm"], w["k_norm"], c.heads, c.eps, context.in_pass)
             layer.show("qk_norm", qk)
-        qk = rope(qk, *layer.rotation)
-        layer.show("rope", qk)
+        if self.wide_qk_norm:
+            qk = self._wide_norm(w, qk, layer, context)
+        if not self.no_rope:
+            qk = _rotated(qk, c, layer.rotation)
+            layer.show("rope", qk)
         q, k = qk.split([c.heads, c.kv_heads], dim=1)
         return q, rounded_kv(k, layer.numerics), rounded_kv(v, layer.numerics)
+
+    def _wide_norm(
+        self, w: LayerWeights, qk: torch.Tensor, layer: LayerRun, context: Context
+    ) -> torch.Tensor:
+        """Of the queries and of the keys of each token, [T, Hq + Hkv, D] -> the same."""
+        c, parts = layer.config, qk.split([layer.config.heads, layer.config.kv_heads], dim=1)
+        normed = [
+            rms_norm(part.flatten(1), w[name], c.eps, context.in_pass)
+            for part, name in zip(parts, ("q_norm", "k_norm"), strict=True)
+        ]
+        both = torch.cat(normed, dim=1).view(qk.shape)
+        layer.show("qk_norm", both)
+        return both
 
     def _heads(self, w: LayerWeights, x: torch.Tensor, layer: LayerRun, context: Context) -> torch.Tensor:
         """x [T, D] -> [T, Hq + 2 Hkv, D of a head]."""
         qkv = linear(x, w["qkv"], w.get("qkv_bias"), context.in_pass, layer.numerics.tiles)
         return qkv.view(x.shape[0], -1, layer.config.head_dim)
+
+
+def _rotated(qk: torch.Tensor, c: Sizes, rotation: Rotation) -> torch.Tensor:
+    """rope of the first elements of each head, [T, H, D] -> the same."""
+    if c.rotary_dim == c.head_dim:
+        return rope(qk, *rotation)
+    turned, rest = qk.split([c.rotary_dim, c.head_dim - c.rotary_dim], dim=2)
+    return torch.cat([rope(turned.contiguous(), *rotation), rest], dim=2)

@@ -16,7 +16,7 @@ from ..operation import Operation
 from ..sizes import Sizes
 
 LayerWeights = Mapping[str, torch.Tensor]  # by their names in the layer
-Rotation = tuple[torch.Tensor, torch.Tensor]  # cos and sin, [T, D of a head / 2]
+Rotation = tuple[torch.Tensor, torch.Tensor]  # cos and sin, [T, rotated elements of a head / 2]
 
 
 class Weight(NamedTuple):
@@ -26,7 +26,11 @@ class Weight(NamedTuple):
     width: tuple[int, ...]  # of a row
     parts: tuple[tuple[str, int], ...]  # (checkpoint name from the layer, rows)
     # A tensor that a checkpoint may hold in place of the parts: its name from the layer, and its shape.
+    # transformers' own model has the weight in this form.
     together: tuple[str, tuple[int, ...]] | None = None
+    # Numbers without a gradient, in fp32 whatever the compute dtype (buffers.py): the rows are their bytes.
+    is_buffer: bool = False
+    packable: bool = True  # whether products may read a packed copy: not of the matrices of many experts
 
 
 class Rows(NamedTuple):
@@ -82,10 +86,18 @@ class Block(ABC):
     def forward(self, w: LayerWeights, rows: Rows, layer: LayerRun) -> Rows:
         """Its output in the place of x [T, D]."""
 
+    def dtypes(self, numerics: Numerics, compute: torch.dtype) -> dict[str, torch.dtype | None]:
+        """The dtypes of its weights that may be another one than the compute dtype, by name.
+
+        None is the compute dtype.
+        """
+        return {}
+
     @property
     def values(self) -> dict[str, Any]:
-        """Its variants by name, as JSON holds them."""
-        return {f.name: getattr(self, f.name) for f in fields(self)}
+        """Its variants by name, as JSON holds them. One that is None is of other families only."""
+        values = ((f.name, getattr(self, f.name)) for f in fields(self))
+        return {name: value for name, value in values if value is not None}
 
 
 class Mixer(Block):

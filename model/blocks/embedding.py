@@ -4,45 +4,78 @@ Shapes: T tokens of packed sequences, D hidden size, V vocabulary.
 """
 
 from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from ...kernels.embedding import embedding
 from ...kernels.passes import Pass
 from ...kernels.rms_norm import add_rms_norm
-from ..operation import STREAM, Equation, Operation, Site, Work, norm_row, projection_row
+from ...kernels.scale import scale
+from ..operation import STREAM, Equation, Operation, Shown, Site, Work, norm_row, projection_row
 from ..sizes import Sizes
 from .block import Rows, Weight
 
 
+@dataclass(frozen=True)
 class Embedding:
-    """The first operation of a decoder."""
+    """The first operation of a decoder.
+
+    factor: what a row is multiplied by. rounded: whether the factor is rounded to the compute dtype first.
+    """
+
+    factor: float = 1.0
+    rounded: bool = False
 
     name = "embed"
+
+    @property
+    def values(self) -> dict[str, Any]:
+        """Its variants by name, as JSON holds them."""
+        return {} if self.factor == 1.0 else {"embedding_multiplier": self.factor}
 
     def weights(self, c: Sizes) -> Iterator[Weight]:
         """embed [V, D]. Names in the checkpoint are whole here."""
         yield Weight(self.name, (c.hidden_size,), (("model.embed_tokens.weight", c.vocab_size),))
 
     def operations(self, c: Sizes) -> tuple[Operation, ...]:
+        transformers = vllm = Site("model.embed_tokens")
+        if self.factor != 1.0:  # the weight's module shows the rows before they are multiplied
+            transformers, vllm = Site("model.layers.0.input_layernorm", Shown.INPUT), None
         row = Operation(
             name=self.name,
             equation=Equation.EMBEDDING,
             reads=(),
             width=c.hidden_size,
-            transformers=Site("model.embed_tokens"),
-            vllm=Site("model.embed_tokens"),
+            factor=self.factor,
+            transformers=transformers,
+            vllm=vllm,
             remedy="Compare the embedding in the engine's memory with the checkpoint's.",
         )
         return (row,)
 
     def forward(self, embed: torch.Tensor, ids: torch.Tensor, in_pass: Pass) -> torch.Tensor:
         """ids [T] -> the residual stream before the first layer, [T, D]."""
-        return embedding(ids, embed, in_pass)
+        x = embedding(ids, embed, in_pass)
+        if self.factor == 1.0:
+            return x
+        return scale(x, torch.tensor(self.factor, dtype=x.dtype).item() if self.rounded else self.factor)
 
 
+@dataclass(frozen=True)
 class Head:
-    """The last operations of a decoder: a norm, and the logits of the drawn tokens."""
+    """The last operations of a decoder: a norm, and the logits of the drawn tokens.
+
+    divisor: what logits are divided by. The rows that lm_head reads are divided in their place.
+    """
+
+    divisor: float = 1.0
+
+    @property
+    def values(self) -> dict[str, Any]:
+        """Its variants by name, as JSON holds them."""
+        return {} if self.divisor == 1.0 else {"logits_scaling": self.divisor}
 
     def weights(self, c: Sizes) -> Iterator[Weight]:
         """norm [D], and lm_head [V, D] where it is not the embedding."""
@@ -59,7 +92,10 @@ class Head:
             "lm_head",
             "logits_processor",
             flops=Work(drawn=2 * c.hidden_size * c.vocab_size),
+            factor=1.0 / self.divisor,
             remedy="Compare lm_head, the tying of the embeddings, and the dtype of the logits.",
+            # The module shows the logits before they are divided.
+            **({} if self.divisor == 1.0 else {"transformers": None}),
         )
         logprob = Operation(
             name="logprob",
@@ -74,6 +110,10 @@ class Head:
         )
         return norm_row("norm", STREAM, c.hidden_size, "model.norm"), logits, logprob
 
-    def forward(self, norm: torch.Tensor, rows: Rows, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
-        """The normed stream that lm_head reads, and the stream, [T, D] each."""
-        return add_rms_norm(rows.x, rows.residual, norm, eps, rows.context.in_pass)
+    def forward(self, norm: torch.Tensor, rows: Rows, c: Sizes) -> tuple[torch.Tensor, torch.Tensor]:
+        """The normed stream, and the stream, [T, D] each."""
+        return add_rms_norm(rows.x, rows.residual, norm, c.eps, rows.context.in_pass, c.norm_plus_one)
+
+    def read_by_lm_head(self, normed: torch.Tensor) -> torch.Tensor:
+        """The rows of which lm_head makes the logits, [T, D]."""
+        return normed if self.divisor == 1.0 else scale(normed, 1.0 / self.divisor)

@@ -1,31 +1,42 @@
-"""The mixture of experts of a sparse layer (Qwen3-MoE).
+"""The mixture of experts of a sparse layer.
 
     logits = x router^T;   q, ids = top-k of softmax(logits);   y = sum over the k experts of q mlp(x)
+    or q, ids = by sigmoid(logits), and a bias that corrects the choice (kernels/sigmoid_router.py)
+    y += shared(x), or sigmoid(x shared_gate^T) shared(x), where the model has a shared expert
 
+The sum over the chosen experts is rounded before the shared expert's output is added.
 The experts of a layer are two weights, whose rows are those of the experts' matrices one after another.
 Shapes: T tokens of packed sequences, D hidden size, E experts.
 """
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import torch
-from pydantic import Field, PositiveInt
+from pydantic import Field, FiniteFloat, NonNegativeInt, PositiveInt
 
+from ...kernels.add_shared import add_shared
 from ...kernels.combine_experts import combine_experts
 from ...kernels.expert_rows import expert_rows
 from ...kernels.given_softmax import given_softmax
+from ...kernels.grad import accumulate_dtype
 from ...kernels.grouped_linear import grouped_linear
 from ...kernels.linear import linear
 from ...kernels.passes import Pass
+from ...kernels.sigmoid_router import Choice, Weighing, sigmoid_choice, sigmoid_weights
 from ...kernels.silu_mul import silu_mul
 from ...kernels.tile_tables import TileTable
 from ...kernels.topk_softmax import topk_softmax
+from ..buffers import BYTES, as_numbers
 from ..config_file import ConfigFile, Fields
+from ..numerics import Numerics
 from ..operation import Equation, Operation, Site, Work, projection_row
-from ..sizes import Experts, Sizes
+from ..routing import Routing
+from ..sizes import Experts, SigmoidRouter, Sizes
 from .block import Block, LayerRun, LayerWeights, Rows, Weight
+from .mlp import GatedMlp
 
 # Fields of other mixtures of experts, each with the values that ask for nothing more than ours computes.
 _OTHER_EXPERTS: dict[str, tuple[object, ...]] = {
@@ -41,6 +52,9 @@ _OTHER_EXPERTS: dict[str, tuple[object, ...]] = {
     "use_routing_bias": (False,),
     "router_jitter_noise": (0.0,),
 }
+# transformers' and vLLM's own models have a mixture here, whatever a checkpoint calls it.
+_MODULE = "mlp"
+_SHARED_GATE = "shared_expert_gate"
 # Of a layer, and of all layers together. Every matrix of an expert has a name and a place.
 _MOST_EXPERTS, _MOST_OF_ALL_LAYERS = 1 << 12, 1 << 17
 
@@ -56,18 +70,30 @@ class _ExpertFields(Fields):
     mlp_only_layers: list[int] = Field(default_factory=list)
 
 
-def read_experts(config: ConfigFile) -> Experts:
-    """The experts of a config.json. Raises UnsupportedError for shared ones, and for another router."""
+def read_experts(
+    config: ConfigFile,
+    decided: Mapping[str, Any] = MappingProxyType({}),
+    known: Collection[str] = (),
+    **shared: Any,
+) -> Experts:
+    """The experts of a config.json.
+
+    decided: fields that the family gives a value to, whatever the file has under this name. known: fields
+    that the family reads itself. shared: fields of Experts, of what every token has.
+
+    Raises UnsupportedError for any other field that asks for shared experts or for another router.
+    """
     raw, layers = config.raw, config.fields.num_hidden_layers
     for field, values in _OTHER_EXPERTS.items():
-        if raw.get(field) is not None and raw[field] not in values:
+        if raw.get(field) is not None and raw[field] not in values and field not in known:
             config.refuse(
                 field,
                 raw[field],
                 "only experts that a softmax chooses for each token are, without shared ones",
             )
     named = {"num_experts": raw.get("num_local_experts")}
-    fields = config.read(_ExpertFields, named | {k: v for k, v in raw.items() if v is not None})
+    named |= {name: value for name, value in raw.items() if value is not None}
+    fields = config.read(_ExpertFields, named | dict(decided))
     number, per_token = fields.num_experts, fields.num_experts_per_tok
     if per_token > number or number > _MOST_EXPERTS:
         config.wrong(
@@ -81,7 +107,71 @@ def read_experts(config: ConfigFile) -> Experts:
             f"num_experts ({number}) in {len(sparse)} layers are more than zerokl takes "
             f"({_MOST_OF_ALL_LAYERS})"
         )
-    return Experts(number, per_token, fields.moe_intermediate_size, fields.norm_topk_prob, sparse)
+    size, renormalise = fields.moe_intermediate_size, fields.norm_topk_prob
+    return Experts(number, per_token, size, renormalise, sparse, **shared)
+
+
+class _DeepseekFields(Fields):
+    """The fields of a mixture of DeepSeek-V3's kind. transformers 5 writes num_local_experts, too."""
+
+    n_routed_experts: PositiveInt
+    n_shared_experts: NonNegativeInt
+    n_group: PositiveInt = 1
+    topk_group: PositiveInt = 1
+    routed_scaling_factor: FiniteFloat = 1.0
+    norm_topk_prob: bool = True
+    first_k_dense_replace: NonNegativeInt
+
+
+# Fields that only say what the architecture's class computes in any case.
+_DEEPSEEK_KIND = {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}
+
+
+def read_deepseek_experts(config: ConfigFile) -> Experts:
+    """The experts of a model with DeepSeek-V3's router. Raises UnsupportedError (see read_experts)."""
+    raw = {"n_routed_experts": config.raw.get("num_local_experts")}
+    raw |= {name: value for name, value in config.raw.items() if value is not None}
+    c = config.read(_DeepseekFields, raw)
+    for field, value in _DEEPSEEK_KIND.items():
+        if config.raw.get(field, value) != value:
+            config.refuse(field, config.raw[field], f"only {value} is in this architecture")
+    of_group, rest = divmod(c.n_routed_experts, c.n_group)
+    if rest or c.topk_group > c.n_group or (c.n_group > 1 and of_group < 2):
+        config.wrong(
+            f"n_group ({c.n_group}) must divide n_routed_experts ({c.n_routed_experts}) into groups of at "
+            f"least two, and topk_group ({c.topk_group}) be at most n_group"
+        )
+    decided = {
+        "num_experts": c.n_routed_experts,
+        "norm_topk_prob": c.norm_topk_prob,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": list(range(c.first_k_dense_replace)),
+    }
+    experts = read_experts(
+        config,
+        decided,
+        known=[*_DeepseekFields.model_fields, *_DEEPSEEK_KIND],
+        sigmoid=SigmoidRouter(c.n_group, c.topk_group, c.routed_scaling_factor),
+    )
+    if experts.per_token > c.topk_group * of_group:
+        config.wrong(
+            f"num_experts_per_tok ({experts.per_token}) must be at most the {c.topk_group * of_group} "
+            f"experts of topk_group ({c.topk_group}) groups"
+        )
+    return replace(experts, shared=c.n_shared_experts * experts.size)
+
+
+class ExpertNames(NamedTuple):
+    """How a checkpoint names a mixture. module: what holds the router and the experts, from the layer."""
+
+    module: str = "mlp"
+    gate: str = "gate_proj"
+    up: str = "up_proj"
+    down: str = "down_proj"
+    shared: str = "shared_expert"  # in the module, where there is one
+
+
+QWEN = ExpertNames()
 
 
 @dataclass(frozen=True)
@@ -89,23 +179,49 @@ class MixtureOfExperts(Block):
     """A router, and the experts that it chooses for each token."""
 
     experts: Experts
+    names: ExpertNames = QWEN
 
     @property
     def values(self) -> dict[str, Any]:
         return {"experts": self.experts.as_json()}
 
+    @property
+    def bias_name(self) -> str:
+        """The name of a sigmoid router's correction bias in a checkpoint, from the layer."""
+        return f"{self.names.module}.gate.e_score_correction_bias"
+
+    def matrices_of(self, e: int) -> tuple[str, str, str]:
+        """The names of gate, up and down of expert e in a checkpoint, from the layer."""
+        names = self.names
+        matrices = (f"{names.module}.experts.{e}.{p}.weight" for p in (names.gate, names.up, names.down))
+        return tuple(matrices)
+
     def weights(self, c: Sizes) -> Iterator[Weight]:
         """router [E, D]; experts.gate_up, those of gate and up in turn; experts.down."""
         D, (number, size) = c.hidden_size, (self.experts.number, self.experts.size)
-        yield Weight("router", (D,), (("mlp.gate.weight", number),))
-        names = [f"mlp.experts.{e}." for e in range(number)]
-        gate_up = tuple((f"{name}{p}_proj.weight", size) for name in names for p in ("gate", "up"))
-        together = "mlp.experts.gate_up_proj", (number, 2 * size, D)
-        yield Weight("experts.gate_up", (D,), gate_up, together)
-        together = "mlp.experts.down_proj", (number, D, size)
-        yield Weight(
-            "experts.down", (size,), tuple((f"{name}down_proj.weight", D) for name in names), together
-        )
+        router = f"{self.names.module}.gate.weight"
+        in_transformers = None if self.names.module == _MODULE else (f"{_MODULE}.gate.weight", (number, D))
+        yield Weight("router", (D,), ((router, number),), in_transformers)
+        if self.experts.sigmoid:
+            yield Weight("router_bias", (), ((self.bias_name, BYTES * number),), is_buffer=True)
+        matrices = [self.matrices_of(e) for e in range(number)]
+        gate_up = tuple((name, size) for gate, up, _ in matrices for name in (gate, up))
+        together = f"{_MODULE}.experts.gate_up_proj", (number, 2 * size, D)
+        yield Weight("experts.gate_up", (D,), gate_up, together, packable=False)
+        together = f"{_MODULE}.experts.down_proj", (number, D, size)
+        down = tuple((name, D) for *_, name in matrices)
+        yield Weight("experts.down", (size,), down, together, packable=False)
+        if self.experts.shared:
+            yield from self._shared.weights(c)
+        if self.experts.shared_gate:
+            yield Weight("shared_gate", (D,), ((f"{self.names.module}.{_SHARED_GATE}.weight", 1),))
+
+    def dtypes(self, numerics: Numerics, compute: torch.dtype) -> dict[str, torch.dtype | None]:
+        return {"router": self._logits_dtype(numerics, compute)}
+
+    def _logits_dtype(self, numerics: Numerics, compute: torch.dtype) -> torch.dtype | None:
+        """The dtype of the router's logits; None is the compute dtype. Scores of experts are never narrow."""
+        return accumulate_dtype(compute) if self.experts.sigmoid else numerics.router
 
     def operations(self, c: Sizes, x: str) -> tuple[Operation, ...]:
         D, (number, size, per_token) = (
@@ -117,7 +233,8 @@ class MixtureOfExperts(Block):
             x,
             D,
             number,
-            "mlp.gate",
+            f"{_MODULE}.gate",
+            weight=f"{self.names.module}.gate",
             kept_fp32=number,
             remedy="Compare the router's weight in the engine's memory with the checkpoint's, and its dtype.",
         )
@@ -131,29 +248,93 @@ class MixtureOfExperts(Block):
             # rows. On a GPU these take 5 numbers of 4 bytes for each expert.
             kept=3 * size * per_token,
             kept_fp32=9 * per_token,
-            transformers=Site("mlp.experts"),
-            vllm=Site("mlp.experts"),
+            transformers=Site(f"{_MODULE}.experts"),
+            vllm=Site(f"{_MODULE}.experts"),
             remedy=(
                 "Compare the chosen experts, the rounding of the routing weights, and the order of the sum."
             ),
         )
-        return router, experts
+        return router, experts, *self._shared_operations(D, c, x)
+
+    def _shared_operations(self, D: int, c: Sizes, x: str) -> Iterator[Operation]:
+        """Those of the shared expert, the last of which adds what it gives to what the others give."""
+        if not self.experts.shared:
+            return
+        yield from self._shared.operations(c, x)
+        added = ("experts", "shared_down_proj")
+        if self.experts.shared_gate:
+            gate = projection_row("shared_gate", x, D, 1, f"{_MODULE}.{_SHARED_GATE}", kept=1)
+            yield replace(gate, vllm=None)
+            added = (*added, "shared_gate")
+        yield Operation(
+            name="mixture",
+            equation=Equation.ADD_GATED if self.experts.shared_gate else Equation.SUM,
+            reads=added,
+            width=D,
+            kept=D if self.experts.shared_gate else 0,
+            # Both show it as the output of the module that a dense layer's MLP has, too.
+            transformers=None,
+            vllm=None,
+            remedy="Compare the shared expert's gate, and where the sum of both is rounded.",
+        )
+
+    @property
+    def _shared(self) -> GatedMlp:
+        """The shared expert's MLP."""
+        module = f"{self.names.module}.{self.names.shared}"
+        return GatedMlp(module, "shared_", self.experts.shared, in_vllm=False)
 
     def forward(self, w: LayerWeights, rows: Rows, layer: LayerRun) -> Rows:
-        """The router's logits are in numerics.router, and the routing weights in fp32."""
-        c, x, (in_pass, routing) = self.experts, rows.x, (rows.context.in_pass, rows.context.routing)
-        dtype = layer.numerics.router or x.dtype
+        """The router's logits are in numerics.router, or in fp32, and the routing weights in fp32."""
+        x, in_pass = rows.x, rows.context.in_pass
+        dtype = self._logits_dtype(layer.numerics, x.dtype) or x.dtype
         logits = _router_logits(x, w["router"], in_pass, layer.numerics.tiles, dtype)
         layer.show("router", logits)
-        q, ids = topk_softmax(logits, c.per_token, c.renormalise)
-        given = routing.experts(layer.i, logits, ids)
-        if given is not ids:
-            q, ids = given_softmax(logits, given, c.renormalise), given
-        rows_of_experts = expert_rows(ids, c.number, x)
+        route = self._route_by_sigmoid if self.experts.sigmoid else self._route_by_softmax
+        q, ids = route(logits, w, layer.i, rows.context.routing)
+        rows_of_experts = expert_rows(ids, self.experts.number, x)
         h = silu_mul(grouped_linear(x, w["experts.gate_up"], rows_of_experts, in_pass))
         y = combine_experts(h, w["experts.down"], q, rows_of_experts, in_pass)
         layer.show("experts", y)
-        return Rows(y, rows.residual, rows.context)
+        return Rows(self._with_shared(y, w, rows, layer), rows.residual, rows.context)
+
+    def _route_by_softmax(
+        self, logits: torch.Tensor, w: LayerWeights, i: int, routing: Routing
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The routing weights and the experts of each row of logits [T, E], [T, k] each."""
+        c = self.experts
+        q, ids = topk_softmax(logits, c.per_token, c.renormalise)
+        given = routing.experts(i, logits, ids)
+        return (q, ids) if given is ids else (given_softmax(logits, given, c.renormalise), given)
+
+    def _route_by_sigmoid(
+        self, logits: torch.Tensor, w: LayerWeights, i: int, routing: Routing
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """As _route_by_softmax."""
+        ids = sigmoid_choice(logits, as_numbers(w["router_bias"]), self.choice)
+        ids = routing.experts(i, logits, ids)
+        how = Weighing(self.experts.renormalise, self.experts.sigmoid.scale)
+        return sigmoid_weights(logits, ids, how), ids
+
+    @property
+    def choice(self) -> Choice:
+        """How many experts and groups the sigmoid router chooses."""
+        sigmoid = self.experts.sigmoid
+        return Choice(self.experts.per_token, sigmoid.groups, sigmoid.top_groups)
+
+    def _with_shared(self, y: torch.Tensor, w: LayerWeights, rows: Rows, layer: LayerRun) -> torch.Tensor:
+        """y [T, D] of the chosen experts, and the shared expert's output added to it."""
+        if not self.experts.shared:
+            return y
+        shared = self._shared.forward(w, rows, layer).x
+        if self.experts.shared_gate:
+            z = linear(rows.x, w["shared_gate"], None, rows.context.in_pass, layer.numerics.tiles)
+            layer.show("shared_gate", z)
+            y = add_shared(y, shared, z)
+        else:
+            y = y + shared
+        layer.show("mixture", y)
+        return y
 
 
 def _router_logits(

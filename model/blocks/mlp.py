@@ -1,11 +1,13 @@
-"""The gated MLP:  y = down(silu(gate x) * up x). As in vLLM, gate and up are one matrix.
+"""The gated MLP:  y = down(silu(gate x) * up x), or with GELU. As in vLLM, gate and up are one matrix.
 
 Shapes: T tokens of packed sequences, D hidden size, I intermediate size.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
+from ...kernels.gelu_mul import gelu_mul
 from ...kernels.linear import linear
 from ...kernels.silu_mul import silu_mul
 from ..operation import Equation, Operation, Shown, Site, projection_row
@@ -15,40 +17,62 @@ from .block import Block, LayerRun, LayerWeights, Rows, Weight
 
 @dataclass(frozen=True)
 class GatedMlp(Block):
-    """An MLP whose inner rows are gated."""
+    """An MLP whose inner rows are gated. prefix: of the names of its weights and operations in a layer."""
+
+    module: str = "mlp"  # in a checkpoint, from the layer
+    prefix: str = ""
+    size: int | None = None  # I; None is the model's intermediate size
+    in_vllm: bool = True  # whether vLLM's own models show its operations under the same names
+    activation: str | None = None  # of the gate: None is silu, gelu_tanh is GELU in its tanh form
+    fused_names: bool | None = None  # a checkpoint has gate and up as one tensor
+
+    @property
+    def values(self) -> dict[str, Any]:
+        """Its variants by name, as JSON holds them. Whoever makes it in another size says that."""
+        variants = {"activation": self.activation, "fused_names": self.fused_names}
+        return {name: value for name, value in variants.items() if value is not None}
+
+    @property
+    def _gated(self) -> str:
+        """The name of the operation after gate and up."""
+        return "gelu_mul" if self.activation else "silu_mul"
 
     def weights(self, c: Sizes) -> Iterator[Weight]:
         """gate_up [2 I, D], down [D, I]."""
-        D, I = c.hidden_size, c.intermediate_size
-        yield Weight("gate_up", (D,), (("mlp.gate_proj.weight", I), ("mlp.up_proj.weight", I)))
-        yield Weight("down", (I,), (("mlp.down_proj.weight", D),))
+        D, I, module = c.hidden_size, self.size or c.intermediate_size, self.module
+        parts = (f"{module}.gate_proj.weight", I), (f"{module}.up_proj.weight", I)
+        if self.fused_names:
+            parts = ((f"{module}.gate_up_proj.weight", 2 * I),)
+        yield Weight(f"{self.prefix}gate_up", (D,), parts)
+        yield Weight(f"{self.prefix}down", (I,), ((f"{module}.down_proj.weight", D),))
 
     def operations(self, c: Sizes, x: str) -> tuple[Operation, ...]:
-        D, I = c.hidden_size, c.intermediate_size
-        gate_up = {"vllm": "mlp.gate_up_proj", "fused": "gate_up", "kept": I}
-        silu_mul_row = Operation(
-            name="silu_mul",
-            equation=Equation.SILU_MUL,
-            reads=("gate_proj", "up_proj"),
+        D, I, module, name = c.hidden_size, self.size or c.intermediate_size, self.module, self.prefix
+        gate_up = {"vllm": f"{module}.gate_up_proj", "fused": f"{name}gate_up", "kept": I}
+        gated = Operation(
+            name=f"{name}{self._gated}",
+            equation=Equation.GELU_MUL if self.activation else Equation.SILU_MUL,
+            reads=(f"{name}gate_proj", f"{name}up_proj"),
             width=I,
             kept=I,
-            transformers=Site("mlp.down_proj", Shown.INPUT),
-            vllm=Site("mlp.act_fn"),
+            transformers=Site(f"{module}.down_proj", Shown.INPUT),
+            vllm=Site(f"{module}.act_fn"),
             remedy="Compare hidden_act, and the dtype of the activation (fused kernels may keep fewer bits).",
         )
-        return (
-            projection_row("gate_proj", x, D, I, "mlp.gate_proj", **gate_up),
-            projection_row("up_proj", x, D, I, "mlp.up_proj", **gate_up),
-            silu_mul_row,
-            projection_row("down_proj", "silu_mul", I, D, "mlp.down_proj"),
+        rows = (
+            projection_row(f"{name}gate_proj", x, D, I, f"{module}.gate_proj", **gate_up),
+            projection_row(f"{name}up_proj", x, D, I, f"{module}.up_proj", **gate_up),
+            gated,
+            projection_row(f"{name}down_proj", gated.name, I, D, f"{module}.down_proj"),
         )
+        return rows if self.in_vllm else tuple(replace(row, vllm=None) for row in rows)
 
     def forward(self, w: LayerWeights, rows: Rows, layer: LayerRun) -> Rows:
-        in_pass, tiles = rows.context.in_pass, layer.numerics.tiles
-        x = linear(rows.x, w["gate_up"], None, in_pass, tiles)
-        layer.show("gate_up", x)
-        x = silu_mul(x)
-        layer.show("silu_mul", x)
-        x = linear(x, w["down"], None, in_pass, tiles)
-        layer.show("down_proj", x)
+        in_pass, tiles, name = rows.context.in_pass, layer.numerics.tiles, self.prefix
+        x = linear(rows.x, w[f"{name}gate_up"], None, in_pass, tiles)
+        layer.show(f"{name}gate_up", x)
+        x = gelu_mul(x) if self.activation else silu_mul(x)
+        layer.show(f"{name}{self._gated}", x)
+        x = linear(x, w[f"{name}down"], None, in_pass, tiles)
+        layer.show(f"{name}down_proj", x)
         return Rows(x, rows.residual, rows.context)

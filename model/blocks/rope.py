@@ -1,29 +1,48 @@
 """The rotary embedding: its variants in config.json, its frequencies, and its table of cos and sin.
 
-A variant is plain, or scaled as that of Llama 3.
+A variant is plain, or scaled (kernels/rope_scaling.py). It rotates whole heads, or their first elements.
 """
 
-from typing import Any
+import math
+from typing import Any, NamedTuple
 
 import torch
-from pydantic import FiniteFloat
+from pydantic import FiniteFloat, PositiveInt
 
 from ...files.reading import shown
 from ...kernels.backend import on_triton
 from ...kernels.grad import accumulate_dtype
-from ...kernels.rope import llama3_frequencies, rope_frequencies, rope_table, rope_table_fp32
+from ...kernels.rope import rope_frequencies, rope_table, rope_table_fp32
+from ...kernels.rope_scaling import attention_factor, scaled_frequencies
 from ..config_file import ConfigFile, Fields
 from ..sizes import Sizes
 from .block import Rotation
 
+# As in transformers, beside the rotary embedding it comes before the field in it.
+_ORIGINAL = "original_max_position_embeddings"
+
+
+class Rope(NamedTuple):
+    """The rotary embedding of a config.json. scaling: rope_type and its parameters; None is plain."""
+
+    theta: float
+    scaling: dict[str, Any] | None
+    share: float  # of a head's elements, that which is rotated
+
 
 class _RopeFields(Fields):
-    """The fields of `rope_parameters` or `rope_scaling`."""
+    """The fields of `rope_parameters` or `rope_scaling`, whatever their type."""
 
     rope_type: Any = None
     type: Any = None  # the older name of rope_type
     rope_theta: FiniteFloat | None = None
-    partial_rotary_factor: Any = 1.0
+    partial_rotary_factor: FiniteFloat | None = None
+
+
+class _LinearFields(Fields):
+    """The fields of rope_type linear, and of dynamic."""
+
+    factor: FiniteFloat
 
 
 class _Llama3Fields(Fields):
@@ -35,61 +54,150 @@ class _Llama3Fields(Fields):
     original_max_position_embeddings: FiniteFloat
 
 
-def read_rope(config: ConfigFile) -> tuple[float, dict[str, float] | None]:
-    """RoPE theta, and the parameters of llama3 scaling where the model has it.
+class _YarnFields(Fields):
+    """The fields of rope_type yarn."""
 
-    transformers 5 writes `rope_parameters`; earlier versions write `rope_theta` and `rope_scaling`. Raises
-    UnsupportedError.
+    factor: FiniteFloat | None = None
+    original_max_position_embeddings: PositiveInt | None = None
+    attention_factor: FiniteFloat | None = None
+    beta_fast: FiniteFloat = 32.0
+    beta_slow: FiniteFloat = 1.0
+    mscale: FiniteFloat | None = None
+    mscale_all_dim: FiniteFloat | None = None
+    truncate: bool = True
+
+
+class _LongRopeFields(Fields):
+    """The fields of rope_type longrope."""
+
+    short_factor: list[FiniteFloat]
+    long_factor: list[FiniteFloat]
+    factor: FiniteFloat | None = None
+    attention_factor: FiniteFloat | None = None
+    original_max_position_embeddings: PositiveInt | None = None
+
+
+def read_rope(config: ConfigFile, types: dict[str, str], partial: bool) -> Rope:
+    """The rotary embedding of a model.
+
+    types: other names that the family has for a type. partial: whether the family rotates a part of a head
+    where config.json says so. transformers 5 writes `rope_parameters`; earlier versions write `rope_theta`
+    and `rope_scaling`. Raises UnsupportedError.
     """
-    scaling = config.fields.rope_scaling
-    raw = config.fields.rope_parameters or scaling
-    if raw | scaling != raw:
+    common = config.fields
+    raw = common.rope_parameters or common.rope_scaling
+    if raw | common.rope_scaling != raw:
         config.wrong(
-            f"rope_scaling ({shown(scaling)}) differs from rope_parameters, and libraries differ in which "
-            "they read; keep one"
+            f"rope_scaling ({shown(common.rope_scaling)}) differs from rope_parameters, and libraries differ "
+            "in which they read; keep one"
         )
-    rope = config.read(_RopeFields, raw)
-    kinds = [kind for kind in (rope.rope_type, rope.type) if kind is not None]
-    kind = kinds[0] if kinds else "default"
-    theta = config.fields.rope_theta if rope.rope_theta is None else rope.rope_theta
-    if rope.partial_rotary_factor != 1.0:
-        config.refuse("partial_rotary_factor", rope.partial_rotary_factor, "only 1.0 is")
-    if kind == "default":
-        return theta, None
-    if kind != "llama3":
-        config.refuse("rope_type", kind, "supported are default and llama3")
-    values = config.read(_Llama3Fields, raw).model_dump()
-    if min(values.values()) <= 0.0 or values["low_freq_factor"] >= values["high_freq_factor"]:
-        config.wrong(
-            f"rope_type llama3: {', '.join(values)} must be positive, "
-            "and low_freq_factor below high_freq_factor"
+    place = "rope_parameters" if common.rope_parameters else "rope_scaling"
+    nested = ConfigFile(raw, f"{config.source}: {place}")
+    rope = nested.read(_RopeFields)
+    kind = next((kind for kind in (rope.rope_type, rope.type) if kind is not None), "default")
+    kind = types.get(kind, kind) if isinstance(kind, str) else kind
+    theta = common.rope_theta if rope.rope_theta is None else rope.rope_theta
+    shares = (rope.partial_rotary_factor, common.partial_rotary_factor, 1.0)
+    share = next(x for x in shares if x is not None)
+    if share != 1.0 and not partial:
+        config.refuse("partial_rotary_factor", share, "only 1.0 is")
+    if not 0.0 < share <= 1.0:
+        config.wrong(f"partial_rotary_factor ({share}) must be above 0 and at most 1")
+    readers = {"linear": _read_linear, "dynamic": _read_dynamic, "llama3": _read_llama3, "yarn": _read_yarn}
+    readers |= {"longrope": _read_longrope, "default": lambda nested, config: None}
+    if not isinstance(kind, str) or kind not in readers:
+        config.refuse("rope_type", kind, f"supported are {', '.join(readers)}")
+    config.value(_ORIGINAL)  # the other types read it, and it computes nothing without them
+    scaling = readers[kind](nested, config)
+    nested.refuse_unknown()
+    return Rope(theta, scaling, share)
+
+
+def _read_linear(nested: ConfigFile, config: ConfigFile) -> dict[str, Any]:
+    factor = nested.read(_LinearFields).factor
+    _check_positive("linear", nested, factor=factor)
+    return {"rope_type": "linear", "factor": factor}
+
+
+def _read_dynamic(nested: ConfigFile, config: ConfigFile) -> None:
+    """Plain: only sequences beyond max_position_embeddings have another base, and these are refused."""
+    _check_positive("dynamic", nested, factor=nested.read(_LinearFields).factor)
+
+
+def _read_llama3(nested: ConfigFile, config: ConfigFile) -> dict[str, Any]:
+    values = nested.read(_Llama3Fields).model_dump()
+    values[_ORIGINAL] = config.value(_ORIGINAL) or values[_ORIGINAL]
+    _check_positive("llama3", nested, **values)
+    if values["low_freq_factor"] >= values["high_freq_factor"]:
+        nested.wrong("rope_type llama3: low_freq_factor must be below high_freq_factor")
+    return {"rope_type": "llama3", **values}
+
+
+def _read_yarn(nested: ConfigFile, config: ConfigFile) -> dict[str, Any]:
+    """Its attention factor as in transformers: it falls out of `factor` where none is given."""
+    values, positions = nested.read(_YarnFields), config.fields.max_position_embeddings
+    original = config.value(_ORIGINAL) or values.original_max_position_embeddings or positions
+    factor = positions / original if values.factor is None else values.factor
+    both = values.mscale and values.mscale_all_dim
+    inferred = _mscale(factor, values.mscale if both else 1.0)
+    inferred /= _mscale(factor, values.mscale_all_dim) if both else 1.0
+    numbers = {
+        "factor": factor,
+        "attention_factor": inferred if values.attention_factor is None else values.attention_factor,
+        "beta_fast": values.beta_fast,
+        "beta_slow": values.beta_slow,
+        "original_max_position_embeddings": original,
+    }
+    _check_positive("yarn", nested, **numbers)
+    return {"rope_type": "yarn", **numbers, "truncate": values.truncate}
+
+
+def _mscale(factor: float, scale: float) -> float:
+    return 0.1 * scale * math.log(factor) + 1.0 if factor > 1.0 else 1.0
+
+
+def _read_longrope(nested: ConfigFile, config: ConfigFile) -> dict[str, Any]:
+    """The short factors. Above the original context the frequencies would depend on a sequence's length."""
+    values, positions = nested.read(_LongRopeFields), config.fields.max_position_embeddings
+    original = config.value(_ORIGINAL) or values.original_max_position_embeddings or positions
+    factor = positions / original if values.factor is None else values.factor
+    if positions > original:
+        config.refuse(
+            "rope_type",
+            "longrope",
+            f"with max_position_embeddings ({positions}) above {_ORIGINAL} ({original}) the frequencies of a "
+            f"token change when its sequence grows beyond {original}; for shorter sequences, with the short "
+            f"factors, set max_position_embeddings to {original} and the scaling's factor to {factor:g}",
         )
-    return theta, values
+    inferred = math.sqrt(1.0 + math.log(factor) / math.log(original)) if factor > 1.0 else 1.0
+    attention = inferred if values.attention_factor is None else values.attention_factor
+    for short in values.short_factor:
+        _check_positive("longrope", nested, short_factor=short)
+    _check_positive("longrope", nested, attention_factor=attention, factor=factor)
+    return {"rope_type": "longrope", "short_factor": values.short_factor, "attention_factor": attention}
+
+
+def _check_positive(kind: str, nested: ConfigFile, **values: float) -> None:
+    for name, value in values.items():
+        if not value > 0.0:
+            nested.wrong(f"rope_type {kind}: {name} ({shown(value)}) must be positive")
 
 
 def frequencies(c: Sizes) -> list[float]:
-    """Inverse frequencies, radians per position, [head_dim / 2]."""
-    base = rope_frequencies(c.head_dim, c.rope_theta)
-    if c.rope_llama3 is None:
-        return base
-    return llama3_frequencies(
-        base,
-        c.rope_llama3["factor"],
-        c.rope_llama3["low_freq_factor"],
-        c.rope_llama3["high_freq_factor"],
-        int(c.rope_llama3["original_max_position_embeddings"]),
-    )
+    """Inverse frequencies, radians per position, [rotary_dim / 2]."""
+    return scaled_frequencies(rope_frequencies(c.rotary_dim, c.rope_theta), c.rope_theta, c.rope_scaling)
 
 
 def rotation_table(c: Sizes, like: torch.Tensor) -> Rotation:
-    """cos and sin, [positions, head_dim / 2], rounded to the dtype of `like`, on its device.
+    """cos and sin, [positions, rotary_dim / 2], rounded to the dtype of `like`, on its device.
 
     On Triton they are computed as vLLM's models compute them, otherwise in fp64.
     """
     if on_triton(like):
         table = rope_table_fp32(
-            c.head_dim, c.rope_theta, c.rope_llama3, c.max_positions, like.dtype, like.device
+            c.rotary_dim, c.rope_theta, c.rope_scaling, c.max_positions, like.dtype, like.device
         )
     else:
-        table = rope_table(frequencies(c), c.max_positions, like.dtype)
+        factor = attention_factor(c.rope_scaling)
+        table = rope_table(frequencies(c), c.max_positions, like.dtype, factor)
     return tuple(t.to(like.device, accumulate_dtype(like.dtype)) for t in table)

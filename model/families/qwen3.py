@@ -14,4 +14,8 @@ def layers(config: ConfigFile) -> list[Layer]:
     return [layer] * config.fields.num_hidden_layers
 
 
-FAMILY = Family("Qwen3ForCausalLM", layers, head_dim=128)
+FAMILY = Family(
+    "Qwen3ForCausalLM",
+    layers,
+    defaults={"head_dim": 128, "num_key_value_heads": 32, "use_sliding_window": False},
+)

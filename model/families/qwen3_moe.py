@@ -16,4 +16,9 @@ def layers(config: ConfigFile) -> list[Layer]:
     return [sparse if i in experts.layers else dense for i in range(config.fields.num_hidden_layers)]
 
 
-FAMILY = Family("Qwen3MoeForCausalLM", layers)
+FAMILY = Family(
+    "Qwen3MoeForCausalLM",
+    layers,
+    defaults={"num_key_value_heads": 4, "use_sliding_window": False},
+    small={"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 224, "norm_topk_prob": True},
+)

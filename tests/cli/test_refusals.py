@@ -155,7 +155,7 @@ DAMAGE = {
     "vocabulary too small": "has token id 63, the model's vocabulary ends at 49",
     "vocabulary too large": "has shape (64, 32), config.json asks for (70, 32)",
     "architecture": "architecture 'GPT2LMHeadModel' is not supported",
-    "missing tokenizer": "holds no tokenizer",
+    "missing tokenizer": "copy the tokenizer's files of the model that it was trained from into it",
     "tokenizer is no JSON": "tokenizer",
     "tokenizer is no tokenizer": "tokenizer",
     "generation config": "generation_config.json",

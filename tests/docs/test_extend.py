@@ -286,7 +286,7 @@ def layers(config: ConfigFile) -> list[Layer]:
     return [pre_norm(Attention(bias, o_bias), GatedMlp())] * config.fields.num_hidden_layers
 
 
-FAMILY = Family("SeedOssForCausalLM", layers)
+FAMILY = Family("SeedOssForCausalLM", layers, small={"residual_dropout": 0.0, "attention_dropout": 0.0})
 '''
 SEED_OSS_CHECKPOINT = """    "seed_oss": __import__("transformers").SeedOssConfig(
         **_SIZE,

@@ -60,6 +60,7 @@ SETTINGS: OrderedDict[str, list] = OrderedDict(
         "precision.cache_dtype": ["compute", "bfloat16"],
         "precision.weights": ["", "float8_e4m3fn/block32"],
         "precision.kv": ["", "float8_e5m2/unit"],
+        "precision.attention": ["vllm", "chunked-512"],
         "precision.scaling": ["auto", "static"],
         "loss.max_resamples": [None, 2],
         "loss.kl_coef": [0.0, 0.1],
@@ -264,7 +265,8 @@ def audit_words(config: Config, run: Path, rollouts: list[dict], folder: Path) -
 def differs(config: Config) -> bool:
     """Whether an audit may find a difference: the sampler has one, or numerics that no option sets."""
     precision = config.precision
-    return not config.exact or bool(precision.cache_dtype != "compute" or precision.kv or precision.weights)
+    set_in_trainer = precision.cache_dtype != "compute" or precision.kv or precision.weights
+    return not config.exact or bool(set_in_trainer or precision.attention != "vllm")
 
 
 def run_rows(

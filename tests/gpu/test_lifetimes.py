@@ -12,6 +12,7 @@ from zerokl.engine.config.run_config import OptimizerConfig
 from zerokl.engine.rollout import decode
 from zerokl.engine.rollout.native import NativeSampler
 from zerokl.engine.rollout.types import GenerationParams, RngKey, complete
+from zerokl.engine.train.master_weights import SlicedWeights
 from zerokl.engine.train.optimizer import Optimizer
 from zerokl.engine.train.parallel import scorer, tree_hash
 from zerokl.engine.train.parallel.gradient import ShardSum
@@ -105,13 +106,13 @@ def steps(move: bool, numerics: str = "compute") -> Device:
     with watched_gpu() as device:
         decoder = model(torch.bfloat16, NUMERICS[numerics])
         sampler = NativeSampler(decoder)
-        optimizer = Optimizer(decoder, torch.zeros(decoder.layout.numel), OptimizerConfig(), 9)
+        optimizer = Optimizer(SlicedWeights(decoder, torch.zeros(decoder.layout.numel)), OptimizerConfig(), 9)
         for step, prompts in enumerate((PROMPTS, PROMPTS, [[20] * 90, [3], [4], [5]])):
             for sampling_params in (SamplingParams(), BOTH):
                 params = GenerationParams(sampling_params, 2, 11, frozenset({1, 2}))
                 complete(sampler, prompts, params, RngKey(1, step))
             optimizer.update(train(decoder, 2).tree.take())
-            tree_hash.hash_tree(decoder.layout.blocks, optimizer.master)
+            tree_hash.hash_tree(decoder.layout.blocks, optimizer.weights.master)
             if move:
                 decoder.move_to(torch.empty_like(decoder.flat.detach()))
             sampler.sync_weights(step + 1)

@@ -7,7 +7,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from zerokl.kernels.logprob import linear_logprob
-from zerokl.kernels.rope import llama3_frequencies, rope_frequencies, rope_table
+from zerokl.kernels.rope import rope_frequencies, rope_table
+from zerokl.kernels.rope_scaling import llama3_frequencies
 from zerokl.kernels.sampling_params import SamplingParams
 from zerokl.kernels.truncation import scaled_logits
 
@@ -23,6 +24,11 @@ SMALL = {
     "value_head": ((5, 7), (7,)),
     "qk_norm": ((3, 3, 5), (5,), (5,)),
     "silu_mul": ((5, 14),),
+    "sigmoid_router": ((5, 12),),
+    "add_shared": ((5, 7), (5, 7), (5, 1)),
+    "gelu_mul": ((5, 14),),
+    "rms_norm plus one": ((5, 7), (7,)),
+    "scale": ((5, 7),),
     "rope": ((4, 2, 32),),
     "embedding": ((10, 3),),
     "attention": ((6, 2, 16), (6, 1, 16), (6, 1, 16)),

@@ -15,6 +15,7 @@ from zerokl.kernels import attention as attention_module
 from zerokl.kernels import attention_plan, attention_ref
 from zerokl.kernels.attention import attention, attention_cached, varlen_plan
 from zerokl.kernels.attention_plan import AttentionPlan
+from zerokl.kernels.attention_rule import WALK, AttentionRule
 
 from tests.helpers import DTYPES, forgotten, property_settings, randn, threads, total_unequal
 
@@ -57,12 +58,14 @@ def make_case(lengths: list[int], group: int, kv_heads: int, D: int, dtype: torc
     return Case(lengths, *(randn(seed + i, T, h, D, dtype=dtype, scale=1.5) for i, h in enumerate(heads)))
 
 
-def whole(case: Case) -> torch.Tensor:
+def whole(case: Case, rule: AttentionRule = WALK) -> torch.Tensor:
     with torch.no_grad():
-        return attention(case.q, case.k, case.v, case.plan(), case.scale)
+        return attention(case.q, case.k, case.v, case.plan(), case.scale, rule)
 
 
-def cached(case: Case, chunk: Callable[[np.random.Generator], int], seed: int) -> torch.Tensor:
+def cached(
+    case: Case, chunk: Callable[[np.random.Generator], int], seed: int, rule: AttentionRule = WALK
+) -> torch.Tensor:
     """The sequences read chunk by chunk from blocks that are scattered over the cache.
 
     Each call has a random composition and order. A block holds zeros when a sequence takes it; every other
@@ -88,19 +91,19 @@ def cached(case: Case, chunk: Callable[[np.random.Generator], int], seed: int) -
         for part, x in enumerate((case.k, case.v)):
             tiles[block, :, part, position % tile] = x[rows]
         plan = AttentionPlan(sizes, [context[s] for s in batch], tables[batch], case.q.shape[1], kv_heads)
-        o[rows] = attention_cached(case.q[rows], tiles.view(-1, 2, tile, D), plan, case.scale)
+        o[rows] = attention_cached(case.q[rows], tiles.view(-1, 2, tile, D), plan, case.scale, rule)
         for s, n in zip(batch, sizes, strict=True):
             context[s] += n
     return o
 
 
-def gradients(case: Case, dy: torch.Tensor) -> tuple[torch.Tensor, ...]:
+def gradients(case: Case, dy: torch.Tensor, rule: AttentionRule = WALK) -> tuple[torch.Tensor, ...]:
     leaves = [x.detach().clone().requires_grad_() for x in case[1:]]
-    return torch.autograd.grad(attention(*leaves, case.plan(), case.scale), leaves, dy)
+    return torch.autograd.grad(attention(*leaves, case.plan(), case.scale, rule), leaves, dy)
 
 
 def after_contexts(
-    case: Case, contexts: list[int], dy: torch.Tensor
+    case: Case, contexts: list[int], dy: torch.Tensor, rule: AttentionRule = WALK
 ) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
     """o, dq, dk, dv of the queries after `contexts` tokens of each sequence, computed in two ways.
 
@@ -112,10 +115,10 @@ def after_contexts(
     queries = [n - context for n, context in zip(case.lengths, contexts, strict=True)]
     plan = varlen_plan(queries, case.q.shape[1], case.k.shape[1], contexts)
     leaves = [x.detach().clone().requires_grad_() for x in (case.q[rows], case.k, case.v)]
-    o = attention(*leaves, plan, case.scale)
+    o = attention(*leaves, plan, case.scale, rule)
     alone = o.detach(), *torch.autograd.grad(o, leaves, dy[rows])
-    dq, dk, dv = gradients(case, torch.zeros_like(dy).index_copy_(0, rows, dy[rows]))
-    return alone, (whole(case)[rows], dq[rows], dk, dv)
+    dq, dk, dv = gradients(case, torch.zeros_like(dy).index_copy_(0, rows, dy[rows]), rule)
+    return alone, (whole(case, rule)[rows], dq[rows], dk, dv)
 
 
 CHUNKS = {

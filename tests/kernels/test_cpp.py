@@ -17,10 +17,12 @@ from zerokl.kernels import attention_cpp, attention_ref, backend, cpp
 from zerokl.kernels import matmul as matmul_module
 from zerokl.kernels.attention import attention, attention_cached, varlen_plan
 from zerokl.kernels.attention_plan import KEY_TILE, AttentionPlan
+from zerokl.kernels.attention_rule import WALK, AttentionRule
 from zerokl.kernels.columns import add_columns
 from zerokl.kernels.cpp import row_sums
 from zerokl.kernels.decode_heads import CacheSlots, QKNormWeights, heads_to_cache
 from zerokl.kernels.draw import drawn_logprobs
+from zerokl.kernels.gelu_mul import gelu_mul
 from zerokl.kernels.grad import GradBuffer
 from zerokl.kernels.matmul import matmul, pack_weights
 from zerokl.kernels.order import token_blocks
@@ -150,9 +152,10 @@ def test_uniforms_and_draw(T, V, scale, seed):
 @dtypes
 @property_settings(25)
 @given(T=st.integers(1, 200), width=st.integers(1, 700), scale=SCALES, seed=st.integers(0, 99))
-def test_silu_mul(dtype, T, width, scale, seed):
+def test_silu_mul_and_gelu_mul(dtype, T, width, scale, seed):
     gu = randn(seed, T, 2 * width, dtype=dtype, scale=scale)
     assert unequal(lambda: with_gradients(silu_mul, gu), gu) == 0
+    assert unequal(lambda: with_gradients(gelu_mul, gu), gu) == 0
 
 
 @property_settings(25)
@@ -177,14 +180,16 @@ def test_add_columns(lengths, shards, N, seed):
     kv_heads=st.integers(1, 3),
     D=st.sampled_from([16, 32, 48, 64, 128]),
     scale=SCALES,
+    chunk=st.sampled_from([0, 32, 64]),
     seed=st.integers(0, 99),
 )
-def test_attention(dtype, sequences, group, kv_heads, D, scale, seed):
+def test_attention(dtype, sequences, group, kv_heads, D, scale, chunk, seed):
     lengths, contexts = zip(*sequences, strict=True)
     plan = varlen_plan(lengths, group * kv_heads, kv_heads, contexts)
     q = randn(seed, sum(lengths), group * kv_heads, D, dtype=dtype)
     k, v = (randn(seed + i, sum(plan.lengths), kv_heads, D, dtype=dtype) for i in (1, 2))
-    attend = lambda q, k, v: attention(q, k, v, plan, D**-0.5) * scale  # noqa: E731
+    rule = AttentionRule(chunk)
+    attend = lambda q, k, v: attention(q, k, v, plan, D**-0.5, rule) * scale  # noqa: E731
     assert unequal(lambda: with_gradients(attend, q, k, v), q) == 0
 
 
@@ -193,7 +198,7 @@ def test_a_long_sequence_is_cut_and_takes_little_memory(monkeypatch):
     plan = varlen_plan([300, 7, 150], 4, 2, [0, 90, 3])
     q, k, v = randn(0, 457, 4, 32), *randn(1, 2, 550, 2, 32)
     with threads(1), torch.no_grad():
-        assert unequal(lambda: [attention(q, k, v, plan, 0.2)], q) == 0
+        assert unequal(lambda: [attention(q, k, v, plan, 0.2, r) for r in (WALK, AttentionRule(64))], q) == 0
         parts = plan.for_cpp[attention_cpp._forward_plan, 32].parts
     assert len(parts) > 40
     assert max(elements for *_, elements in parts) <= 1 << 12
@@ -293,7 +298,7 @@ def test_what_is_not_finite_stays_so():
     assert unequal(places, x) == 0
     with threads(1):
         assert all(0 < (y == 0).sum() < y.numel() for y in places())
-        if attention_cpp.forward_agrees(2, 1, 32):
+        if attention_cpp.forward_agrees(2, 1, 32, WALK):
             v[20] = float("nan")  # what comes later reaches nobody; in the reference it reaches its key tile
             assert attention(randn(0, 40, 2, 32), k, v, plan, 0.1)[:20].isfinite().all()
 
@@ -312,11 +317,14 @@ def test_control_another_order_is_not_taken(monkeypatch):
             monkeypatch.setattr(module, "attention_ref", flipped(attention_ref.attention_ref))
         assert row_sums.sum_lanes(272) == 0
         assert not matmul_module._cpp_agrees(32, 272, w.stride())
-        assert not attention_cpp.forward_agrees(2, 2, 32)
-        expected = matmul_module.matmul_ref(x, w), attention_module._packed(q, k, v, plan, 0.3, False)[0]
+        assert not attention_cpp.forward_agrees(2, 2, 32, WALK)
+        expected = (
+            matmul_module.matmul_ref(x, w),
+            attention_module._packed(q, k, v, plan, 0.3, WALK, False)[0],
+        )
         assert sum(map(count_unequal, (matmul(x, w), attention(q, k, v, plan, 0.3)), expected)) == 0
         assert count_unequal(matmul_module.matmul_cpp.product(x, w), expected[0]) > 0, "control"
-        assert count_unequal(attention_cpp.attention_fwd(q, k, v, plan, 0.3, False)[0], expected[1]) > 0
+        assert count_unequal(attention_cpp.attention_fwd(q, k, v, plan, 0.3, WALK, False)[0], expected[1]) > 0
 
 
 def flipped(attention_ref: Callable) -> Callable:

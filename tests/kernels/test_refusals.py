@@ -2,7 +2,9 @@
 
 import pytest
 import torch
+from zerokl.kernels.add_shared import add_shared
 from zerokl.kernels.embedding import check_ids, embedding
+from zerokl.kernels.gelu_mul import gelu_mul
 from zerokl.kernels.linear import linear
 from zerokl.kernels.logprob import linear_logprob
 from zerokl.kernels.rms_norm import add_rms_norm, rms_norm
@@ -41,7 +43,9 @@ CASES = {
         r"residual \(4, 7\).*must be like x \(5, 7\)",
     ),
     "value_head width": (lambda: value_head(_z(5, 7), _z(8)), r"h \(5, 7\) and w \(8,\) must be \[T, D\]"),
+    "add_shared": (lambda: add_shared(_z(5, 7), _z(5, 7), _z(5, 7)), r"z \(5, 7\) \[T, 1\]"),
     "silu_mul odd": (lambda: silu_mul(_z(5, 7)), r"gu \(5, 7\) must be \[T, 2 I\]"),
+    "gelu_mul odd": (lambda: gelu_mul(_z(5, 7)), r"gu \(5, 7\) must be \[T, 2 I\]"),
     "rope table": (lambda: rope(_z(5, 2, 8), _z(5, 8), _z(5, 4)), r"cos \(5, 8\)"),
     "embedding dtype": (
         lambda: embedding(_z(5), _z(3, 4)),

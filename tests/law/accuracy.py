@@ -9,19 +9,22 @@ import torch.nn.functional as F
 from torch.func import functional_call
 from transformers import Qwen3MoeConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
+from zerokl.kernels.add_shared import add_shared
 from zerokl.kernels.attention import attention, varlen_plan
 from zerokl.kernels.embedding import embedding
+from zerokl.kernels.gelu_mul import gelu_mul
 from zerokl.kernels.linear import linear
 from zerokl.kernels.logprob import linear_logprob
 from zerokl.kernels.qk_norm import qk_norm
 from zerokl.kernels.rms_norm import add_rms_norm, rms_norm
 from zerokl.kernels.rope import rope, rope_frequencies, rope_table
 from zerokl.kernels.sampling_params import SamplingParams
+from zerokl.kernels.scale import scale
 from zerokl.kernels.silu_mul import silu_mul
 from zerokl.kernels.value_head import value_head
 
 from tests.helpers import assert_at_most_twice_the_error, randint, randn
-from tests.law import experts
+from tests.law import experts, routers
 
 EPS = 1e-6
 LENGTHS = (40, 1, 97)
@@ -43,6 +46,11 @@ class Op(NamedTuple):
     shapes: tuple[tuple[int, ...], ...]
     ours: Function
     plain: Function
+
+
+def _plain_gelu_mul(gu):
+    g, u = gu.chunk(2, dim=1)
+    return F.gelu(g, approximate="tanh") * u
 
 
 def _plain_rope(x: torch.Tensor) -> torch.Tensor:
@@ -136,6 +144,17 @@ OPS = {
     "qk_norm": Op(((50, 3, 64), (64,), (64,)), lambda x, wq, wk: qk_norm(x, wq, wk, 2, EPS), _plain_qk_norm),
     "value_head": Op(((150, 1000), (1000,)), _value_head, _plain_value_head),
     "silu_mul": Op(((150, 200),), silu_mul, lambda gu: F.silu(gu.chunk(2, 1)[0]) * gu.chunk(2, 1)[1]),
+    "add_shared": Op(
+        ((150, 200), (150, 200), (150, 1)), add_shared, lambda e, s, z: e + torch.sigmoid(z) * s
+    ),
+    "sigmoid_router": Op(((150, routers.EXPERTS),), lambda z: routers.chosen(z)[0], routers.plain),
+    "gelu_mul": Op(((150, 200),), gelu_mul, _plain_gelu_mul),
+    "rms_norm plus one": Op(
+        ((150, 1000), (1000,)),
+        lambda x, w: rms_norm(x, w, EPS, plus_one=True),
+        lambda x, w: F.rms_norm(x, (x.shape[1],), 1.0 + w, EPS),
+    ),
+    "scale": Op(((150, 200),), lambda x: scale(x, 0.22), lambda x: x * 0.22),
     "rope": Op(
         ((150, 3, 32),), lambda x: rope(x, COS[: len(x)].to(x.dtype), SIN[: len(x)].to(x.dtype)), _plain_rope
     ),

@@ -4,8 +4,10 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
+from zerokl.kernels.add_shared import add_shared
 from zerokl.kernels.draw import draw
 from zerokl.kernels.embedding import embedding
+from zerokl.kernels.gelu_mul import gelu_mul
 from zerokl.kernels.linear import linear
 from zerokl.kernels.logprob import linear_logprob
 from zerokl.kernels.philox import Stream, uniform_range
@@ -13,11 +15,12 @@ from zerokl.kernels.qk_norm import qk_norm
 from zerokl.kernels.rms_norm import add_rms_norm, rms_norm
 from zerokl.kernels.rope import rope, rope_table
 from zerokl.kernels.sampling_params import SamplingParams
+from zerokl.kernels.scale import scale
 from zerokl.kernels.silu_mul import silu_mul
 from zerokl.kernels.value_head import value_head
 
 from tests.helpers import randint, randn, total_unequal
-from tests.law import experts
+from tests.law import experts, routers
 
 Rows = tuple[torch.Tensor, ...]
 
@@ -73,6 +76,15 @@ def _qk_norm(rows: Rows, D: int, seed: int) -> Rows:
     return (qk_norm(rows[0], wq, wk, 2, 1e-6),)
 
 
+def _shared_rows(T: int, width: int, dtype: torch.dtype, seed: int) -> Rows:
+    e, s = (randn(seed + i, T, width, dtype=dtype, scale=2.0) for i in (0, 1))
+    return e, s, randn(seed + 2, T, 1, dtype=dtype, scale=3.0)
+
+
+def _router_rows(T: int, width: int, dtype: torch.dtype, seed: int) -> Rows:
+    return (randn(seed, T, routers.EXPERTS, dtype=dtype, scale=3.0),)
+
+
 def _rope_rows(T: int, width: int, dtype: torch.dtype, seed: int) -> Rows:
     position = randint(seed, 500, T)
     cos, sin = rope_table([10.0 ** (-i / width) for i in range(width)], 500, dtype)
@@ -112,6 +124,16 @@ OPS = {
     "silu_mul": Op(
         lambda T, width, dtype, seed: (randn(seed, T, 2 * width, dtype=dtype, scale=3.0),),
         lambda r, *_: (silu_mul(r[0]),),
+    ),
+    "add_shared": Op(_shared_rows, lambda rows, *_: (add_shared(*rows),)),
+    "sigmoid_router": Op(_router_rows, lambda rows, *_: routers.chosen(rows[0])),
+    "gelu_mul": Op(
+        lambda T, width, dtype, seed: (randn(seed, T, 2 * width, dtype=dtype, scale=3.0),),
+        lambda r, *_: (gelu_mul(r[0]),),
+    ),
+    "scale": Op(
+        lambda T, width, dtype, seed: (randn(seed, T, width, dtype=dtype),),
+        lambda r, *_: (scale(r[0], 0.22),),
     ),
     "rope": Op(_rope_rows, lambda rows, *_: (rope(*rows),)),
     "embedding": Op(

@@ -3,19 +3,29 @@
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
 import torch
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
+    Glm4MoeConfig,
     LlamaConfig,
     MistralConfig,
+    MixtralConfig,
     PretrainedConfig,
     PreTrainedModel,
     Qwen2Config,
+    Qwen2MoeConfig,
     Qwen3Config,
     Qwen3MoeConfig,
 )
+from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
+from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoeTopkRouter
+from transformers.models.mixtral.modeling_mixtral import MixtralTopKRouter
+from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeTopKRouter
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 from zerokl.model.config import ModelConfig
+from zerokl.model.families import MODEL_TYPES
 
 _SIZE = {
     "hidden_size": 64,
@@ -34,6 +44,14 @@ _LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
+_SOFTMAX_ROUTERS = Qwen3MoeTopKRouter | MixtralTopKRouter | Qwen2MoeTopKRouter
+_THETA = {"rope_type": "default", "rope_theta": 1e6}
+_YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "original_max_position_embeddings": 64,
+}
 FAMILIES: dict[str, PretrainedConfig] = {
     "qwen3": Qwen3Config(**_SIZE, head_dim=32, tie_word_embeddings=True),
     "qwen2": Qwen2Config(**_SIZE, tie_word_embeddings=False),
@@ -48,8 +66,48 @@ FAMILIES: dict[str, PretrainedConfig] = {
     ),
     "llama": LlamaConfig(**_SIZE, tie_word_embeddings=False, rope_parameters=_LLAMA3),
     # As in Nemo, the heads together are not as wide as the hidden states.
+    "qwen2_moe": Qwen2MoeConfig(
+        **_SIZE,
+        num_experts=6,
+        num_experts_per_tok=2,
+        moe_intermediate_size=48,
+        shared_expert_intermediate_size=80,
+        mlp_only_layers=[0],
+    ),
+    "glm4_moe": Glm4MoeConfig(
+        **_SIZE,
+        head_dim=32,
+        use_qk_norm=True,
+        attention_bias=True,
+        n_routed_experts=8,
+        num_experts_per_tok=3,
+        moe_intermediate_size=48,
+        n_shared_experts=2,
+        n_group=4,
+        topk_group=2,
+        routed_scaling_factor=1.5,
+        first_k_dense_replace=1,
+    ),
+    # Heads together narrower than the hidden states, and one layer's experts in a checkpoint's own names.
+    "mixtral": MixtralConfig(
+        **_SIZE, num_local_experts=6, num_experts_per_tok=3, rope_parameters=_THETA, head_dim=16
+    ),
     "mistral": MistralConfig(**_SIZE, head_dim=32, sliding_window=None, tie_word_embeddings=False),
+    "qwen2 yarn": Qwen2Config(**_SIZE, tie_word_embeddings=False, rope_parameters=_YARN),
+    "llama linear": LlamaConfig(**_SIZE, rope_parameters={"rope_type": "linear", "factor": 4.0}),
+    "qwen3 bias": Qwen3Config(**_SIZE, head_dim=32, attention_bias=True, tie_word_embeddings=True),
 }
+# Of the other families, the small model of `zerokl init`. To transformers, padding has no gradient.
+FAMILIES |= {
+    name: AutoConfig.for_model(name, **_SIZE | family.small | {"pad_token_id": None})
+    for name, family in MODEL_TYPES.items()
+    if name not in FAMILIES
+}
+# As parameters of long tests: with --quick, without those whose blocks are also in others.
+_LIKE_OTHERS = ("llama linear", "qwen2 yarn", "qwen3 bias", "granite", "smollm3", "phi3")
+JUDGED_FAMILIES = [
+    pytest.param(name, marks=pytest.mark.full) if name in _LIKE_OTHERS else name for name in FAMILIES
+]
 Pairs = list[tuple[list[int], list[int]]]
 
 
@@ -63,6 +121,8 @@ def save_random(family: str, folder: Path, seed: int = 0, shard: str = "1GB") ->
     with torch.no_grad():
         for p in model.parameters():
             p.add_(torch.randn_like(p) * 0.05)
+        for buffer in buffers_of(model).values():
+            buffer.add_(torch.randn_like(buffer) * 0.1)
     model.save_pretrained(folder, max_shard_size=shard)
     return folder
 
@@ -86,27 +146,52 @@ def judge(folder: Path) -> PreTrainedModel:
     model = _loaded(folder, torch.float64, "sdpa")
     frequencies = torch.tensor(ModelConfig.from_file(folder).frequencies, dtype=torch.float64)
 
+    scale = model.model.rotary_emb.attention_scaling
+
     def rotary(x: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         angle = position_ids[..., None] * frequencies.repeat(2)
-        return angle.cos(), angle.sin()
+        return angle.cos() * scale, angle.sin() * scale
 
     for module in model.modules():
+        if isinstance(module, GemmaRMSNorm):
+            module.forward = lambda x, m=module: (
+                x / (x.pow(2).mean(-1, keepdim=True) + m.eps).sqrt() * (1.0 + m.weight)
+            )
         if hasattr(module, "variance_epsilon"):
             module.forward = lambda x, m=module: (
                 x / (x.pow(2).mean(-1, keepdim=True) + m.variance_epsilon).sqrt() * m.weight
             )
-        if isinstance(module, Qwen3MoeTopKRouter):
+        if isinstance(module, Glm4MoeTopkRouter):
+            module.double()  # transformers keeps it in fp32
+            module.forward = lambda x, m=module: _route_by_scores(x.view(-1, m.hidden_dim), m)
+        if isinstance(module, _SOFTMAX_ROUTERS):
             module.forward = lambda x, m=module: _route(x.view(-1, m.hidden_dim), m)
     model.model.rotary_emb.forward = rotary
     return model
 
 
-def _route(x: torch.Tensor, router: Qwen3MoeTopKRouter) -> tuple[torch.Tensor, ...]:
-    """The logits, the weights and the ids of the experts, as the router gives them, in the dtype of x."""
+def _route(x: torch.Tensor, router: torch.nn.Module) -> tuple[torch.Tensor, ...]:
+    """The logits, the weights and the ids of the experts, as the router gives them, in the dtype of x.
+
+    Mixtral's router has no norm_topk_prob, and always divides.
+    """
     logits = x @ router.weight.t()
     weights, ids = logits.softmax(-1).topk(router.top_k, -1)
-    weights = weights / weights.sum(-1, keepdim=True) if router.norm_topk_prob else weights
+    if getattr(router, "norm_topk_prob", True):
+        weights = weights / weights.sum(-1, keepdim=True)
     return logits, weights, ids
+
+
+def _route_by_scores(x: torch.Tensor, router: torch.nn.Module) -> tuple[torch.Tensor, ...]:
+    """As _route, of a sigmoid router with groups, whose own products are in fp32."""
+    logits = x @ router.weight.t()
+    scores = logits.sigmoid()
+    groups = (scores + router.e_score_correction_bias).unflatten(1, (router.num_group, -1))
+    best = groups.topk(2, -1)[0].sum(-1).topk(router.topk_group, -1)[1]
+    kept = torch.zeros_like(groups[..., 0]).scatter(1, best, 1.0).bool().unsqueeze(2)
+    ids = groups.masked_fill(~kept, -torch.inf).flatten(1).topk(router.top_k, -1)[1]
+    weights = scores.gather(1, ids)
+    return logits, weights / weights.sum(-1, keepdim=True) * router.routed_scaling_factor, ids
 
 
 def sequence_losses(logp: torch.Tensor, pairs: Pairs, dy: torch.Tensor) -> torch.Tensor:
@@ -135,18 +220,28 @@ def logprobs_and_gradients(model: PreTrainedModel, pairs: Pairs, dy: torch.Tenso
         **{
             name: grad
             for weight, p in model.named_parameters()
-            for name, grad in checkpoint_parts(weight, p.grad)
+            for name, grad in checkpoint_parts(weight, p.grad, model)
         },
     }
 
 
-def checkpoint_parts(name: str, x: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+def buffers_of(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    """The buffers of a model that its checkpoint holds, by name."""
+    return {name: x for name, x in model.named_buffers() if name in model.state_dict()}
+
+
+def checkpoint_parts(
+    name: str, x: torch.Tensor, model: PreTrainedModel
+) -> Iterator[tuple[str, torch.Tensor]]:
     """A tensor of transformers by the names of the checkpoint, in which each expert has its own."""
+    gate, up, down = "gate_proj", "up_proj", "down_proj"
+    if model.config.model_type == "mixtral":
+        name, gate, up, down = name.replace(".mlp.", ".block_sparse_moe."), "w1", "w3", "w2"
     experts, _, kind = name.rpartition(".")
     if not experts.endswith(".experts"):
         yield name, x
         return
     for e, expert in enumerate(x):
-        both = zip(("gate_proj", "up_proj"), expert.chunk(2), strict=True)
-        for part, matrix in both if kind == "gate_up_proj" else [("down_proj", expert)]:
+        both = zip((gate, up), expert.chunk(2), strict=True)
+        for part, matrix in both if kind == "gate_up_proj" else [(down, expert)]:
             yield f"{experts}.{e}.{part}.weight", matrix

@@ -13,6 +13,7 @@ from zerokl.model.checkpoint import load_decoder
 from zerokl.model.decoder import Decoder, Numerics
 from zerokl.model.prompts import PromptLayout, Prompts, prompt_passes
 from zerokl.model.scoring import logprobs, pack
+from zerokl.model.weights import Layout
 
 from tests.helpers import DTYPES, randint, randn, total_unequal
 from tests.model.checkpoints import FAMILIES, Pairs, checkpoint_parts, save_random
@@ -56,7 +57,7 @@ def of_trainer(decoder: Decoder, pairs: Pairs) -> tuple[torch.Tensor, dict[str, 
     if decoder.config.tied:
         sums["embed"] = sums["embed"] + buffers[decoder.lm_head].zeroed([0])[0]
     parts: dict[str, torch.Tensor] = {}
-    for entry in decoder.layout.entries.values():
+    for entry in decoder.layout.trained:
         rows = sums[entry.name].split([n for _, n in entry.parts])
         parts |= zip((name for name, _ in entry.parts), rows, strict=True)
     return torch.cat(logps), parts
@@ -68,7 +69,8 @@ def of_module(model: CausalLM, pairs: Pairs) -> tuple[torch.Tensor, dict[str, to
     batch = pack(pairs, PromptLayout(prompts).prompt_of_sample)
     scores = model.score(batch, SAMPLING, prompts)
     (scores.logp * torch.cat(upstream(pairs))).sum().backward()
-    return scores.logp.detach(), {name: p.grad for name, p in model.named_parameters()}
+    never_trained = Layout(model.config).buffers
+    return scores.logp.detach(), {n: p.grad for n, p in model.named_parameters() if n not in never_trained}
 
 
 def unequal(model: CausalLM, pairs: Pairs, trainer: tuple[torch.Tensor, dict[str, torch.Tensor]]) -> int:
@@ -146,7 +148,9 @@ def test_padded_packed_and_alone_are_equal(qwen):
 
 def test_names_and_values_are_those_of_transformers(folder, tmp_path):
     reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    state = {n: x for name, p in reference.state_dict().items() for n, x in checkpoint_parts(name, p)}
+    state = {
+        n: x for name, p in reference.state_dict().items() for n, x in checkpoint_parts(name, p, reference)
+    }
     ours = CausalLM.from_pretrained(folder)
     assert ours.state_dict().keys() == state.keys()
     assert total_unequal(list(ours.state_dict().values()), [state[n] for n in ours.state_dict()]) == 0

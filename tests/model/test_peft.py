@@ -84,14 +84,18 @@ def test_what_is_written_is_read_again(folder, flat):
 @pytest.mark.parametrize("architecture", FAMILIES)
 def test_every_family_has_adapters_of_its_linear_weights_and_of_nothing_else(architecture):
     experts = {"num_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
-    others = experts | {"architectures": [architecture], "sliding_window": None}
+    family = FAMILIES[architecture]
+    others = {"architectures": [architecture], **family.small}
+    others["hidden_act"] = family.defaults.get("hidden_act", "silu")
+    others |= experts if "Moe" in architecture else {}
     config = ModelConfig.from_dict(MODEL.raw | others)
     lora = Lora(2, 6.0)
     layout = AdapterLayout(adapted_layout(config, lora), lora)
     shapes = {name: view.shape for name, view in Layout(config).checkpoint_views(torch.empty(60_000)).items()}
     adapted = {f"{adapter.module}.weight" for adapter in layout.adapters}
     assert adapted == {name for name in shapes if name.endswith("_proj.weight")}
-    assert len(adapted) == 2 * (4 + 3 * (3 if config.experts else 1))
+    is_fused = "fused_names" in config.values
+    assert len(adapted) == 2 * (4 if is_fused else 4 + 3 * (3 if config.experts else 1))
     for module, weight, rows, a, b in layout.adapters:
         assert (b.shape[0], a.shape[1]) == shapes[f"{module}.weight"]
         assert (a.shape[0], b.shape[1]) == (2, 2)

@@ -38,13 +38,25 @@ def test_control_the_config_without_changes_is_accepted():
     [
         ({"architectures": ["GPT2LMHeadModel"]}, "architecture 'GPT2LMHeadModel' is not supported"),
         ({"architectures": None}, "architecture None is not supported"),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope_type = 'yarn' is not supported"),
-        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_type = 'linear' is not supported"),
+        ({"rope_scaling": {"rope_type": "su", "factor": 4.0}}, "rope_type = 'su' is not supported"),
+        ({"rope_scaling": {"type": "linear", "factor": 0.0}}, r"linear: factor \(0.0\) must be positive"),
+        ({"rope_scaling": {"type": "linear"}}, "rope_scaling lacks the field factor"),
+        ({"rope_scaling": {"type": "yarn", "factor": 2.0, "beta": 1}}, "rope_scaling: beta = 1 is not supp"),
+        ({"rope_scaling": {"type": "yarn", "factor": "2"}}, r"factor \('2'\) must be a finite number"),
         (
-            {"rope_scaling": {"rope_type": "yarn"}, "rope_parameters": {"rope_type": "default"}},
-            r"rope_scaling \(\{'rope_type': 'yarn'\}\) differs from rope_parameters",
+            {"rope_parameters": {"full_attention": {"rope_theta": 1e4}}},
+            "full_attention = .* is not supported",
         ),
-        ({"rope_parameters": {"rope_type": "llama3", "factor": 8.0}}, "lacks the field low_freq_factor"),
+        (
+            {"rope_scaling": {"type": "longrope", "short_factor": [1.0] * 8, "long_factor": [2.0] * 8}}
+            | {"original_max_position_embeddings": 64},
+            r"'longrope' is not supported; with max_position_embeddings \(512\) above .* factor to 8",
+        ),
+        (
+            {"rope_scaling": {"type": "longrope", "short_factor": [1.0] * 7, "long_factor": [2.0] * 8}},
+            r"longrope: short_factor has 7 numbers, and 8 frequencies are rotated",
+        ),
+        ({"logits_scaling": 8.0}, "logits_scaling = 8.0 is not supported; it may change what the model"),
         ({"hidden_act": "gelu"}, "hidden_act = 'gelu' is not supported"),
         (
             {"use_sliding_window": True, "sliding_window": 4096},
@@ -91,6 +103,11 @@ def test_a_mistral_with_a_sliding_window_is_refused(window):
         ModelConfig.from_dict(MISTRAL | window)
 
 
+def test_a_bias_of_a_family_without_one_is_refused():
+    with pytest.raises(ValueError, match="attention_bias = True is not supported; a MistralForCausalLM has"):
+        ModelConfig.from_dict(MISTRAL | {"sliding_window": None, "attention_bias": True})
+
+
 QWEN3_MOE = QWEN2 | {
     "architectures": ["Qwen3MoeForCausalLM"],
     "head_dim": 16,
@@ -131,12 +148,56 @@ def test_the_layers_of_the_experts_are_those_of_the_config(change, layers):
         ({"num_hidden_layers": 4096, "num_experts": 512}, r"num_experts \(512\) in 4096 layers are more"),
         ({"mlp_only_layers": 3}, r"mlp_only_layers \(3\) must be a list"),
         ({"norm_topk_prob": "yes"}, r"norm_topk_prob \('yes'\) must be true or false"),
-        ({"architectures": ["Qwen2MoeForCausalLM"]}, "architecture 'Qwen2MoeForCausalLM' is not supported"),
     ],
 )
 def test_other_mixtures_of_experts_are_refused(change, message):
     with pytest.raises(ValueError, match=message):
         ModelConfig.from_dict(QWEN3_MOE | change)
+
+
+QWEN2_MOE = QWEN3_MOE | {
+    "architectures": ["Qwen2MoeForCausalLM"],
+    "shared_expert_intermediate_size": 32,
+}
+MIXTRAL = QWEN2 | {
+    "architectures": ["MixtralForCausalLM"],
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "rope_theta": 1e6,
+}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (QWEN2_MOE | {"n_shared_experts": 1}, "n_shared_experts = 1 is not supported"),
+        (
+            QWEN2_MOE | {"shared_expert_intermediate_size": 0},
+            r"shared_expert_intermediate_size \(0\) must be a positive",
+        ),
+        (QWEN2_MOE | {"shared_expert_intermediate_size": None}, "lacks the field shared_expert_intermediate"),
+        (MIXTRAL | {"sliding_window": 4096}, "sliding_window = 4096 is not supported"),
+        (MIXTRAL | {"router_jitter_noise": 0.1}, "router_jitter_noise = 0.1 is not supported"),
+        (MIXTRAL | {"num_local_experts": None}, "lacks the field num_experts"),
+    ],
+)
+def test_what_a_family_with_experts_does_not_compute_is_refused(change, message):
+    raw = {name: value for name, value in change.items() if value is not None}
+    with pytest.raises(ValueError, match=message):
+        ModelConfig.from_dict(raw)
+
+
+def test_control_the_families_with_experts_are_accepted_with_what_they_read():
+    assert ModelConfig.from_dict(MIXTRAL).values["experts"] == {
+        "number": 4,
+        "per_token": 2,
+        "size": 96,
+        "renormalise": True,
+        "layers": [0, 1],
+    }
+    experts = ModelConfig.from_dict(QWEN2_MOE | {"decoder_sparse_step": 2}).values["experts"]
+    assert (experts["layers"], experts["shared"], experts["shared_gate"]) == ([1], 32, True)
+    assert not experts["renormalise"]
 
 
 def _edit(change: Callable[[dict[str, torch.Tensor]], object]) -> Callable[[Path], None]:

@@ -193,6 +193,23 @@ def beside_vllm() -> dict[str, int]:
     return counts
 
 
+def key_buffers(launch: Launch) -> int:
+    """Tiles of keys that a kernel over pages has in shared memory on sm_90. Two or more hide the latency."""
+    tiles = re.findall(r"memdesc<(\d+)x\d+x\d+x", compile_launch(*launch, "sm_90").asm["ttgir"])
+    return min(map(int, tiles))
+
+
+def buffers() -> dict[str, int]:
+    """Of decode and of prompts in pages; and, as a control, of as many stages as packed keys have."""
+    shape = "attention bfloat16 128, groups of 2"
+    ours = {name: x for name, x in configurations("sm_90") if name.startswith(shape)}
+    decode, prompts = (
+        next(x for name, x in ours.items() if what in name) for what in (", paged", ", prompts in pages")
+    )
+    three = decode._replace(options=decode.options | {"num_stages": 3})
+    return {"decode": key_buffers(decode), "prompts": key_buffers(prompts), "control": key_buffers(three)}
+
+
 def tensor_maps() -> tuple[int, list[str]]:
     """How many tensor maps the binaries for Hopper are given, and the rules of TMA that their boxes break."""
     count, broken = 0, []
@@ -222,6 +239,7 @@ def main() -> None:
         "regression": faults([binary], {"kernel": {"sm_90": [31, 0]}}),
         "vllm": beside_vllm(),
         "tensor maps": tensor_maps(),
+        "buffers": buffers(),
         "silu": sorted(set(float_opcodes(ptx(dict(configurations())["silu_mul bfloat16: silu_mul_fwd"])))),
         "same": unequal(base, base._replace(options=dict(options))),
         "unfused": unequal(base, unfused(base)),

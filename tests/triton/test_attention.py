@@ -95,6 +95,37 @@ def test_control_another_key_tile_gives_other_bits(batch_invariant, monkeypatch)
     assert total_unequal([ours], [_vllm(q, k, v, spans, case.scale)]) > 0
 
 
+@pytest.mark.parametrize("dtype", DTYPES[1:])
+@pytest.mark.parametrize(("group", "D"), [(2, 64), (7, 64), (4, 128)])
+def test_prompts_in_pages_have_the_same_bits_by_programs_of_more_rows(group, D, dtype, monkeypatch):
+    case = make_case([5, 80, 61], group, 1, D, dtype, seed=group)
+    q, k, v, spans = _paged(case, KEY_TILE, [0, 11, 33])
+    assert attention_triton._fills_many_rows(q, k, len(q) * group / 3, "hopper")
+    results = []
+    for many_rows in (True, False):
+        monkeypatch.setattr(attention_triton, "_fills_many_rows", lambda *_, many=many_rows: many)
+        results.append(attention_paged(q, k, v, spans, case.scale))
+    assert total_unequal(results[:1], results[1:]) == 0
+
+
+def test_control_another_row_sum_of_prompts_in_pages_gives_other_bits(monkeypatch):
+    case = make_case([70, 33], 2, 1, 64, torch.float32, 1)  # 16 bits hide most of a last bit
+    q, k, v, spans = _paged(case, KEY_TILE, [0, 0])
+    written_out, results = attention_triton.row_sum, [attention_paged(q, k, v, spans, case.scale)]
+    monkeypatch.setattr(attention_triton, "_fills_many_rows", lambda *_: True)
+    results.append(attention_paged(q, k, v, spans, case.scale))
+
+    class Reversed:
+        """The columns in the order of a thread that holds 8 neighbours."""
+
+        def __call__(self, p, rows):
+            return written_out(p.reshape([rows, 8, 4]).permute([0, 2, 1]).reshape([rows, 32]), rows)
+
+    monkeypatch.setattr(attention_triton, "row_sum", Reversed())
+    results.append(attention_paged(q, k, v, spans, case.scale))
+    assert [total_unequal([x], results[:1]) > 0 for x in results] == [False, False, True]
+
+
 @pytest.mark.parametrize("narrow", [torch.bfloat16, torch.float16])
 def test_pages_in_a_narrower_dtype_are_converted_exactly(narrow):
     case = make_case(LENGTHS, 2, 1, 32, torch.float32, seed=3)

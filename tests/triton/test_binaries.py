@@ -43,6 +43,11 @@ def test_the_boxes_that_the_compiler_chose_break_no_rule_of_tma(report):
     assert broken == []
 
 
+def test_keys_in_pages_have_two_buffers_and_with_three_stages_one(report):
+    assert report["buffers"].pop("control") == 1
+    assert min(report["buffers"].values()) >= 2
+
+
 def test_control_an_atomic_addition_is_found(report):
     assert {line.split(":")[0] for line in report["atomic"]} == {
         f"atomic on {t}" for t in ("sm_80", "sm_90", "sm_100", "gfx942")

@@ -192,6 +192,20 @@ def test_trajectories_go_on_from_the_cache_under_graphs():
         assert not device.in_graphs()
 
 
+def test_guessed_tokens_change_no_bit_under_graphs():
+    """The second time all is guessed, and the graphs are those of so many rows as there are guesses."""
+    with interpreted_gpu() as device:
+        pair = Pair(device)
+        pair.sampler = NativeSampler(pair.decoder, max_concurrency=3, speculate=2)
+        counts = pair.sampler.stopwatch.counts
+        assert pair.equal(sampling_params=GREEDY)
+        drawn = counts["guesses_drawn"]
+        assert pair.equal(sampling_params=GREEDY)
+        assert counts["guesses_drawn"] > drawn
+        assert not device.in_graphs()
+        assert device.cuda.timeline.faults == []
+
+
 @pytest.mark.parametrize(
     ("dtype", "numerics"),
     [

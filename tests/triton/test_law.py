@@ -29,6 +29,8 @@ ROW_OPS = {
     **LOGPROBS,
     **TRUNCATED,
     "silu_mul": "_silu_mul_bwd",
+    "add_shared": "_add_shared_bwd",
+    "sigmoid_router": "_sigmoid_weigh_bwd",
     "rope": "_rope",
     "experts": "_combine_bwd",
 }
@@ -45,6 +47,8 @@ ACCURATE_OPS = {
     **LOGPROBS,
     "linear_logprob with a bias": "_logprob_bwd",
     "silu_mul": "_silu_mul_bwd",
+    "add_shared": "_add_shared_bwd",
+    "sigmoid_router": "_sigmoid_weigh_bwd",
     "rope": "_rope",
     "embedding": "_embedding_bwd",
 }

@@ -84,6 +84,13 @@ def test_vllm_rounds_keys_and_values_as_the_trainer_does(base, tmp_path, separat
 
 
 @pytest.mark.full
+def test_vllm_sums_attention_in_the_trainers_order(base, tmp_path):
+    words = ("--precision.attention", "chunked-512")
+    native = _fingerprint(base, tmp_path / "native", *words)
+    assert _fingerprint(base, tmp_path / "vllm", *words, "--sampler", "vllm-zerokl") == native
+
+
+@pytest.mark.full
 def test_a_critics_head_lies_among_the_weights_that_vllm_reads(base, tmp_path):
     """The head lies between the trained weights and the frozen ones."""
     critic = ("--loss.preset", "ppo", "--loss.advantage", "gae", "--frozen", "model.embed_tokens.*")

@@ -55,6 +55,7 @@ FAULT = Predicted(
     name="adapter beside the weights",
     order=280,
     predict=predict,
+    needs_decoder=True,
     remedy="Let both sides compute one expression: give the sampler the merged weights that the trainer "
     "scores with.",
     tries="s (x A) B added to x W in each product, with the base as it was, or as merging and unmerging has "

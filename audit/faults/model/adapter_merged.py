@@ -50,6 +50,7 @@ FAULT = Predicted(
     name="adapter merged otherwise",
     order=270,
     predict=predict,
+    needs_decoder=True,
     remedy="Merge into the untouched base each time, in fp32, and round once; never unmerge in 16 bits.",
     tries="fp32, bf16 or fp16, A and B in 16 bits, and a base that merging and unmerging the other adapters "
     "in 16 bits has left",

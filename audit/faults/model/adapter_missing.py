@@ -34,6 +34,7 @@ FAULT = Predicted(
     name="adapter missing",
     order=240,
     predict=predict,
+    needs_decoder=True,
     remedy="Load the adapter into the sampler, or give it the merged weights, before it draws.",
     tries="the base alone, with `--adapter`",
     plants=(Plant(group="weights", make=adapter_missing),),

@@ -59,6 +59,7 @@ FAULT = Predicted(
     name="adapter scaled otherwise",
     order=260,
     predict=predict,
+    needs_decoder=True,
     remedy="Give both sides one scale: lora_alpha / r, or lora_alpha / sqrt(r) with use_rslora.",
     tries="s = 1, 1 / rank, alpha, alpha / sqrt(rank), alpha / (rank sqrt(rank)), and twice its own",
     plants=(Plant(group="weights", make=adapter_of_another_scale, named=("adapter scaled",)),),

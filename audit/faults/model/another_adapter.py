@@ -35,6 +35,7 @@ FAULT = Predicted(
     name="another adapter",
     order=250,
     predict=predict,
+    needs_decoder=True,
     remedy="Sync the adapter before each draw: compare its version in the sampler with the trainer's.",
     tries="the other adapters that `--adapter` names, such as a run's checkpoints",
     plants=(Plant(group="weights", make=an_adapter_of_another_step),),

@@ -73,6 +73,7 @@ FAULT = Predicted(
     name="attention otherwise",
     order=330,
     predict=predict,
+    needs_decoder=True,
     remedy="Give both sides one attention: its window (sliding_window), its soft cap, its sinks.",
     tries="a sliding window, a soft cap of the scores, a sink of score 0",
     is_late=True,

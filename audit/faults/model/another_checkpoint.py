@@ -55,6 +55,7 @@ FAULT = Predicted(
     tries="each model that `--checkpoints` names",
     known_from=("huggingface/trl#5312",),
     is_second=True,
+    perturb=("delay",),
     plants=(
         Plant(
             group="column",

@@ -50,6 +50,7 @@ FAULT = Predicted(
     remedy="Give the sampler and the trainer the same temperature, top-p and top-k.",
     tries="a search for each value",
     is_second=True,
+    perturb=("top_k", "top_p", "min_p"),
     plants=(
         Plant(group="settings", make=min_p, named=("drew with min-p",)),
         Plant(group="settings", make=an_odd_top_p, named=("drew with top-p", "without top-p")),

@@ -24,7 +24,7 @@ def predict(evidence: Evidence) -> Iterator[Prediction]:
     for name, scores in evidence.by_dtype.items():
         if DTYPES[name] != scorer.dtype:
             yield Prediction(f"the sampler computed in {name}", scores)
-    if scorer.head != torch.float32:
+    if scorer.head != torch.float32 and scorer.has_decoder:
         model = scorer.model()
         numerics = model.numerics._replace(lm_head=torch.float32)
         decoder = Decoder(model.config, model.flat.detach(), model.layout, numerics)

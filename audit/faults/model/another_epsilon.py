@@ -36,6 +36,7 @@ FAULT = Predicted(
     name="another epsilon",
     order=350,
     predict=predict,
+    needs_decoder=True,
     remedy="Compare rms_norm_eps of both configurations.",
     tries="usual epsilons",
     plants=(Plant(group="attention", make=an_epsilon_of_another_family),),

@@ -32,13 +32,13 @@ def predict(evidence: Evidence) -> Iterator[Prediction]:
         if theta != config.rope_theta:
             what = f"the sampler's rope_theta is {theta:g}, the checkpoint's {config.rope_theta:g}"
             yield with_config(evidence, what, rope_theta=theta)
-    if config.rope_llama3 is not None:
+    if config.rope_scaling is not None:
         what = "the sampler leaves out the checkpoint's rope_scaling"
-        yield with_config(evidence, what, rope_llama3=None)
+        yield with_config(evidence, what, rope_scaling=None)
         for theta in _THETAS:
             if theta != config.rope_theta:
                 words = f"{what}, and its rope_theta is {theta:g}"
-                yield with_config(evidence, words, rope_llama3=None, rope_theta=theta)
+                yield with_config(evidence, words, rope_scaling=None, rope_theta=theta)
     theta, tried = _nearest_theta(evidence, config)
     if theta != config.rope_theta:
         what = f"the sampler's rope_theta is about {theta:.2g}, the checkpoint's {config.rope_theta:g}"
@@ -84,6 +84,7 @@ FAULT = Predicted(
     name="another rotary embedding",
     order=340,
     predict=predict,
+    needs_decoder=True,
     remedy="Compare rope_theta and rope_scaling of both configurations.",
     tries="usual values of `rope_theta` and a searched one, no `rope_scaling`, both at once",
     is_late=True,

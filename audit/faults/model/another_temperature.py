@@ -39,5 +39,6 @@ FAULT = Predicted(
     remedy="Give the sampler and the trainer the same temperature, top-p and top-k.",
     tries="a search for the value",
     is_second=True,
+    perturb=("temperature",),
     plants=(Plant(group="settings", make=an_odd_temperature),),
 )

@@ -44,6 +44,7 @@ FAULT = Predicted(
     name="between two checkpoints",
     order=210,
     predict=predict,
+    needs_decoder=True,
     remedy="A part of the update is missing in the sampler, or it averages weights: compare the scale of the "
     "update, or of the adapter, on both sides.",
     tries="weights that hold a part of the step from a model that `--checkpoints` names to the model, or "

@@ -62,6 +62,7 @@ FAULT = Predicted(
     name="incomplete sync",
     order=220,
     predict=predict,
+    needs_decoder=True,
     remedy="The sync left these tensors out, or the engine dropped them: hash both sides (zerokl weights).",
     tries="one kind of tensors of a model that `--checkpoints` names, all others of the model",
     known_from=("huggingface/trl#5312",),

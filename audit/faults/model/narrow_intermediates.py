@@ -92,6 +92,7 @@ FAULT = Predicted(
     name="16-bit intermediates",
     order=360,
     predict=predict,
+    needs_decoder=True,
     remedy="Switch the fused kernel off (Megatron: apply_rope_fusion, bias_activation_fusion), or let both "
     "sides use it.",
     tries="a fused rotary embedding or activation that computes in bf16 or fp16",

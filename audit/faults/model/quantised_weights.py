@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ....kernels.quantise import quantise
-from ....model.quantisation import is_quantised
+from ....model.quantisation import Quantisation
+from ....model.sampler_weights import quantised_weights
 from ...hypotheses.evidence import Evidence
 from ...hypotheses.prediction import Prediction
 from ...hypotheses.scores import decoder_scores
@@ -32,10 +32,8 @@ def predict(evidence: Evidence) -> Iterator[Prediction]:
             for source in (torch.float32, torch.bfloat16):
                 if format == "int8" and size > 1:
                     continue
-                flat = model.flat.detach().clone()
-                for name, w in model.layout.checkpoint_views(flat).items():
-                    if is_quantised(name):
-                        w.copy_(quantise(w.to(source), format, size))
+                how = Quantisation(format, size)
+                flat = quantised_weights(model.layout, model.flat.detach(), how, source)
                 rounded_before = "" if source == torch.float32 else ", from bf16"
                 what = (
                     f"the sampler's weights are quantised to {words}, one scale for each {part}"
@@ -100,10 +98,12 @@ FAULT = Predicted(
     name="weights quantised",
     order=300,
     predict=predict,
+    needs_decoder=True,
     remedy="Let the trainer score with the quantised weights, or correct for it (importance sampling).",
     tries="fp8 e4m3 and int8, with a scale for each matrix, row or block, of the weights or of these in bf16",
     is_dimmed=True,
     is_second=True,
+    perturb=("weights",),
     plants=(
         Plant(group="weights", make=fp8_by_tensor),
         Plant(group="weights", make=fp8_by_row_of_bf16),

@@ -42,6 +42,7 @@ FAULT = Predicted(
     name="update applied again",
     order=230,
     predict=predict,
+    needs_decoder=True,
     remedy="Merge an adapter into the base weights each time, never into merged ones.",
     tries="the step from a model that `--checkpoints` names to the model, taken twice and three times, as by "
     "an adapter that is merged into merged weights",

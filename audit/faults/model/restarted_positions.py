@@ -22,6 +22,8 @@ _GAPS = range(2, 17)
 def predict(evidence: Evidence) -> Iterator[Prediction]:
     """From 0, one too low, and 1 to 16 too high."""
     scorer = evidence.scorer
+    if not scorer.takes_positions:
+        return
     for what, gap in (
         ("the positions of the completion begin again at 0", lambda line: -len(line.prompt_ids)),
         ("the positions of the completion are one too high", lambda line: 1),

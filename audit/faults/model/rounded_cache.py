@@ -1,6 +1,6 @@
 """Keys and values of the cache in 8 bits.
 
-    stored(x) = s round(clip(x / s))    in fp8 or int8
+    x -> s round(clip(x / s))    in fp8 or int8
 
 Shapes: T tokens of packed sequences, k and v [T, Hkv, D].
 """
@@ -14,7 +14,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from ....kernels.quantise import LARGEST, clipped
 from ....model.checkpoint import DTYPES
+from ....model.kv_rounding import quantised_kv
+from ....model.quantisation import KvQuantisation
 from ...hypotheses.attention import Variant, attention_scores
 from ...hypotheses.evidence import Evidence
 from ...hypotheses.noise import measured
@@ -25,29 +28,27 @@ if TYPE_CHECKING:
     from ..planting.world import Log, World
 
 
-def stored(x: torch.Tensor, dtype: torch.dtype, share: float = 0.0) -> torch.Tensor:
-    """x [T, H, D] as a cache of `dtype` gives it back, in fp32.
+def calibrated(x: torch.Tensor, share: float) -> torch.Tensor:
+    """x [T, H, D] as a cache in fp8 e4m3 with one scale for all gives it back, in fp32.
 
-    share: of the largest value, which takes the largest number of the dtype; larger ones are clipped. 0 is no
-    scale. int8 has a scale for each token and head, fp8 one for all.
+    share: of the largest value, which takes the largest number of e4m3; larger ones are clipped.
     """
-    x = x.float()
-    if dtype == torch.int8:
-        scale = (x.abs().amax(-1, keepdim=True) / 127.0).clamp(min=1e-12)
-        return (x / scale).round() * scale
-    most = torch.finfo(dtype).max
-    scale = (x.abs().max() * share / most).clamp(min=1e-12) if share else torch.ones(())
-    return (x / scale).clamp(-most, most).to(dtype).float() * scale
+    scale = (x.float().abs().max() * share / LARGEST["float8_e4m3fn"]).clamp(min=1e-12)
+    return clipped(x.float() / scale, "float8_e4m3fn") * scale
 
 
-_E4M3 = torch.float8_e4m3fn
+def _by_token(text: str) -> Callable[[torch.Tensor], torch.Tensor]:
+    """A cache whose scales depend on a token alone, as `perturb.kv` names it."""
+    return partial(quantised_kv, how=KvQuantisation.parse(text))
+
+
 _CACHES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "fp8 e4m3": partial(stored, dtype=_E4M3),
-    "fp8 e5m2": partial(stored, dtype=torch.float8_e5m2),
-    "fp8 e4m3, scaled by their largest value": partial(stored, dtype=_E4M3, share=1.0),
-    "fp8 e4m3, clipped at half of their largest value": partial(stored, dtype=_E4M3, share=0.5),
-    "fp8 e4m3, clipped at a quarter of their largest value": partial(stored, dtype=_E4M3, share=0.25),
-    "int8, scaled by token and head": partial(stored, dtype=torch.int8),
+    "fp8 e4m3": _by_token("float8_e4m3fn/unit"),
+    "fp8 e5m2": _by_token("float8_e5m2/unit"),
+    "fp8 e4m3, scaled by their largest value": partial(calibrated, share=1.0),
+    "fp8 e4m3, clipped at half of their largest value": partial(calibrated, share=0.5),
+    "fp8 e4m3, clipped at a quarter of their largest value": partial(calibrated, share=0.25),
+    "int8, scaled by token and head": _by_token("int8/token_head"),
 }
 
 
@@ -119,11 +120,13 @@ FAULT = Predicted(
     name="keys and values rounded",
     order=320,
     predict=predict,
+    needs_decoder=True,
     remedy="Give the cache the compute dtype, or score with rounded keys and values too (kv_cache_dtype).",
     tries="a cache in fp8 e4m3 or e5m2, in e4m3 scaled by the largest value or clipped at a half or a "
     "quarter of it, in int8 with a scale for each token and head",
     is_dimmed=True,
     is_second=True,
+    perturb=("kv",),
     plants=tuple(
         Plant(group="attention", make=make, named=("keys and values",))
         for make in (fp8_cache, fp8_e5m2_cache, scaled_fp8_cache, clipped_fp8_cache, int8_cache)

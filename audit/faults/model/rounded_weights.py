@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ....model.checkpoint import DTYPES
+from ....model.sampler_weights import rounded_weights
 from ...hypotheses.evidence import Evidence
 from ...hypotheses.prediction import Prediction
 from ...hypotheses.scores import decoder_scores
@@ -25,7 +25,7 @@ def predict(evidence: Evidence) -> Iterator[Prediction]:
     """
     exact = evidence.scorer.model().flat.detach()
     for name in ("bfloat16", "float16"):
-        rounded = exact.to(DTYPES[name]).to(exact.dtype)
+        rounded = rounded_weights(exact, name)
         if not torch.equal(rounded, exact):
             yield Prediction(
                 f"the sampler's weights are rounded to {name}, the trainer's are not",
@@ -42,9 +42,11 @@ FAULT = Predicted(
     name="weights rounded",
     order=290,
     predict=predict,
+    needs_decoder=True,
     remedy="Merge adapters and sync weights in the trainer's dtype, or score with the rounded weights too.",
     tries="bf16 or fp16 weights under an fp32 forward, as a merge of an adapter in bf16 leaves them",
     known_from=("huggingface/trl#6688",),
     is_rounding=True,
+    perturb=("round_weights",),
     plants=(Plant(group="weights", make=a_sync_in_bf16),),
 )

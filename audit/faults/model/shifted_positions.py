@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 def predict(evidence: Evidence) -> Iterator[Prediction]:
     """To the longest prompt of the log or of a batch, and to usual lengths."""
     scorer = evidence.scorer
+    if not scorer.takes_positions:
+        return
     most = scorer.model().config.max_positions
     for words, length in padded_lengths(evidence):
         gaps = [length(line) - len(line.prompt_ids) for line in evidence.lines]

@@ -54,6 +54,7 @@ FAULT = Predicted(
     name="stale prefix cache",
     order=200,
     predict=predict,
+    needs_decoder=True,
     remedy="Reset the prefix cache whenever the weights change.",
     tries="the prompts' keys and values by each model that `--checkpoints` names",
     known_from=("NVIDIA-NeMo/RL#4018",),

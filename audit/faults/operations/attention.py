@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import torch
 
 from ....model.operation import Equation
+from ....model.operations import operation
 from ..changed_operation import E4M3, E5M2, Change, ChangedOperation, ModelPlant, Traced
 
 
@@ -14,8 +15,8 @@ def changes(traced: Traced) -> Iterator[Change]:
     """No mask, another scale, other key-value heads, a cache in 8 bits."""
     exact, (q, k, v) = traced.exact, traced.inputs
     c = exact.checkpoint.config
-    yield "no causal mask: tokens read later tokens", exact.attention(q, k, v, causal=False)
-    usual = c.head_dim**-0.5
+    usual = operation(traced.op, c).factor
+    yield "no causal mask: tokens read later tokens", exact.attention(q, k, v, usual, causal=False)
     scales = {
         "1": 1.0,
         "1 / head_dim": 1 / c.head_dim,
@@ -26,10 +27,10 @@ def changes(traced: Traced) -> Iterator[Change]:
         yield f"the scores are scaled by {words}", exact.attention(q, k, v, scale)
     if 1 < c.kv_heads < c.heads:
         words = "query head i reads key-value head i modulo their number, and not its group's"
-        yield words, exact.attention(q, k, v, tiled=True)
+        yield words, exact.attention(q, k, v, usual, tiled=True)
     for name, dtype in (("fp8 e4m3", E4M3), ("fp8 e5m2", E5M2)):
         k8, v8 = (x.to(dtype).double() for x in (k, v))
-        yield f"keys and values are rounded to {name}: the cache's dtype", exact.attention(q, k8, v8)
+        yield f"keys and values are rounded to {name}: the cache's dtype", exact.attention(q, k8, v8, usual)
 
 
 def another_scale(model: torch.nn.Module) -> None:

@@ -19,20 +19,25 @@ def changes(traced: Traced) -> Iterator[Change]:
             "norm_topk_prob is lost: the routing weights are not divided by their sum"
             if c.renormalise
             else "the routing weights are divided by their sum, and norm_topk_prob is false"
-        ): exact.routing(logits, renormalise=not c.renormalise),
+        ): exact.routing(op, logits, renormalise=not c.renormalise),
         "of equally likely experts it takes the one with the higher index": exact.routing(
-            logits, lower_wins=False
+            op, logits, lower_wins=False
         ),
-        "the routing weights are left out": (exact.routing(logits) > 0).to(exact.wide),
+        "the routing weights are left out": (exact.routing(op, logits) > 0).to(exact.wide),
     }
+    if c.sigmoid is not None:
+        lost = "e_score_correction_bias is lost: the choice of experts is not corrected"
+        routings[lost] = exact.routing(op, logits, corrected=False)
+        lost = f"routed_scaling_factor ({c.sigmoid.scale:g}) is lost"
+        routings[lost] = exact.routing(op, logits, scaled=False)
     for dtype, name in SHORT.items():
         routings[f"it chooses and weighs experts by router logits in {name}"] = exact.routing(
-            logits.to(dtype)
+            op, logits.to(dtype)
         )
     for k in (c.per_token - 1, c.per_token + 1):
         if 1 <= k <= c.number:
             words = f"a token has {k} experts, the checkpoint's {c.per_token}"
-            routings[words] = exact.routing(logits, per_token=k)
+            routings[words] = exact.routing(op, logits, per_token=k)
     for words, routing in routings.items():
         yield words, exact.experts(op, x, routing)
 

@@ -15,7 +15,8 @@ def changes(traced: Traced) -> Iterator[Change]:
     """The norm left out, another weight, another epsilon."""
     op, actual, exact, (x,) = traced.op, traced.actual, traced.exact, traced.inputs
     name = weight_names(op, exact.checkpoint)[0]
-    w, eps = exact.weight(name), exact.checkpoint.config.eps
+    c = exact.checkpoint.config
+    w, eps = exact.weight(name) + c.norm_plus_one, c.eps
     yield "the norm is missing: its outputs are its inputs", x
     yield "the weight is not applied", exact.norm(x, torch.ones_like(w), eps)
     yield "the weight is applied as 1 + weight", exact.norm(x, 1 + w, eps)

@@ -20,9 +20,10 @@ def changes(traced: Traced) -> Iterator[Change]:
     (name,) = input_names(op, config)
     x, theta = lookup(name).double(), config.rope_theta
     yield "no position is encoded: its outputs are its inputs", x
-    if config.rope_llama3 is not None:
-        plain = rope_frequencies(config.head_dim, theta)
-        yield "the scaling of the rotary embedding (llama3) is left out", exact.rope(x, plain)
+    if config.rope_scaling is not None:
+        kind = config.rope_scaling["rope_type"]
+        plain = rope_frequencies(config.rotary_dim, theta)
+        yield f"the scaling of the rotary embedding ({kind}) is left out", exact.rope(x, plain)
     usual = (theta * 2, theta / 2, theta * 10, theta / 10, 1e4, 5e5, 1e6, 5e6, 1e7, theta * 4, theta / 4)
     for other in usual:
         frequencies = replace(config, rope_theta=other).frequencies

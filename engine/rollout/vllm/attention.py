@@ -29,8 +29,10 @@ from vllm.v1.kv_cache_interface import KVCacheLayout
 
 from ....kernels.attention import attention_cached
 from ....kernels.attention_plan import KEY_TILE, AttentionPlan
+from ....kernels.attention_rule import WALK, AttentionRule
 from ....kernels.attention_tables import Spans
 from ....kernels.backend import on_triton
+from .plugin import ATTENTION
 
 
 class ZeroklAttentionBackend(AttentionBackend):
@@ -76,6 +78,7 @@ class ZeroklMetadata:
     plan: AttentionPlan | Spans
     block: torch.Tensor  # [T], our block for the key and value of each new token
     offset: torch.Tensor  # [T], their position in that block
+    rule: AttentionRule
 
 
 class ZeroklMetadataBuilder(AttentionMetadataBuilder[ZeroklMetadata]):
@@ -88,6 +91,7 @@ class ZeroklMetadataBuilder(AttentionMetadataBuilder[ZeroklMetadata]):
         self._tiles = kv_cache_spec.block_size // KEY_TILE  # our blocks in one of vLLM's blocks
         self._heads = vllm_config.model_config.get_num_attention_heads(vllm_config.parallel_config)
         self._kv_heads = kv_cache_spec.num_kv_heads
+        self._rule = AttentionRule(*getattr(vllm_config.model_config.hf_config, ATTENTION, WALK))
         scheduler = vllm_config.scheduler_config
         tokens = max(scheduler.max_num_batched_tokens, scheduler.max_num_seqs)
         self._block, self._offset = (torch.zeros(tokens, dtype=torch.int64, device=device) for _ in range(2))
@@ -104,7 +108,7 @@ class ZeroklMetadataBuilder(AttentionMetadataBuilder[ZeroklMetadata]):
         for places in (self._block, self._offset):
             places[T:] = 0  # a graph may have more rows than this forward has tokens
         plan = self._spans(cm) if on_triton(cm.slot_mapping) else self._plan(cm)
-        return ZeroklMetadata(plan, self._block[:T], self._offset[:T])
+        return ZeroklMetadata(plan, self._block[:T], self._offset[:T], self._rule)
 
     def _plan(self, cm: CommonAttentionMetadata) -> AttentionPlan:
         """The reference's plan, from numbers on the host."""
@@ -188,5 +192,6 @@ class ZeroklAttentionImpl(AttentionImpl[ZeroklMetadata]):
             (attn_metadata.block, attn_metadata.offset), torch.stack([key[:T], value[:T]], dim=1)
         )
         tiles = blocks.view(-1, 2, KEY_TILE, self.head_size)
-        output[:T] = attention_cached(query[:T], tiles, attn_metadata.plan, self.scale)
+        plan, rule = attn_metadata.plan, attn_metadata.rule
+        output[:T] = attention_cached(query[:T], tiles, plan, self.scale, rule)
         return output

@@ -7,10 +7,12 @@ from typing import Any
 import torch
 from vllm.model_executor.layers.attention import Attention
 
-from ....kernels.embedding import embedding
+from ....kernels.attention_rule import WALK, AttentionRule
 from ....kernels.matmul import UNPACKED, PackedWeights, matmul
 from ....kernels.passes import Pass
 from ....kernels.tile_tables import DEFAULT_TABLE, tile_table
+from ....model.buffers import as_bytes
+from ....model.checkpoint import is_passed_over
 from ....model.config import ModelConfig
 from ....model.context import no_hook
 from ....model.decoder import Decoder, Numerics
@@ -18,7 +20,7 @@ from ....model.quantisation import KvQuantisation
 from ....model.sizes import Experts
 from ....model.weights import Layout
 from .attention import ZeroklAttentionBackend
-from .plugin import FROZEN, HAS_VALUE_HEAD, KV, TILES_OVERRIDE
+from .plugin import ATTENTION, FROZEN, HAS_VALUE_HEAD, KV, TILES_OVERRIDE
 
 
 class _VllmContext:
@@ -40,8 +42,15 @@ class _VllmContext:
         self.routing = routers
 
     def attend(
-        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
+        self,
+        layer: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        scale: float,
+        rule: AttentionRule,
     ) -> torch.Tensor:
+        """`scale` and `rule` are those that vLLM's layers and their metadata already have."""
         return self._layers[layer](q, k, v).view(q.shape)
 
 
@@ -87,6 +96,7 @@ class ZeroklForCausalLM(torch.nn.Module):
             lm_head=model_config.head_dtype,
             tiles=tile_table(version),
             kv=None if kv is None else KvQuantisation(*kv),
+            attention=AttentionRule(*getattr(hf_config, ATTENTION, WALK)),
         )
         self.decoder = Decoder(
             self.zerokl_config, torch.zeros(layout.numel, dtype=model_config.dtype), layout, self.numerics
@@ -96,7 +106,7 @@ class ZeroklForCausalLM(torch.nn.Module):
             Attention(
                 c.heads,
                 c.head_dim,
-                c.head_dim**-0.5,
+                next(row.factor for row in c.layer_operations[i] if row.name == "attention"),
                 num_kv_heads=c.kv_heads,
                 cache_config=vllm_config.cache_config,
                 prefix=f"{prefix}layers.{i}.attention",
@@ -127,7 +137,7 @@ class ZeroklForCausalLM(torch.nn.Module):
 
     def embed_input_ids(self, input_ids: torch.Tensor) -> torch.Tensor:
         """input_ids [T] -> [T, D]."""
-        return embedding(input_ids.long(), self.decoder.w["embed"])
+        return self.zerokl_config.embedding.forward(self.decoder.w["embed"], input_ids.long(), Pass())
 
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
         """input_ids, positions [T] -> hidden states [T, D]."""
@@ -147,11 +157,13 @@ class ZeroklForCausalLM(torch.nn.Module):
         """
         views, loaded = self.decoder.layout.checkpoint_views(self.decoder.flat), set()
         for name, tensor in weights:
-            if name == "lm_head.weight" and self.zerokl_config.tied:
+            is_tied_head = name == "lm_head.weight" and self.zerokl_config.tied
+            if is_tied_head or is_passed_over(name, self.zerokl_config):
                 continue
             if name not in views:
                 raise ValueError(f"model: {name} is not a weight of {self.zerokl_config.architecture}")
-            views[name].copy_(tensor)
+            is_buffer = name in self.decoder.layout.buffers
+            views[name].copy_(as_bytes(tensor) if is_buffer else tensor)
             loaded.add(name)
         if missing := sorted(set(views) - loaded):
             raise ValueError(

@@ -5,6 +5,8 @@ ARCHITECTURE = "ZeroklForCausalLM"
 TILES_OVERRIDE = "zerokl_tiles"
 # The key under which it finds how keys and values are quantised (Numerics.kv).
 KV = "zerokl_kv"
+# The key under which it finds the order of attention (Numerics.attention).
+ATTENTION = "zerokl_attention"
 # Weight transfer engines (weights.py). SHARED: our model, in memory that two processes map. OWN: our model,
 # in the trainer's process. EXACT: vLLM's own model, in the trainer's process.
 SHARED, OWN, EXACT = "zerokl", "zerokl-own", "zerokl-exact"

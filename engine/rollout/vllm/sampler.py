@@ -20,6 +20,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from ....kernels.attention_rule import WALK
 from ....model.config import ModelConfig
 from ....model.decoder import COMPUTE, Numerics
 from ....model.routing import id_dtype
@@ -283,7 +284,16 @@ class VllmZeroklSampler(KeyedSampler):
         value_head: bool = False,
         has_weights: bool = True,
     ):
-        from .plugin import ARCHITECTURE, FROZEN, HAS_VALUE_HEAD, KV, OWN, SHARED, TILES_OVERRIDE
+        from .plugin import (
+            ARCHITECTURE,
+            ATTENTION,
+            FROZEN,
+            HAS_VALUE_HEAD,
+            KV,
+            OWN,
+            SHARED,
+            TILES_OVERRIDE,
+        )
 
         assert numerics.cache is None, "engine/config/compatibility.py refuses it"
         overrides = {
@@ -292,6 +302,7 @@ class VllmZeroklSampler(KeyedSampler):
             HAS_VALUE_HEAD: value_head,
             TILES_OVERRIDE: numerics.tiles.vllm,
             **({KV: list(numerics.kv)} if numerics.kv else {}),
+            **({ATTENTION: list(numerics.attention)} if numerics.attention != WALK else {}),
             **({"head_dtype": str(numerics.lm_head)[6:]} if numerics.lm_head else {}),
         }
         if isinstance(weights, SharedTensor):

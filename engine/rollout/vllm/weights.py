@@ -128,7 +128,7 @@ class ExactWeightsEngine(WeightTransferEngine[ExactInit, Update]):
 
     def receive_weights(self, update_info: Update) -> None:
         """Load the weights as they are now."""
-        self.model.load_weights(iter(self._init.layout.checkpoint_views(self._init.flat.detach()).items()))
+        self.model.load_weights(iter(self._init.layout.stored_tensors(self._init.flat.detach()).items()))
 
     def finish_weight_update(self) -> None:
         """Repeat what vLLM did to the weights after it first loaded them. The caller resets the caches."""

@@ -25,10 +25,9 @@ from ....files.writing import MANIFEST, check_writable, hash_json, write_manifes
 from ....model.checkpoint import resolve_model
 from ....verify.compare_runs import open_run
 from ....verify.ledger import LedgerFile
-from ....verify.run_files import LEDGER
+from ....verify.run_files import LEDGER, checkpoint_folders
 from ...config.run_config import Config
 from ..base_model import base_model
-from ..checkpoints import checkpoint_folders
 from ..folder import METRICS, ROLLOUTS
 from ..resume import run_config
 from ..summary import SUMMARY

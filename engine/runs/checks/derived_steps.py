@@ -12,9 +12,7 @@ from ....files.reading import shown
 from ....kernels.sampling_params import SamplingParams
 from ....verify.difference import Difference, first_wrong
 from ...config.run_config import Config
-from ...rollout.answers import AnswerPlayer
 from ...rollout.episodes import Episodes
-from ...rollout.turns import TurnPlayer
 from ...rollout.types import Completion, Request, RngKey, Rollout
 from ...tasks.base import Problem
 from ...tasks.environment import VOID
@@ -80,12 +78,12 @@ def _turns(rollout: Rollout, start: int) -> int:
 
 def derives_rewards(state: TrainState) -> bool:
     """Whether rewards follow from tokens: not where the probability of an answer is the reward."""
-    return _can_be_played(state) and not isinstance(state.player, AnswerPlayer)
+    return _can_be_played(state) and state.player.rewards_by_tokens
 
 
 def _can_be_played(state: TrainState) -> bool:
     """Whether the keys of a step's trajectories are known: not where dynamic sampling left out some."""
-    return state.config.loss.max_resamples == 1 or not isinstance(state.player, TurnPlayer)
+    return state.config.loss.max_resamples == 1 or not state.player.plays_by_place
 
 
 def derives_advantages(config: Config) -> bool:

@@ -16,7 +16,6 @@ from ....verify.difference import first_wrong, same_json
 from ....verify.ledger import Line, digest
 from ....verify.mismatch import mismatch_metrics
 from ...config.budget_cuts import Cuts
-from ...rollout.budgets import BudgetPlayer
 from ...rollout.episodes import Episodes, is_trained
 from ...rollout.types import Rollout
 from ...tasks.environment import CONTEXT, TOKENS
@@ -155,14 +154,14 @@ def texts_fault(step: LoggedStep, state: TrainState) -> str | None:
     """The first text, problem or end of a completion that does not follow from the tokens; None if all do."""
     problems, cuts = {problem.id: problem for problem in state.problems}, step.episodes.cuts
     answer_stops = state.tokenizer.stop_ids
-    ends = state.player.reasoning_ends if isinstance(state.player, BudgetPlayer) else frozenset()
+    reasoning_stops = answer_stops | state.player.reasoning_ends
     for line, rollout in zip(step.lines, step.rollouts, strict=True):
         problem = problems.get(line.get("problem"))
         cut = cut_fields(cuts, rollout.sample) if cuts else {}
         derived = {
             "prompt_text": problem and problem.prompt,
             "text": state.tokenizer.decode(rollout.completion_ids),
-            "finish": _finish(rollout, "turn_rewards" in line, answer_stops if cut else answer_stops | ends),
+            "finish": _finish(rollout, "turn_rewards" in line, answer_stops if cut else reasoning_stops),
             **cut,
         }
         if wrong := first_wrong(line, derived):

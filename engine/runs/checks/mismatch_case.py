@@ -45,7 +45,12 @@ def check_case(case: Path, device: torch.device | None = None) -> list[Check]:
     dtype, precision, params, rollouts = _read_case(case)
     loaded = load_decoder(case, DTYPES[dtype], device)
     numerics = named_numerics(
-        precision.head_dtype, precision.cache_dtype, precision.tiles, precision.router_dtype, precision.kv
+        precision.head_dtype,
+        precision.cache_dtype,
+        precision.tiles,
+        precision.router_dtype,
+        precision.kv,
+        precision.attention,
     )
     decoder = Decoder(loaded.config, loaded.flat.detach(), loaded.layout, numerics)
     pairs = [(r.prompt_ids, r.completion_ids) for r in rollouts]

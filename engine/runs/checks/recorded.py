@@ -6,7 +6,7 @@ from typing import Any
 
 from ...config.run_config import Config
 from ...tasks.environment import TIME_LIMIT, VOID, EnvironmentTask
-from ...tasks.environments import Answer, Failure, Game
+from ...tasks.environments import AboutEnvironments, Answer, Failure, Game
 from ...tasks.guard import guarded
 from ..folder import ROLLOUTS
 from ..logs import read_log
@@ -19,14 +19,13 @@ class RecordedEnvironments:
     To a turn that is another than the run's it answers the same. The ledger then shows the difference.
     """
 
-    players, tools, tool_calls = 1, None, ""
-
     def __init__(self, path: Path, task: EnvironmentTask, config: Config):
         lines_per_step = config.prompts * config.rollouts_per_prompt
         self._log = read_log(path / ROLLOUTS, lines_per_step, may_begin_later=True)
         self._step, self._rows = -1, {}
         self._asked: list[Game] = []
-        self.binary = getattr(task, "binary", False) is True
+        is_binary = getattr(task, "binary", False) is True
+        self.about = AboutEnvironments(players=1, binary=is_binary, tools=None, tool_calls="")
 
     def ask(self, game: Game) -> None:
         """Note a game whose next answer is wanted."""

@@ -9,6 +9,7 @@ from typing import Any
 from ....verify.compare_runs import compare_heads, compare_lines, open_run
 from ....verify.difference import Difference
 from ....verify.ledger import LedgerFile, Line
+from ....verify.run_files import checkpoint_folders
 from ...config.run_config import ParallelConfig, PoolConfig
 from ...display.terminal import console
 from ...rollout.players import Judge, open_judge
@@ -18,10 +19,11 @@ from ...train.recorder import Recorder
 from ...train.state import StepRecord, TrainState
 from ...train.step import train_step
 from ..base_model import base_model
-from ..checkpoints import Checkpoint, checkpoint_folders, restore, rewind, usable_checkpoint
+from ..checkpoints import usable_checkpoint
 from ..ledger_head import run_head
 from ..resume import run_config
 from ..setup import make_state, run_equivalence
+from ..trainer_state import Checkpoint, restore, rewind
 from .recorded import RecordedEnvironments, can_be_recorded
 from .step_trace import check_trace, trace_step
 
@@ -76,7 +78,7 @@ class Replayer:
             whole = self.config.model_copy(update={"parallel": ParallelConfig()})
             self.state: TrainState = make_state(whole, self.model, self.task, judge, equivalence=equivalence)
             self._open = on_failure.pop_all()
-        self._first_weights = self.state.optimizer.whole_master().clone()
+        self._first_weights = self.state.optimizer.weights.whole().clone()
         self._head = run_head(self.state, {"workers in use": self.state.parallel.n})
         self._recorder = self._new_recorder([])
         self._exact = False  # whether the state is the run's own after state.step steps

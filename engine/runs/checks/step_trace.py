@@ -83,7 +83,7 @@ class _Recording:
         if update != self._update:
             return
         optimizer, views = self._state.optimizer, self._state.optimizer.layout.trained_views
-        flats = (gradient, *optimizer.moments, optimizer.master)
+        flats = (gradient, *optimizer.moments, optimizer.weights.master)
         for prefix, flat in zip(_WEIGHT_PREFIXES, flats, strict=True):
             for name, view in views(flat).items():
                 self._weight_rows[prefix + name] = view.to("cpu", copy=True).reshape(view.shape[0], -1)
@@ -95,8 +95,9 @@ class _Recording:
         place, rows = _in_places([f.places for f in self._forwards], [f.outputs for f in self._forwards])
         sample_place, sample_rows = _in_places([f.places for f in samples], [f.outputs for f in samples])
         predicting, logprob = _in_places([f.predicting for f in samples], logprobs)
-        layers = self._state.policy.config.layers
-        operations = {"token_ids": rows["token_ids"]} | in_order(sample_rows | rows | logprob, layers)
+        config = self._state.policy.config
+        computed = in_order(sample_rows | rows | logprob, config.layers, config)
+        operations = {"token_ids": rows["token_ids"]} | computed
         drawn_place = predicting + torch.tensor([0, 0, 1])
         return operations | self._weight_rows, [place, sample_place, drawn_place]
 

@@ -13,9 +13,10 @@ from typing import Any
 from ....verify.compare_runs import run_ledger
 from ....verify.difference import CheckResult
 from ....verify.ledger import read_ledger
+from ....verify.run_files import checkpoint_folders
 from ...train.state import TrainState
 from ..checkpoint_files import foreign_part, other_base, other_content
-from ..checkpoints import checked_checkpoint, checkpoint_folders, unchecked
+from ..checkpoints import checked_checkpoint, unchecked
 from ..evaluation import HeldOut
 from ..folder import METRICS, ROLLOUTS
 from ..held_out import BASE_REWARD, MEAN_REWARD

@@ -11,11 +11,11 @@ from typing import Any
 from ....files.reading import json_number, printable, read_json
 from ....verify.compare_runs import compare_runs
 from ....verify.ledger import LedgerFile
+from ....verify.run_files import checkpoint_folders
 from ...config.run_config import Config
 from ...tasks.tokenizer import Tokenizer
 from ..ablations.effects import COMPARED, LEAST_SEEDS, effects, rank, verdict
 from ..ablations.figures import cell_result, collapse_step, summarise
-from ..checkpoints import checkpoint_folders
 from ..checks.run_diff import first_rollout
 from ..folder import FAILED, ROLLOUTS, finite
 from ..held_out import ACCURACY, MEAN_REWARD, SAMPLER_REWARD

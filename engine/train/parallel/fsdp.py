@@ -24,15 +24,15 @@ from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 from ....model.causal_lm import CausalLM
 from ....model.checkpoint import read_rows
 from ....model.weights import Layout
-from .gradient import add_roots
+from .gradient import tree_reduce_scatter
 from .pieces import fill_pieces, parts_of
 
 
 class TreeReduceScatter(ReduceScatter):
     """A reduce-scatter that adds neighbouring ranks pairwise, in fp32.
 
-    present: which ranks have a shard in this round. A rank without one adds nothing; zeros would change bits,
-    because -0.0 + 0.0 is not -0.0. is_zero: whether this rank's gradient counts as zeros.
+    present: which ranks have a shard in this round (see tree_reduce_scatter). is_zero: whether this rank's
+    gradient counts as zeros.
     """
 
     def __init__(self) -> None:
@@ -60,12 +60,8 @@ class TreeReduceScatter(ReduceScatter):
         assert input_tensor.dtype == torch.float32, f"a gradient was rounded to {input_tensor.dtype}"
         if self.is_zero:
             input_tensor.zero_()
-        received = torch.empty_like(input_tensor)
-        dist.all_to_all_single(received, input_tensor, group=group)
-        parts = received.view(len(self.present), -1).unbind(0)
-        output_tensor.copy_(
-            add_roots([x if has else None for x, has in zip(parts, self.present, strict=True)])
-        )
+        lengths = [output_tensor.numel()] * len(self.present)
+        output_tensor.copy_(tree_reduce_scatter(group, input_tensor.view(-1), lengths, self.present))
 
 
 def apply_fsdp(

@@ -5,12 +5,14 @@ LoRA (model/adapters.py).
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple, Protocol, TypeVar
 
 import torch
+import torch.distributed as dist
 
 from ....kernels.grad import GradBuffer, PendingSums
 from ....model.adapters import AdapterLayout, adapter_buffers
+from ....model.causal_lm import CausalLM
 from ....model.context import Buffers
 from ....model.decoder import Decoder
 
@@ -19,6 +21,18 @@ Y = TypeVar("Y")
 # Adds the gradients of some virtual shards to the buffers, and returns a result for each shard; None is an
 # empty shard.
 ShardsWork = Callable[[Decoder, Sequence[X | None], Buffers], list[Y | None]]
+
+
+class OnePassWork(Protocol[X, Y]):
+    """The work of one virtual shard in one forward and one backward."""
+
+    def has_gradient(self, shard: X) -> bool:
+        """Whether the loss of this shard has a gradient."""
+        ...
+
+    def one_pass(self, model: CausalLM, shard: X, backward: bool) -> Y:
+        """Its forward and, if asked for, its backward. The gradients are then in the Parameters' .grad."""
+        ...
 
 
 class GradientTree:
@@ -165,3 +179,22 @@ def add_roots(roots: list[torch.Tensor | None]) -> torch.Tensor | None:
                 left += right
         roots = [right if left is None else left for left, right in zip(roots[::2], roots[1::2], strict=True)]
     return roots[0]
+
+
+def tree_reduce_scatter(
+    group: dist.ProcessGroup, outgoing: torch.Tensor, lengths: Sequence[int], present: Sequence[bool]
+) -> torch.Tensor | None:
+    """The sum of what all ranks of a group have for this one: neighbours are added pairwise (add_roots).
+
+    outgoing: this rank's parts for every rank, one after another; lengths: of each. present: which ranks have
+    a root. A rank without one sends nothing; zeros in its place would change bits, because -0.0 + 0.0 is not
+    -0.0. All ranks call this together. None where no rank has a root.
+    """
+    rank = dist.get_rank(group)
+    n = lengths[rank]
+    received = outgoing.new_empty(n * sum(present))
+    sent = list(lengths) if present[rank] else [0] * len(present)
+    sizes = [n * has for has in present]
+    dist.all_to_all_single(received, outgoing[: sum(sent)], sizes, sent, group=group)
+    parts = iter(received.split(n) if n else [received] * len(present))
+    return add_roots([next(parts) if has else None for has in present])

@@ -6,20 +6,18 @@ tensor of all weights (model/weights.py), whatever the ranks are. So what is has
 goes to the slices of this flat tensor: each rank sends every part to the rank whose slice holds it.
 """
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
-import torch.distributed as dist
 
 from ....model.weights import VALUE_HEAD_TENSOR, Entry, FlatLayout
 from .process_group import Ranks
+from .spread import Moves, Spread
 from .zero import Slices
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
-
-Range = tuple[int, int]  # from, to
 
 
 class Part(NamedTuple):
@@ -58,44 +56,22 @@ def fill_pieces(
             local.copy_(rows[part.name].view(local.shape))
 
 
-class Pieces:
+class Pieces(Spread):
     """This rank's pieces of some weights, as one flat vector [numel], one after another in `parts`' order."""
 
     def __init__(self, entries: Collection[Entry], ranks: Ranks):
-        self._ranks = ranks
-        self._parts_of = [parts_of(entries, rank, ranks.size) for rank in range(ranks.size)]
-        self.parts = self._parts_of[ranks.rank]
-        self.numel = _length(self.ranges(ranks.rank))
+        parts_of_ranks = [parts_of(entries, rank, ranks.size) for rank in range(ranks.size)]
+        super().__init__([[(p.start, p.stop) for p in parts] for parts in parts_of_ranks], ranks)
+        self.parts = parts_of_ranks[ranks.rank]
 
     @property
     def rows(self) -> dict[str, slice]:
         """This rank's rows of each tensor of the checkpoint."""
         return {part.name: part.rows for part in self.parts}
 
-    def ranges(self, rank: int) -> list[Range]:
-        """Where the pieces of a rank lie in the flat tensor."""
-        return [(part.start, part.stop) for part in self._parts_of[rank]]
-
     def split(self, vector: torch.Tensor) -> list[torch.Tensor]:
         """The part of each tensor in a vector [numel]."""
         return list(vector.split([part.stop - part.start for part in self.parts]))
-
-    @torch.no_grad()
-    def gather_into(self, flat: torch.Tensor, rank_pieces: torch.Tensor) -> None:
-        """Write the pieces of all ranks to their places in `flat`. All ranks call this together.
-
-        rank_pieces [numel]: this rank's, in the dtype of `flat`.
-        """
-        for rank in range(self._ranks.size):
-            ranges = self.ranges(rank)
-            n = _length(ranges)
-            pieces = rank_pieces if rank == self._ranks.rank else rank_pieces.new_empty(n)
-            if self._ranks.size > 1 and n:
-                self._ranks.broadcast(pieces.view(torch.uint8), rank)  # gloo does not know every dtype
-            start = 0
-            for a, b in ranges:
-                flat[a:b] = pieces[start : start + b - a]
-                start += b - a
 
 
 class TrainedPieces(Pieces):
@@ -104,12 +80,8 @@ class TrainedPieces(Pieces):
     def __init__(self, layout: FlatLayout, ranks: Ranks):
         super().__init__(layout.trained, ranks)
         slices = Slices(layout, ranks)
-        slice_ranges = [(part.start, part.stop) for part in slices.parts]
-        with_tiles = [(part.start, part.stop) for part in map(slices.of_gradient, slices.parts)]
-        self._to_slices, self._to_tiles = (
-            _Moves(list(map(self.ranges, range(ranks.size))), [[x] for x in places], ranks)
-            for places in (slice_ranges, with_tiles)
-        )
+        with_tiles = [[(part.start, part.stop)] for part in map(slices.of_gradient, slices.parts)]
+        self._to_slices, self._to_tiles = Moves(self, slices), Moves(self, Spread(with_tiles, ranks))
 
     def to_gradient_slice(self, vector: torch.Tensor) -> torch.Tensor:
         """This rank's slice and the rest of its last tile (Slices.of_gradient). A call of all ranks."""
@@ -122,56 +94,3 @@ class TrainedPieces(Pieces):
     def from_slice(self, own_slice: torch.Tensor) -> torch.Tensor:
         """The vector [numel] of this rank from the slices of all. More than the slice is ignored."""
         return self._to_slices.back(own_slice)
-
-
-class _Moves:
-    """An exchange between two ways in which the flat tensor is spread over the ranks.
-
-    here, there: for each rank the ranges that it has, in ascending order. What no rank has here is zero.
-    """
-
-    def __init__(self, here: Sequence[Sequence[Range]], there: Sequence[Sequence[Range]], ranks: Ranks):
-        self._ranks, rank = ranks, ranks.rank
-        self._sent = [_overlap(here[rank], others) for others in there]  # places in the own vector
-        self._received = [_overlap(there[rank], others) for others in here]
-        self._sizes = _length(here[rank]), _length(there[rank])
-
-    def there(self, vector: torch.Tensor) -> torch.Tensor:
-        return self._move(vector, self._sent, self._received, self._sizes[1])
-
-    def back(self, vector: torch.Tensor) -> torch.Tensor:
-        return self._move(vector, self._received, self._sent, self._sizes[0])
-
-    def _move(
-        self, vector: torch.Tensor, sent: list[list[Range]], received: list[list[Range]], numel: int
-    ) -> torch.Tensor:
-        outgoing = torch.cat([vector.new_empty(0), *(vector[a:b] for places in sent for a, b in places)])
-        sizes = [list(map(_length, places)) for places in (received, sent)]
-        incoming = outgoing
-        if self._ranks.size > 1:
-            incoming = vector.new_empty(sum(sizes[0]))
-            dist.all_to_all_single(incoming, outgoing, *sizes, group=self._ranks.group)
-        moved, start = vector.new_zeros(numel), 0
-        for a, b in (place for places in received for place in places):
-            moved[a:b] = incoming[start : start + b - a]
-            start += b - a
-        return moved
-
-
-def _length(ranges: Sequence[Range]) -> int:
-    return sum(b - a for a, b in ranges)
-
-
-def _overlap(ranges: Sequence[Range], other: Sequence[Range]) -> list[Range]:
-    """What two lists of ranges have in common, as places in the vector of the first, in ascending order."""
-    places, start, j = [], 0, 0
-    for a, b in ranges:
-        while j < len(other) and other[j][1] <= a:
-            j += 1
-        for c, d in other[j:]:
-            if c >= b:
-                break
-            if (first := max(a, c)) < (last := min(b, d)):
-                places.append((start + first - a, start + last - a))
-        start += b - a
-    return places

@@ -11,7 +11,7 @@ files.
 import gc
 import os
 import socket
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from importlib import import_module
@@ -63,23 +63,22 @@ class Ranks:
     def barrier(self) -> None:
         """Wait for all ranks."""
         if self.size > 1:
-            with _peers():
+            with peers():
                 dist.barrier(self.group)
 
     def send(self, tensor: torch.Tensor, receiver: int) -> None:
         """Send a tensor to a rank, which receives it."""
-        with _peers():
+        with peers():
             dist.send(tensor, group=self.group, group_dst=receiver)
 
-    def receive(self, tensors: Iterable[tuple[torch.Tensor, int]]) -> None:
-        """Receive into each tensor what its rank sends. They may arrive in any order."""
-        with _peers():
-            for request in [dist.irecv(x, group=self.group, group_src=sender) for x, sender in tensors]:
-                request.wait()
+    def receive(self, tensor: torch.Tensor, sender: int) -> None:
+        """Receive what a rank sends."""
+        with peers():
+            dist.recv(tensor, group=self.group, group_src=sender)
 
     def broadcast(self, tensor: torch.Tensor, sender: int) -> None:
         """Copy a rank's tensor into that of every other rank. All ranks must call this together."""
-        with _peers():
+        with peers():
             dist.broadcast(tensor, group=self.group, group_src=sender)
 
     def gather(self, make: Callable[[], X]) -> list[X]:
@@ -94,7 +93,7 @@ class Ranks:
         except Exception as error:
             outcome = (False, error)
         outcomes: list[Any] = [None] * self.size
-        with _peers():
+        with peers():
             dist.all_gather_object(outcomes, outcome, self.group)
         for rank, (succeeded, value) in enumerate(outcomes):
             if not succeeded:
@@ -138,7 +137,7 @@ ALONE = Ranks()
 
 
 @contextmanager
-def _peers() -> Iterator[None]:
+def peers() -> Iterator[None]:
     """Turn the error of a collective operation into a ChildProcessError with one line that explains it."""
     try:
         yield

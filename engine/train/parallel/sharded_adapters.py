@@ -18,8 +18,9 @@ from ....kernels.merge import merge
 from ....model.adapters import Adapter, adapter_buffers_by_name
 from ....model.decoder import Decoder
 from ....verify.ledger import Tree
-from .gradient import TrainedAdapters
-from .sharded_model import OnePassWork, ShardedModel, ShardedWorkers
+from .data_parallel import RankedWorkers
+from .gradient import OnePassWork, TrainedAdapters
+from .sharded_model import ShardedModel
 from .zero import Slices
 
 X = TypeVar("X")
@@ -85,12 +86,12 @@ class ShardedAdapters:
         return Tree(slices.hash_tree(slices.hashing(merged)).root, [])
 
 
-class ShardedAdapterWorkers(ShardedWorkers):
-    """ShardedWorkers whose gradient is that of the adapters. slices: of the adapters."""
+class ShardedAdapterWorkers(RankedWorkers):
+    """As ShardedWorkers, with the gradient of the adapters. slices: of the adapters."""
 
     def __init__(self, model: ShardedModel, gradient: AdapterGradient, slices: Slices, virtual_shards: int):
-        super().__init__(model, virtual_shards)
-        self._gradient, self._slices = gradient, slices
+        super().__init__(model.ranks.size, virtual_shards)
+        self._model, self._gradient, self._slices = model, gradient, slices
 
     def _sum_round(
         self, work: OnePassWork, shards: Sequence[X | None]
@@ -103,7 +104,3 @@ class ShardedAdapterWorkers(ShardedWorkers):
         present = [shard is not None for shard in shards]
         gradient = self._gradient.flat if present[self._model.ranks.rank] else None
         return results, self._slices.sum_roots(gradient, present)
-
-    def _slice_of(self, root: torch.Tensor | None) -> torch.Tensor | None:
-        """It is this rank's slice already."""
-        return root

@@ -10,10 +10,9 @@ So 1, 2, 4 or 8 ranks build the same tree over the same leaves, and no rank ever
 """
 
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
@@ -22,7 +21,8 @@ from ....model.causal_lm import CausalLM
 from ....model.checkpoint import read_rows
 from ....model.decoder import Numerics
 from ....model.weights import Layout
-from .gradient import GradientTree
+from .data_parallel import RankedWorkers
+from .gradient import OnePassWork
 from .pieces import Pieces, TrainedPieces, fill_pieces
 from .process_group import Ranks
 
@@ -31,18 +31,6 @@ if TYPE_CHECKING:
 
 X = TypeVar("X")
 Y = TypeVar("Y")
-
-
-class OnePassWork(Protocol[X, Y]):
-    """The work of one virtual shard in one forward and one backward."""
-
-    def has_gradient(self, shard: X) -> bool:
-        """Whether the loss of this shard has a gradient."""
-        ...
-
-    def one_pass(self, model: CausalLM, shard: X, backward: bool) -> Y:
-        """Its forward and, if asked for, its backward. The gradients are then in the Parameters' .grad."""
-        ...
 
 
 class ShardedModel:
@@ -79,13 +67,16 @@ class ShardedModel:
         self.pieces = TrainedPieces(layout, ranks)
         self._all_pieces = Pieces(layout.entries.values(), ranks)
         self.parameters = [self._named[part.name] for part in self.pieces.parts]
-        rows = read_rows(folder, layout, self._all_pieces.rows)
-        fill_pieces(self._named, self._all_pieces.parts, rows)
+        self.read(folder)
 
-    def load(self, flat: torch.Tensor) -> None:
-        """Set this rank's pieces from all weights, [layout.numel]."""
-        parts = self._all_pieces.parts
-        fill_pieces(self._named, parts, {part.name: flat[part.start : part.stop] for part in parts})
+    def read(self, folder: Path, beside: Mapping[str, torch.Tensor] = MappingProxyType({})) -> None:
+        """Read this rank's pieces from a model's folder. beside: whole tensors that it lacks, by name.
+
+        Raises ValueError (see read_rows).
+        """
+        rows = self._all_pieces.rows
+        beside_rows = {name: x[rows[name]] for name, x in beside.items()}
+        fill_pieces(self._named, self._all_pieces.parts, read_rows(folder, self.layout, rows) | beside_rows)
 
     def locals(self) -> list[torch.Tensor]:
         """This rank's piece of each Parameter that is trained, in fp32."""
@@ -128,23 +119,6 @@ class ShardedModel:
         result = work.one_pass(self.model, shard, backward)
         return self.ranks.gather(lambda: None if rank_shard is None else result), has_gradient
 
-    def sum_round(
-        self, work: OnePassWork, shards: Sequence[X | None]
-    ) -> tuple[list[Y | None], torch.Tensor | None]:
-        """Compute one virtual shard in each rank.
-
-        Returns the results of all, and this rank's pieces of the gradients' sum; None where no rank has one.
-        """
-        results, _ = self.compute_round(work, shards)
-        present = [shard for shard in shards if shard is not None]
-        if not present:
-            return results, None
-        if not any(map(work.has_gradient, present)):
-            return results, torch.zeros(self.pieces.numel, device=self.parameters[0].device)
-        gradient = torch.cat([p.grad.to_local().reshape(-1) for p in self.parameters])
-        self.model.zero_grad()
-        return results, gradient
-
     def gather_into(self, flat: torch.Tensor) -> None:
         """Write the compute weights of all ranks to `flat` [layout.numel], rounded once to its dtype."""
         rank_pieces = torch.cat([x.reshape(-1).to(flat.dtype) for x in self._all_locals()])
@@ -163,41 +137,27 @@ def placed_like(tensor: "DTensor", rows: torch.Tensor) -> "DTensor":
     )
 
 
-class ShardedWorkers:
-    """The interface of Workers, as far as training needs it, for a model that FSDP has sharded.
-
-    The gradient is this rank's part in the slices of zero.py, for the norm and the ledger.
-    """
-
-    n = 1
+class ShardedWorkers(RankedWorkers):
+    """RankedWorkers over a model that FSDP has sharded. In a round each rank computes one shard."""
 
     def __init__(self, model: ShardedModel, virtual_shards: int):
+        super().__init__(model.ranks.size, virtual_shards)
         self._model = model
-        self._tree = GradientTree(virtual_shards // model.ranks.size)
-
-    def own_threads(self) -> AbstractContextManager[None]:
-        """There is one worker, so it has all threads."""
-        return nullcontext()
-
-    def sum_shards(
-        self, work: OnePassWork, shards: Sequence[X | None]
-    ) -> tuple[list[Y | None], torch.Tensor | None]:
-        results: list[Y | None] = []
-        size = self._model.ranks.size
-        for first in range(0, len(shards), size):
-            round_results, gradient = self._sum_round(work, shards[first : first + size])
-            results += round_results
-            self._tree.push(gradient)
-        return results, self._slice_of(self._tree.take())
 
     def _sum_round(
         self, work: OnePassWork, shards: Sequence[X | None]
     ) -> tuple[list[Y | None], torch.Tensor | None]:
-        return self._model.sum_round(work, shards)
+        """The part of the gradient is of this rank's pieces."""
+        model = self._model
+        results, _ = model.compute_round(work, shards)
+        present = [shard for shard in shards if shard is not None]
+        if not present:
+            return results, None
+        if not any(map(work.has_gradient, present)):
+            return results, torch.zeros(model.pieces.numel, device=model.parameters[0].device)
+        gradient = torch.cat([p.grad.to_local().reshape(-1) for p in model.parameters])
+        model.model.zero_grad()
+        return results, gradient
 
     def _slice_of(self, root: torch.Tensor | None) -> torch.Tensor | None:
-        """The gradient in the slices of zero.py, of the tree's root."""
         return None if root is None else self._model.pieces.to_gradient_slice(root)
-
-    def close(self) -> None:
-        """Nothing runs outside this process."""

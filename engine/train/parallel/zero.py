@@ -21,24 +21,21 @@ import torch
 
 from ....model.weights import FLAT_TILE, FlatLayout
 from ....verify.ledger import Tree, tree_of
-from .gradient import add_roots
-from .process_group import ALONE, Ranks
+from .gradient import tree_reduce_scatter
+from .process_group import ALONE, Ranks, peers
+from .spread import Spread
 from .tree_hash import Hashing
 
-# Elements of a slice that are sent and added at a time. This bounds the W parts that the owner holds.
+# Elements of each slice that are sent and added at a time. This bounds the W parts that a rank holds.
 _PIECE = 1 << 22
 
 
-class Slices:
-    """The slices of what `layout` (model/weights.py) trains; `own` is the slice of this rank.
-
-    All ranks must call a method that sends something together. Such a method raises ChildProcessError when a
-    rank has died.
-    """
+class Slices(Spread):
+    """The slices of what `layout` (model/weights.py) trains; `own` is the slice of this rank."""
 
     def __init__(self, layout: FlatLayout, ranks: Ranks = ALONE, device: torch.device | None = None):
-        self.layout, self.ranks, self._device = layout, ranks, device
-        self.parts = layout.cut(ranks.size)
+        self.layout, self._device, self.parts = layout, device, layout.cut(ranks.size)
+        super().__init__([[(part.start, part.stop)] for part in self.parts], ranks)
         self.own = self.parts[ranks.rank]
         self.blocks = layout.blocks_in(self.own)
         self._sum: torch.Tensor | None = None
@@ -54,43 +51,28 @@ class Slices:
     def sum_roots(self, root: torch.Tensor | None, has_root: list[bool]) -> torch.Tensor | None:
         """This rank's part of the gradient (see of_gradient), summed over the root of every rank.
 
-        root: this rank's, [layout.trained_numel] fp32. has_root: which ranks have a root. A rank without a
-        root adds nothing; zeros in its place would change bits, because -0.0 + 0.0 is not -0.0. Returns None
-        when no rank has a root.
+        root: this rank's, [layout.trained_numel] fp32. has_root: which ranks have a root (see
+        tree_reduce_scatter). Returns None when no rank has a root.
         """
         if self.ranks.size == 1 or not any(has_root):
             return root
-        own_part = self.of_gradient(self.own)
+        parts = list(map(self.of_gradient, self.parts))
+        part = parts[self.ranks.rank]
         if self._sum is None:
-            self._sum = torch.empty(own_part.stop - own_part.start, device=self._device)
-        for owner, part in enumerate(map(self.of_gradient, self.parts)):
-            for start in range(part.start, part.stop, _PIECE):
-                piece = slice(start, min(start + _PIECE, part.stop))
-                if owner == self.ranks.rank:
-                    total = self._receive(root, has_root, piece)
-                    self._sum[piece.start - own_part.start : piece.stop - own_part.start] = total
-                elif root is not None:
-                    self.ranks.send(root[piece], owner)
+            self._sum = torch.empty(part.stop - part.start, device=self._device)
+        nothing = self._sum[:0]
+        for start in range(0, max(part.stop - part.start for part in parts), _PIECE):
+            pieces = [slice(p.start + start, min(p.start + start + _PIECE, p.stop)) for p in parts]
+            lengths = [max(0, p.stop - p.start) for p in pieces]
+            outgoing = nothing if root is None else torch.cat([root[p] for p in pieces])
+            with peers():
+                total = tree_reduce_scatter(self.ranks.group, outgoing, lengths, has_root)
+            self._sum[start : start + len(total)] = total
         return self._sum
-
-    def _receive(self, root: torch.Tensor | None, has_root: list[bool], piece: slice) -> torch.Tensor | None:
-        """The sum of all ranks' root[piece], by the upper levels of the tree."""
-        n = piece.stop - piece.start
-        parts = [torch.empty(n, device=self._device) if has else None for has in has_root]
-        if root is not None:
-            parts[self.ranks.rank] = root[piece].clone()
-        own_rank = self.ranks.rank
-        self.ranks.receive((x, rank) for rank, x in enumerate(parts) if x is not None and rank != own_rank)
-        return add_roots(parts)
 
     def share(self, flat: torch.Tensor) -> None:
         """Copy every rank's slice of `flat` [layout.numel] to the same place in all other ranks."""
-        if self.ranks.size == 1:
-            return
-        for owner, part in enumerate(self.parts):
-            if part.start < part.stop:
-                # As bytes, because gloo does not know every dtype.
-                self.ranks.broadcast(flat[part].view(torch.uint8), owner)
+        self.gather_into(flat, flat[self.own])
 
     def everywhere(self, own_slice: torch.Tensor) -> torch.Tensor:
         """The whole tensor [layout.trained_numel] in every rank, from the `own_slice` of each rank.
@@ -100,8 +82,7 @@ class Slices:
         if self.ranks.size == 1:
             return own_slice
         flat = own_slice.new_empty(self.layout.trained_numel)
-        flat[self.own] = own_slice
-        self.share(flat)
+        self.gather_into(flat, own_slice)
         return flat
 
     def collect(self, own_slice: torch.Tensor) -> torch.Tensor | None:
@@ -121,7 +102,7 @@ class Slices:
         for owner, part in enumerate(self.parts[1:], 1):
             if part.start < part.stop:
                 received = own_slice.new_empty(part.stop - part.start)
-                self.ranks.receive([(received, owner)])
+                self.ranks.receive(received, owner)
                 whole[part] = received.cpu()
         return whole
 

@@ -4,19 +4,14 @@ transformers draws and scores, or plain Python changes a column: a plant shares 
 """
 
 import importlib
-import os
 from pathlib import Path
 
 import pytest
-import torch
-from filelock import FileLock
 from zerokl.audit.faults import registry
 from zerokl.audit.faults.fault import Fault, Plant
-from zerokl.benchmarks.audit_cases import models
 from zerokl.benchmarks.audit_cases.run import judged, report_of, write_case
 from zerokl.benchmarks.audit_cases.sound import SOUND
 
-STEPS = 80  # of training: enough that a token's context matters
 FAULTS = registry.everything()
 QUICK = {fault.plants[0].make for fault in registry.without_model()} | {x.make for x in SOUND[:3]}
 
@@ -27,16 +22,6 @@ def _param(plant: Plant, *before: Fault):
 
 
 PLANTS = [_param(plant, fault) for fault in FAULTS for plant in fault.plants]
-
-
-@pytest.fixture(scope="session")
-def world(tmp_path_factory):
-    """A small Qwen3 and the same some steps earlier, in fp32 on both sides; one worker trains it for all."""
-    base = tmp_path_factory.getbasetemp()
-    root = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "worlds"
-    root.mkdir(exist_ok=True)
-    with FileLock(root / "lock"):
-        return models.world("qwen3", 0, root, STEPS, torch.float32)
 
 
 @pytest.mark.parametrize(("fault", "plant"), PLANTS)

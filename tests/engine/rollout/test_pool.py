@@ -60,7 +60,8 @@ PRODUCTS = {
         "evaluation__every": 1,
     },
 }
-POOL = {"pool__engine": "ray", "pool__actors": 2, "pool__batch": 3}
+# Actors guess tokens as well, and the trainer's own processes do not.
+POOL = {"pool__engine": "ray", "pool__actors": 2, "pool__batch": 3, "native__speculate": 2}
 
 
 @pytest.fixture(autouse=True)

@@ -112,7 +112,7 @@ def play(tokenizer: Tokenizer, form: str, turns: Sequence[str]) -> tuple[str, li
     """The text of a trajectory in which the model says `turns`, and the rewards of its turns."""
     sampler = Says(tokenizer, turns)
     with open_environments(EnvironmentSettings(f"toolworld:as_{form}", {}, "", 1, 20.0, 0)) as environments:
-        renderer = Renderer(tokenizer, True, tools=environments.tools)
+        renderer = Renderer(tokenizer, True, tools=environments.about.tools)
         limits = turn_limits(EnvironmentConfig(max_turns=8), 200, 2000)
         player = TurnPlayer(tokenizer, environments, renderer, limits, print)
         params = GenerationParams(SamplingParams(), 1, 200, frozenset(tokenizer.stop_ids))

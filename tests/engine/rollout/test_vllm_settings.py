@@ -121,6 +121,16 @@ def test_vllms_own_model_has_no_other_head_or_cache():
         check_settings(Config(sampler="vllm-exact", precision={"head_dtype": "float32"}))
 
 
+def test_vllms_own_model_has_one_order_of_attention():
+    chunked = {"attention": "chunked-512"}
+    with pytest.raises(ValueError, match=r'precision.attention \("chunked-512"\): vLLM\'s own model sums'):
+        check_settings(Config(sampler="vllm-exact", precision=chunked))
+    for sampler in ("native", "vllm-zerokl"):
+        check_settings(Config(sampler=sampler, precision=chunked))
+    assert binding(Config(precision=chunked)) != binding(Config())
+    assert binding(Config(precision={"attention": "vllm"})) == binding(Config())
+
+
 @pytest.mark.parametrize(
     ("versions", "sampler", "device", "vllm", "why"),
     [

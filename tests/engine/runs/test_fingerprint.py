@@ -14,6 +14,7 @@ FREE = [
     {"shards_in_flight": 3, "micro_batch": 5, "workers": 1},
     {"recompute": "layer"},
     {"native__max_concurrency": 7, "native__max_batch_tokens": 5},
+    {"native__speculate": 3},
     {"threads": 1},
     {"threads": 2},
     {"workers": 2},

@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from zerokl.cli import main
 from zerokl.engine.config.lora_section import LoraConfig
 from zerokl.engine.config.run_config import Config
+from zerokl.engine.config.sampling_section import NativeConfig
 from zerokl.engine.runs.checks.replayer import Replayer
 from zerokl.engine.runs.checks.verify_run import verify_run
 from zerokl.engine.runs.run import resume, train
@@ -75,7 +76,7 @@ def test_the_ledger_is_of_the_adapters_and_the_head_binds_the_base(run, base):
 
 
 CUTS = [
-    {"workers": 2, "micro_batch": 2},
+    {"workers": 2, "micro_batch": 2, "native": NativeConfig(speculate=3)},
     pytest.param({"shards_in_flight": 3, "micro_batch": 5}, marks=pytest.mark.full),
     pytest.param({"recompute": "layer", "micro_batch": 1}, marks=pytest.mark.full),
 ]

@@ -13,6 +13,7 @@ from zerokl.engine.runs import samplers
 from zerokl.engine.runs.checks.verify_run import verify_run
 from zerokl.engine.runs.loaded import load_run
 from zerokl.engine.runs.run import resume, train
+from zerokl.engine.train.master_weights import SlicedWeights
 from zerokl.engine.train.monitor import MismatchError
 from zerokl.engine.train.optimizer import GradientOverflowError, Optimizer
 from zerokl.engine.train.parallel.tree_hash import hash_tree
@@ -197,10 +198,10 @@ def test_compute_weights_are_the_rounded_masters_frozen_ones_too(base, dtype):
     layout = Layout(ModelConfig.from_file(base), ["layers.0.qkv", "layers.1.down"])
     weights = read_weights(base, layout)
     decoder = Decoder(layout.config, weights.to(dtype, copy=True), layout)
-    optimizer = Optimizer(decoder, weights, OptimizerConfig(lr=1e-2), 9, quantisation=how)
+    optimizer = Optimizer(SlicedWeights(decoder, weights, quantisation=how), OptimizerConfig(lr=1e-2), 9)
 
     def follow() -> bool:
-        expected = compute_weights(layout, optimizer.whole_master(), dtype, how)
+        expected = compute_weights(layout, optimizer.weights.whole(), dtype, how)
         return count_unequal(decoder.flat.detach(), expected) == 0
 
     assert follow()
@@ -213,9 +214,9 @@ def test_compute_weights_are_the_rounded_masters_frozen_ones_too(base, dtype):
     with pytest.raises(GradientOverflowError):
         optimizer.update(torch.full((layout.trained_numel,), torch.inf))
     assert count_unequal(before, decoder.flat.detach()) == 0
-    optimizer.load(weights, 0)
+    optimizer.weights.load(weights)
     assert follow()
-    assert count_unequal(optimizer.whole_master(), weights) == 0
+    assert count_unequal(optimizer.weights.whole(), weights) == 0
 
 
 # The sampler alone

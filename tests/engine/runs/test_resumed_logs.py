@@ -33,8 +33,8 @@ def plant(patch: pytest.MonkeyPatch, fault: str) -> None:
                 for moment in state.optimizer.moments:
                     moment.zero_()
             if fault == "weights":  # saved in 16 bits
-                master = state.optimizer.whole_master().bfloat16().float()
-                state.optimizer.load(master, state.optimizer.updates)
+                master = state.optimizer.weights.whole().bfloat16().float()
+                state.optimizer.weights.load(master)
                 state.sampler.sync_weights(state.version)
             if fault == "scaler":
                 state.scaler.load({**checkpoint.scaler, "scale": 64.0})

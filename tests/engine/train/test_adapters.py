@@ -11,7 +11,8 @@ import torch
 from transformers import AutoModelForCausalLM
 from zerokl.engine.config.loss_section import LossConfig
 from zerokl.engine.config.run_config import OptimizerConfig
-from zerokl.engine.train.adapter_optimizer import AdapterOptimizer
+from zerokl.engine.train.master_weights import AdapterWeights
+from zerokl.engine.train.optimizer import Optimizer
 from zerokl.engine.train.parallel.workers import Workers
 from zerokl.engine.train.shard import Shard, ShardWork
 from zerokl.kernels.sampling_params import SamplingParams
@@ -106,7 +107,7 @@ def test_an_update_moves_the_adapters_and_merges_them(model, dtype):
     decoder = adapters.decoder
     assert total_unequal([decoder.flat.detach()], [base]) == 0, "the first adapters change nothing"
     grad = gradient(adapters)
-    optimizer = AdapterOptimizer(adapters, OptimizerConfig(lr=1e-2, max_grad_norm=0.0), 10)
+    optimizer = Optimizer(AdapterWeights(adapters), OptimizerConfig(lr=1e-2, max_grad_norm=0.0), 10)
     assert optimizer.moments[0].numel() == adapters.layout.numel
     before = adapters.flat.clone()
     norm = optimizer.update(grad)["grad_norm"]

@@ -7,6 +7,7 @@ import pytest
 import torch
 from zerokl.engine.config.loss_section import LossConfig
 from zerokl.engine.config.run_config import OptimizerConfig
+from zerokl.engine.train.master_weights import SlicedWeights
 from zerokl.engine.train.optimizer import Optimizer
 from zerokl.engine.train.parallel.gradient import ShardSum
 from zerokl.engine.train.parallel.workers import Workers
@@ -66,12 +67,12 @@ def test_frozen_weights_do_not_move_and_the_others_keep_their_bits(model, dtype,
 
     masters = []
     for d, grad in ((every_weight, expected), (decoder, summed)):
-        optimizer = Optimizer(d, d.flat.detach().float(), OPTIMIZER, 10)
+        optimizer = Optimizer(SlicedWeights(d, d.flat.detach().float()), OPTIMIZER, 10)
         assert optimizer.moments[0].numel() == d.layout.trained_numel
-        leaves = optimizer.hash_weights().leaves
+        leaves = optimizer.weights.hash().leaves
         norm = optimizer.update(grad)["grad_norm"]
         assert norm == pytest.approx(float(grad.double().norm()), rel=1e-9)
-        masters.append((d.layout.views(optimizer.whole_master()), leaves))
+        masters.append((d.layout.views(optimizer.weights.whole()), leaves))
     (every_master, every_leaf), (master, leaves) = masters
     assert total_unequal([master[n] for n in grads], [every_master[n] for n in grads]) == 0
     assert total_unequal([master[n] for n in frozen], [before[n].float() for n in frozen]) == 0

@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from zerokl.engine.config.run_config import OptimizerConfig
+from zerokl.engine.train.master_weights import SlicedWeights
 from zerokl.engine.train.optimizer import Optimizer
 from zerokl.engine.train.parallel.gradient import GradientTree, ShardSum
 from zerokl.model.checkpoint import load_decoder
@@ -28,7 +29,8 @@ def _optimizer(
 ) -> tuple[Decoder, Optimizer]:
     master = load_decoder(model, torch.float32)
     policy = master if dtype == torch.float32 else load_decoder(model, dtype)
-    return policy, Optimizer(policy, master.flat.detach(), OptimizerConfig(**optimizer), updates)
+    weights = SlicedWeights(policy, master.flat.detach())
+    return policy, Optimizer(weights, OptimizerConfig(**optimizer), updates)
 
 
 def _gradients(decoder: Decoder, n: int) -> list[dict[str, torch.Tensor]]:
@@ -119,8 +121,8 @@ def test_low_precision_weights_are_the_master_weights_rounded_once(model):
     decoder, optimizer = _optimizer(model, torch.bfloat16, lr=1e-2)
     for gradient in _gradients(decoder, 2):
         _update(decoder, optimizer, gradient)
-    assert torch.equal(decoder.flat, optimizer.master.bfloat16())
-    assert not torch.equal(optimizer.master, optimizer.master.bfloat16().float()), (
+    assert torch.equal(decoder.flat, optimizer.weights.master.bfloat16())
+    assert not torch.equal(optimizer.weights.master, optimizer.weights.master.bfloat16().float()), (
         "the master weights must keep what bf16 cannot"
     )
 
@@ -211,7 +213,7 @@ def _waits(optimizer: Optimizer, gradient: torch.Tensor, monkeypatch) -> list[st
 
 def test_the_norm_waits_once_for_a_gpu_however_many_slices_there_are(model, monkeypatch):
     decoder = load_decoder(model, torch.float32)
-    optimizer = Optimizer(decoder, decoder.flat.detach(), OptimizerConfig(), 10)
+    optimizer = Optimizer(SlicedWeights(decoder, decoder.flat.detach()), OptimizerConfig(), 10)
     gradient = torch.randn(decoder.layout.numel, generator=torch.Generator().manual_seed(0))
     assert gradient.numel() > 10 * FLAT_TILE
     assert _waits(optimizer, gradient, monkeypatch) == ["cpu"]
@@ -243,11 +245,12 @@ def test_a_critics_head_has_its_own_rate_and_no_other_weight_changes(model, dtyp
     def updated(lr: float, ratio: float) -> torch.Tensor:
         first = torch.linspace(-1, 1, layout.numel)
         decoder = Decoder(config, first.to(dtype, copy=True), layout)
-        optimizer = Optimizer(decoder, first, OptimizerConfig(lr=lr, critic_lr_ratio=ratio), 2)
+        cfg = OptimizerConfig(lr=lr, critic_lr_ratio=ratio)
+        optimizer = Optimizer(SlicedWeights(decoder, first), cfg, 2)
         for _ in range(2):
             assert optimizer.update(gradient)["lr"] == lr
-        assert torch.equal(decoder.flat, optimizer.whole_master().to(dtype))
-        return optimizer.whole_master().clone()
+        assert torch.equal(decoder.flat, optimizer.weights.whole().to(dtype))
+        return optimizer.weights.whole().clone()
 
     head = slice(next(e.offset for e in layout.trained if e.name == VALUE_HEAD), None)
     both, slow, fast = updated(2.0**-10, 8.0), updated(2.0**-10, 1.0), updated(2.0**-7, 1.0)

@@ -14,6 +14,7 @@ from zerokl.engine.config.run_config import OptimizerConfig
 from zerokl.engine.runs.checks.verify import random_pairs
 from zerokl.engine.runs.run import train
 from zerokl.engine.train.loss_scaling import IN_A_ROW, LossScaler
+from zerokl.engine.train.master_weights import SlicedWeights
 from zerokl.engine.train.optimizer import GradientOverflowError, Optimizer
 from zerokl.engine.train.parallel.workers import Workers
 from zerokl.engine.train.underflow import Underflow, ZeroCounts
@@ -159,7 +160,7 @@ def test_zeros_are_counted_at_both_ends_of_the_backward(model):
 
 def _optimizer(model) -> Optimizer:
     decoder = load_decoder(model, torch.float32)
-    return Optimizer(decoder, decoder.flat.detach(), OptimizerConfig(), 8)
+    return Optimizer(SlicedWeights(decoder, decoder.flat.detach()), OptimizerConfig(), 8)
 
 
 def _gradient(optimizer: Optimizer, seed: int = 0) -> torch.Tensor:
@@ -167,7 +168,7 @@ def _gradient(optimizer: Optimizer, seed: int = 0) -> torch.Tensor:
 
 
 def _state(optimizer: Optimizer) -> list[torch.Tensor]:
-    return [x.clone() for x in (optimizer.master, *optimizer.moments)]
+    return [x.clone() for x in (optimizer.weights.master, *optimizer.moments)]
 
 
 @pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])

@@ -49,3 +49,18 @@ def test_the_gradient_of_a_step_scales_exactly():
         (load_balance(z, choices(z.detach())) * (0.01 / 7) * scale).backward()
         grads.append(z.grad / scale)
     assert equal(*grads)
+
+
+def test_scores_of_each_expert_alone_have_k_times_deepseeks_loss_and_torchs_gradient():
+    z = randn(1, C, L, E, dtype=torch.float64, scale=2.0).requires_grad_()
+    ids = choices(z.detach())
+    load_balance(z, ids, sigmoid=True).backward()
+    other = z.detach().clone().requires_grad_()
+    s, R = other.sigmoid().flatten(0, 1), C * L
+    P = (s / s.sum(1, keepdim=True)).sum(0) / R
+    f = torch.bincount(ids.flatten().long(), minlength=E) * E / (K * R)
+    (K * (f * P).sum()).backward()
+    assert abs(float((load_balance(other, ids, sigmoid=True) - K * (f * P).sum()).detach())) < 1e-6
+    assert (z.grad - other.grad).abs().max() < 1e-6 * other.grad.abs().max()
+    scored, softmaxed = (load_balance(other.detach(), ids, sigmoid=how) for how in (True, False))
+    assert float(scored) != float(softmaxed), "control"

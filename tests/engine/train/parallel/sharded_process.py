@@ -16,14 +16,15 @@ import torch.distributed as dist
 from gloo import gloo_threads  # beside this script, as the next one
 from zero_process import CONFIG
 from zerokl.engine.config.run_config import OptimizerConfig
+from zerokl.engine.train.master_weights import SlicedWeights
 from zerokl.engine.train.optimizer import GradientOverflowError, Optimizer
-from zerokl.engine.train.parallel import sharded_model
+from zerokl.engine.train.parallel import data_parallel
 from zerokl.engine.train.parallel.fsdp import TreeReduceScatter
 from zerokl.engine.train.parallel.gathered import WholeWeights
 from zerokl.engine.train.parallel.gradient import GradientTree
 from zerokl.engine.train.parallel.process_group import Ranks, join_ranks
 from zerokl.engine.train.parallel.sharded_model import ShardedModel, ShardedWorkers
-from zerokl.engine.train.sharded_optimizer import ShardedOptimizer
+from zerokl.engine.train.sharded_weights import ShardedWeights
 from zerokl.files.bitwise import count_unequal
 from zerokl.model.causal_lm import CausalLM
 from zerokl.model.checkpoint import read_weights
@@ -78,7 +79,7 @@ class Alone:
         weights = read_weights(folder, layout).to(device)
         self.decoder = Decoder(layout.config, weights.to(dtype), layout)
         self.model = CausalLM.over(self.decoder)
-        self.optimizer = Optimizer(self.decoder, weights, CLIPPED, 100)
+        self.optimizer = Optimizer(SlicedWeights(self.decoder, weights), CLIPPED, 100)
 
     def gradient(self, work: Work, shards: list[int | None]) -> tuple[list[float | None], torch.Tensor]:
         tree, results = GradientTree(SHARDS), []
@@ -104,8 +105,8 @@ def compare(
     layout, scale = Layout(CONFIG), 1024.0 if dtype == torch.float16 else 1.0
     model = ShardedModel(folder, layout, dtype, Numerics(), dtype == torch.bfloat16, ranks, device)
     policy = Decoder(layout.config, torch.zeros(layout.numel, dtype=dtype, device=device), layout)
-    whole = WholeWeights(model, policy)
-    ours = ShardedOptimizer(model, whole, CLIPPED, 100)
+    whole = WholeWeights(model.gather_into, policy)
+    ours = Optimizer(ShardedWeights(model, whole), CLIPPED, 100)
     workers, alone = ShardedWorkers(model, SHARDS), Alone(folder, layout, dtype, device)
     slices, unequal, work = ours.slices, dict.fromkeys(("gradient", "norm", "results"), 0), Work(scale)
     for update in range(updates):
@@ -125,7 +126,7 @@ def compare(
         views = layout.checkpoint_views(policy.flat), layout.checkpoint_views(alone.decoder.flat)
         unequal["whole"] = sum(count_unequal(views[0][n].detach(), views[1][n].detach()) for n in views[0])
     roots = [
-        [tree and tree.root for tree in (o.hash_weights(), o.hash_moments(), o.hash_compute_weights())]
+        [tree and tree.root for tree in (o.weights.hash(), o.hash_moments(), o.weights.hash_compute())]
         for o in (ours, alone.optimizer)
     ]
     unequal["ledger"] = sum(a != b for a, b in zip(*roots, strict=True))
@@ -135,7 +136,7 @@ def compare(
 
 def overflow(optimizer: Optimizer) -> str:
     part = optimizer.slices.of_gradient(optimizer.slices.own)
-    gradient = torch.zeros(part.stop - part.start, device=optimizer.decoder.device)
+    gradient = torch.zeros(part.stop - part.start, device=optimizer.weights.decoder.device)
     places = [e.offset for name, e in optimizer.layout.entries.items() if name.endswith("down")]
     for place in places:
         if part.start <= place < part.stop:
@@ -176,7 +177,7 @@ def main() -> None:
             tree_sum, TreeReduceScatter.__call__ = TreeReduceScatter.__call__, plain_sum
             report["plain sum"] = compare(folder, dtype, ranks, device, 1)
             TreeReduceScatter.__call__ = tree_sum
-        sharded_model.GradientTree = Accumulated
+        data_parallel.GradientTree = Accumulated
         report["accumulated"] = compare(folder, dtype, ranks, device, 1)
         reports = ranks.gather(lambda: report)
         ranks.barrier()

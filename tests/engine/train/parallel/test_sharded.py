@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from zerokl.engine.config.config_file import to_toml
 from zerokl.engine.config.run_config import ParallelConfig
-from zerokl.engine.train.parallel.pieces import _overlap, parts_of
+from zerokl.engine.train.parallel.pieces import parts_of
+from zerokl.engine.train.parallel.spread import _overlap
 from zerokl.model.checkpoint import write_checkpoint
 from zerokl.model.weights import Layout
 

@@ -8,11 +8,13 @@ import os
 import sys
 
 import torch
+import zerokl.engine.train.parallel.gradient as gradient_module
 import zerokl.engine.train.parallel.zero as slices_module
 from torch.distributed.device_mesh import init_device_mesh
 from zerokl.engine.config.run_config import OptimizerConfig
+from zerokl.engine.train.master_weights import SlicedWeights
 from zerokl.engine.train.optimizer import GradientOverflowError, Optimizer
-from zerokl.engine.train.parallel.data_parallel import RankedWorkers
+from zerokl.engine.train.parallel.data_parallel import ReplicatedWorkers
 from zerokl.engine.train.parallel.gradient import GradientTree, add_roots
 from zerokl.engine.train.parallel.process_group import Ranks, join_ranks
 from zerokl.engine.train.parallel.tree_hash import hash_tree
@@ -64,12 +66,13 @@ def random_vector(seed: int, numel: int) -> torch.Tensor:
 def make_optimizer(dtype: torch.dtype, weights: torch.Tensor, layout: Layout, slices: Slices) -> Optimizer:
     decoder = Decoder(layout.config, weights.to(dtype, copy=True), layout)
     cfg = OptimizerConfig(lr=1e-2, weight_decay=0.1, warmup_steps=0)
-    return Optimizer(decoder, weights, cfg, 100, slices)
+    return Optimizer(SlicedWeights(decoder, weights, slices), cfg, 100)
 
 
 def count_differences(ours: Optimizer, alone: Optimizer) -> int:
     """Elements of master weights, compute weights and moments that differ."""
-    pairs = [(ours.slices.everywhere(ours.master), alone.master), (ours.decoder.flat, alone.decoder.flat)]
+    a, b = ours.weights, alone.weights
+    pairs = [(ours.slices.everywhere(a.master), b.master), (a.decoder.flat, b.decoder.flat)]
     pairs += [(ours.slices.everywhere(m), n) for m, n in zip(ours.moments, alone.moments, strict=True)]
     return sum(count_unequal(a, b) for a, b in pairs)
 
@@ -97,12 +100,12 @@ def count_in_wrong_order(
 
     right: this rank's part of the gradient, from roots added in the right order.
     """
-    right, add_in_order = right.clone(), slices_module.add_roots
-    slices_module.add_roots = lambda parts: add_in_order([*parts[1:], parts[0]])
+    right, add_in_order = right.clone(), gradient_module.add_roots
+    gradient_module.add_roots = lambda parts: add_in_order([*parts[1:], parts[0]])
     try:
         return count_unequal(slices.sum_roots(copied(root), has_root), right)
     finally:
-        slices_module.add_roots = add_in_order
+        gradient_module.add_roots = add_in_order
 
 
 def overflowing_weight(optimizer: Optimizer) -> str:
@@ -180,7 +183,7 @@ def rounds(ranks: Ranks, layout: Layout) -> dict[int, list[int]]:
             return call(root, has_root)
 
         slices.sum_roots = counted
-        workers = RankedWorkers(GivenGradients(at_once, layout.numel), slices, 16)
+        workers = ReplicatedWorkers(GivenGradients(at_once, layout.numel), slices, 16)
         results, gradient = workers.sum_shards(None, shards)
         assert results == shards
         counts, unequal = exchanges, count_unequal(gradient, whole)
@@ -209,12 +212,12 @@ def main(dtype: torch.dtype, shape: str) -> dict[str, object]:
             tree = slices.hash_tree(slices.hashing(gradient))
             assert tree == hash_tree(layout.blocks, whole)
         overflow = overflowing_weight(ours)
-        part, state = slices.own, (ours.master, *ours.moments)
+        part, state = slices.own, (ours.weights.master, *ours.moments)
         sizes = [part.start, part.stop, *(x.numel() for x in state), slices._sum.numel()]
-        collected = slices.collect(ours.master)
+        collected = slices.collect(ours.weights.master)
         return {
             "differences": unequal + count_differences(ours, alone),
-            "collected": count_unequal(collected, alone.master) if ranks.first else collected,
+            "collected": count_unequal(collected, alone.weights.master) if ranks.first else collected,
             "norms": unequal_norms,
             "wrong_order": unequal_wrong_order,
             "overflow": overflow,

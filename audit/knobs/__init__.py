@@ -1,0 +1,1 @@
+"""Knobs: a number at every operation of a model, fitted to a column of a log."""

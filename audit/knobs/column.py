@@ -1,0 +1,151 @@
+"""The knobs of a column of a log: when they are tried, on which lines, and what is told."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from ...engine.display.progress import silent
+from ...engine.rollout.hf import load_model
+from ..hypotheses.evidence import Evidence
+from ..hypotheses.judgement import FEWEST_TOKENS
+from ..hypotheses.noise import Noise, measured
+from ..hypotheses.tried import Row, Tried
+from .dictionary import meaning
+from .fit import Fitted
+from .forward import Tokens, chosen
+from .knob import Turn
+from .places import Places, places_of
+from .search import Answer, Knobs
+
+# Products of a weight and a token in a screening forward and in one of a fit; tokens of these at most.
+# Two cores of a CPU take about a second for the first.
+_SCREEN, _FIT = 3e10, 1.2e11
+_SCREEN_TOKENS, _FIT_TOKENS = 800, 2000
+# Weights of a model up to which its knobs are tried without being asked for.
+_MOST_WEIGHTS = 1e9
+# Answers and equal knobs that a report lists.
+_LISTED = 4
+REMEDY = (
+    "Compare what the two engines compute there, for the same tokens: the field of the config, the kernel, "
+    "or the weights that one of them has."
+)
+
+
+@dataclass
+class KnobModel:
+    """The model whose knobs are turned, loaded when it is first needed: in fp32, with eager attention."""
+
+    folder: Path
+    device: torch.device
+    always: bool = False  # whether they are tried though a hypothesis fits
+    _loaded: list[torch.nn.Module] = field(default_factory=list)
+
+    def model(self) -> torch.nn.Module:
+        """The model, read once."""
+        if not self._loaded:
+            self._loaded.append(load_model(self.folder, torch.float32, "eager").to(self.device))
+        return self._loaded[0]
+
+    def bf16(self) -> torch.nn.Module:
+        """The same in bf16, whose rounding is measured."""
+        return load_model(self.folder, torch.bfloat16, "eager").to(self.device)
+
+
+def with_knobs(
+    tried: Tried, evidence: Evidence, knob_model: KnobModel, stage: Callable[[str], None] = silent
+) -> Tried:
+    """What was tried on a column, and its knobs: where no hypothesis fits, and where they are asked for.
+
+    A knob that fits is the best row where there is none yet. Others are rows that do not fit.
+    """
+    wanted = knob_model.always or (tried.best is None and not tried.is_within_rounding)
+    if not wanted or not tried.distance or tried.tokens < FEWEST_TOKENS:
+        return tried
+    stage("trying a number at every operation")
+    model = knob_model.model()
+    weights = sum(x.numel() for x in model.parameters())
+    if weights > _MOST_WEIGHTS and not knob_model.always:
+        return tried
+    lines = chosen(evidence.lines, min(_FIT_TOKENS, int(_FIT / weights)))
+    few = chosen(evidence.lines, min(_SCREEN_TOKENS, int(_SCREEN / weights)))
+    if not lines:
+        return tried
+    tokens, places = Tokens(model, lines), places_of(model)
+    types = getattr(model.config.get_text_config(), "layer_types", None) or ()
+    search = Knobs(Tokens(model, few), tokens, places, _noise(tokens, knob_model), types, stage)
+    answers, count = search.answer()
+    rows = [_row(x, tokens, places, evidence.side, count) for x in answers[:_LISTED]]
+    best = next((x for x in rows if x.fits), None)
+    return replace(tried, best=tried.best or best, rows=[*rows, *tried.rows])
+
+
+def _noise(tokens: Tokens, knob_model: KnobModel) -> Noise:
+    """What a sampler in bf16 rounds beside the exact scores."""
+    with torch.no_grad():
+        rounded = replace(tokens, model=knob_model.bf16()).scores(())
+    known = tokens.known & np.isfinite(rounded)
+    return measured("bfloat16", [rounded[known]], [tokens.base[known]])
+
+
+def _row(answer: Answer, tokens: Tokens, places: Places, side: str, count: int) -> Row:
+    """The row of an answer. The figures are of the lines that were fitted."""
+    fit, known = answer.fit, tokens.known
+    before, after = (np.abs(tokens.difference(x))[known] for x in (tokens.base, fit.scores))
+    gaps = [
+        (np.nansum(np.abs(x)), np.nansum(np.abs(y)))
+        for x, y in zip(
+            tokens.by_line(tokens.difference(tokens.base)),
+            tokens.by_line(tokens.difference(fit.scores)),
+            strict=True,
+        )
+    ]
+    distance, left = float(np.nanmean(before)), float(np.nanmean(after))
+    return Row(
+        name="knob: " + " and ".join(dict.fromkeys(x.knob.name for x in fit.turns)),
+        what=_words(answer, tokens.model.config.get_text_config(), side),
+        remedy=REMEDY,
+        distance=distance,
+        left=left,
+        explained=distance - left,
+        share_left=left / distance if distance else 1.0,
+        tokens=int(known.sum()),
+        lines=sum(bool(y < x) for x, y in gaps),
+        lines_tried=len(tokens.lines),
+        slope=answer.slope,
+        errors=answer.errors,
+        fits=answer.fits,
+        candidates=count,
+    )
+
+
+def _words(answer: Answer, config: object, side: str) -> str:
+    """The knobs of an answer with their values, what they mean, and the knobs that do the same."""
+    turned = "; and ".join(
+        f"{turn.knob.words(turn.value)}{_error(answer.fit) if turn is answer.fit.last else ''}{_where(turn)}"
+        for turn in answer.fit.turns
+    )
+    text = f"the {side} computes with {turned}"
+    if known := meaning(answer.fit, config):
+        text += f" ({known})"
+    if answer.alike:
+        same = [f"{x.last.knob.words(x.last.value)}{_where(x.last)}" for x in answer.alike[:_LISTED]]
+        text += f"; not told from {', or '.join(same)}"
+    return text
+
+
+def _error(fit: Fitted) -> str:
+    return f" ± {fit.error:.2g}" if fit.error else ""
+
+
+def _where(turn: Turn) -> str:
+    """The layers of a knob, as a part of a sentence; empty for what is in no layer."""
+    if turn.layers == (-1,):
+        return ""
+    if turn.is_everywhere:
+        return " in all layers"
+    if len(turn.layers) == 1:
+        return f" in layer {turn.layers[0]}"
+    return f" in layers {', '.join(map(str, turn.layers))}"

@@ -1,0 +1,110 @@
+"""The tokens that knobs are fitted to, and what a model with some knobs gives them.
+
+Shapes: B lines, T tokens of the longest, C completion tokens of one, N those of all lines together.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
+import torch
+
+from ...kernels.truncation import scaled_logits
+from ..hypotheses.judgement import MOST
+from ..hypotheses.lines import Line
+from ..hypotheses.noise import weight
+from .knob import Turn, turned
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """Some lines of a log, and the model that scores them. In fp32, with eager attention."""
+
+    model: torch.nn.Module
+    lines: Sequence[Line]
+
+    @cached_property
+    def logged(self) -> np.ndarray:
+        """The column that is explained, [N] fp64; NaN where there is none."""
+        return np.concatenate([x.logged for x in self.lines]).astype(np.float64)
+
+    @cached_property
+    def base(self) -> np.ndarray:
+        """The model's own scores, [N] fp64."""
+        return self.scores(())
+
+    @cached_property
+    def w(self) -> np.ndarray:
+        """The weight of each token (hypotheses/noise.py), [N]."""
+        return weight(self.base)
+
+    @torch.no_grad()
+    def scores(self, turns: Sequence[Turn]) -> np.ndarray:
+        """The scores with some knobs, [N] fp64."""
+        inputs = [[*x.prompt_ids, *x.completion_ids[:-1]] for x in self.lines]
+        longest = max(map(len, inputs))
+        ids = torch.tensor([[*x, *[0] * (longest - len(x))] for x in inputs], device=self.model.device)
+        mask = torch.tensor([[1] * len(x) + [0] * (longest - len(x)) for x in inputs])
+        with turned(turns):
+            logits = self.model(ids, attention_mask=mask.to(ids.device), use_cache=False).logits
+        scores = []
+        for z, x, line in zip(logits, inputs, self.lines, strict=True):
+            rows = z[len(line.prompt_ids) - 1 : len(x)].float()
+            rows = scaled_logits(rows, line.params) if line.params else rows
+            drawn = torch.tensor(line.completion_ids, device=rows.device).unsqueeze(1)
+            scores.append(torch.log_softmax(rows, -1).gather(1, drawn).squeeze(1).cpu().numpy())
+        return np.concatenate(scores).astype(np.float64)
+
+    def difference(self, scores: np.ndarray) -> np.ndarray:
+        """logged - scores in nats, [N], no larger than MOST; NaN where either is unknown."""
+        with np.errstate(invalid="ignore"):
+            d = self.logged - scores
+        return np.where(np.isfinite(d), np.clip(d, -MOST, MOST), np.nan)
+
+    def left(self, scores: np.ndarray) -> float:
+        """The mean difference, over the weight of each token. A token of probability 0 counts MOST."""
+        with np.errstate(invalid="ignore"):
+            d = np.abs(self.logged - scores)
+        d = np.where(np.isnan(scores) | np.isinf(scores), MOST, np.minimum(d, MOST))
+        return float(np.mean((d / self.w)[self.known]))
+
+    @cached_property
+    def known(self) -> np.ndarray:
+        """The tokens that count, [N] bool."""
+        return np.isfinite(self.logged) & np.isfinite(self.base)
+
+    def by_line(self, x: np.ndarray) -> list[np.ndarray]:
+        """[N] as [C] of each line."""
+        return np.split(x, np.cumsum([len(line.completion_ids) for line in self.lines])[:-1])
+
+
+def chosen(lines: Sequence[Line], most_tokens: int) -> list[Line]:
+    """The lines that are fitted: those that differ most for their length, up to so many tokens in all.
+
+    A completion is cut where it would be too long: later tokens change no earlier one.
+    """
+    known = [x for x in lines if np.isfinite(x.logged.astype(np.float64) - x.scored).any() and x.prompt_ids]
+    order = sorted(known, key=_distance, reverse=True)
+    each = max(24, most_tokens // max(4, min(len(order), 16)))
+    kept, used = [], 0
+    for line in order:
+        line = _cut(line, max(each - len(line.prompt_ids), 16))
+        used += len(line.prompt_ids) + len(line.completion_ids)
+        if kept and used > most_tokens:
+            break
+        kept.append(line)
+    return kept
+
+
+def _distance(line: Line) -> float:
+    with np.errstate(invalid="ignore"):
+        d = np.abs(line.logged.astype(np.float64) - line.scored)
+    d = np.minimum(d[np.isfinite(d)], 1.0)
+    return float(d.mean()) if len(d) else 0.0
+
+
+def _cut(line: Line, tokens: int) -> Line:
+    """The line with so many completion tokens at most."""
+    parts = {name: getattr(line, name)[:tokens] for name in ("completion_ids", "logged", "scored")}
+    return replace(line, **parts, slack=None if line.slack is None else line.slack[:tokens])

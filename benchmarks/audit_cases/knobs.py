@@ -1,0 +1,334 @@
+"""Plants numbers at operations that no file of audit/faults/ plants, and shows what an audit locates.
+
+python benchmarks/audit_cases/knobs.py plants --root R [--only NAME]     faulty samplers in bf16, two families
+python benchmarks/audit_cases/knobs.py sound --root R --logs 40          sound logs, with --knobs
+
+located  the operation is told, its layers, and its value within a tenth      seen    no cause is told
+missed   the headline is rounding                                             wrong   another cause is told
+
+Nothing of audit/knobs/ plants: a plant changes a weight, a field of a module, or is a hook of its own.
+"""
+
+import argparse
+import copy
+import json
+import re
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from models import world
+from run import SOUND_KINDS, UNKNOWN_KINDS
+from sound_logs import Kind, Models, rows_of
+from transformers import AttentionInterface
+from zerokl.audit.as_json import as_json
+from zerokl.audit.command import run_audit
+from zerokl.audit.config import AuditSettings
+from zerokl.audit.faults.planting.sampling import row
+from zerokl.audit.faults.planting.world import World
+
+FAMILIES = ("qwen3", "gpt_neox")
+SEED = 11
+ALL = "in all layers"
+Told = tuple[str, str, float]  # operation, layers and value, as a report tells them; 0 where it has no value
+
+
+@dataclass(frozen=True)
+class Plant:
+    """A change of the sampler's model, and what may be told of it, any of which is right."""
+
+    name: str
+    family: str
+    change: Callable[[torch.nn.Module], None]
+    told: tuple[Told, ...]
+
+
+def layers(model):
+    """The layers of a model."""
+    return model.model.layers if hasattr(model, "model") else model.gpt_neox.layers
+
+
+def attention(layer):
+    """The attention of a layer."""
+    return layer.self_attn if hasattr(layer, "self_attn") else layer.attention
+
+
+def times(factor: float, path: str, *only: int) -> Callable:
+    """A hook on modules of the layers that multiplies what they return. only: these layers."""
+
+    def change(model) -> None:
+        for i, layer in enumerate(layers(model)):
+            if not only or i in only:
+                layer.get_submodule(path).register_forward_hook(lambda _m, _i, y: y * factor)
+
+    return change
+
+
+def scaling(factor: float, *only: int) -> Callable:
+    """Other scores of attention."""
+
+    def change(model) -> None:
+        for i, layer in enumerate(layers(model)):
+            if not only or i in only:
+                attention(layer).scaling *= factor
+
+    return change
+
+
+def values(factor: float) -> Callable:
+    """The value rows of a fused projection, [heads, 3, D] of its output."""
+
+    def change(model) -> None:
+        for layer in layers(model):
+            qkv = layer.attention.query_key_value
+            for x in (qkv.weight, qkv.bias):
+                x.data.view(6, 3, 16, *x.shape[1:])[:, 2] *= factor
+
+    return change
+
+
+def field(path: str, name: str, value: float, *only: int) -> Callable:
+    """Another number in a field of a module."""
+
+    def change(model) -> None:
+        for i, layer in enumerate(layers(model)):
+            if not only or i in only:
+                setattr(layer.get_submodule(path), name, value)
+
+    return change
+
+
+def plus(path: str, value: float, *only: int) -> Callable:
+    """A weight with a number added to it."""
+
+    def change(model) -> None:
+        for i, layer in enumerate(layers(model)):
+            if not only or i in only:
+                layer.get_submodule(path).weight.data += value
+
+    return change
+
+
+def fp8_weights(path: str) -> Callable:
+    """Weights through e4m3, with a scale for each tensor."""
+
+    def change(model) -> None:
+        for layer in layers(model):
+            w = layer.get_submodule(path).weight.data
+            scale = w.abs().max() / 448
+            w.copy_((w / scale).to(torch.float8_e4m3fn).to(w.dtype) * scale)
+
+    return change
+
+
+def fp8_outputs(path: str) -> Callable:
+    """Outputs through e4m3, with a scale for each token."""
+
+    def rounded(_m, _i, y):
+        scale = y.float().abs().amax(-1, keepdim=True) / 448
+        return ((y.float() / scale).to(torch.float8_e4m3fn).float() * scale).to(y.dtype)
+
+    def change(model) -> None:
+        for layer in layers(model):
+            layer.get_submodule(path).register_forward_hook(rounded)
+
+    return change
+
+
+def embedded(factor: float) -> Callable:
+    """Embeddings times a number."""
+    return lambda model: (
+        model.get_input_embeddings().register_forward_hook(lambda _m, _i, y: y * factor) and None
+    )
+
+
+def stretched(factor: float) -> Callable:
+    """Positions of the rotation times a number."""
+
+    def change(model) -> None:
+        rotary = next(m for m in model.modules() if "Rotary" in type(m).__name__)
+        plain = rotary.forward
+        rotary.forward = lambda x, position_ids, *more: plain(x, position_ids.float() * factor, *more)
+
+    return change
+
+
+def window(size: int, layer: int, cap: float = 0.0) -> Callable:
+    """Attention of one layer that reads few tokens, or whose scores are capped."""
+
+    def attend(module, q, k, v, attention_mask, scaling=None, dropout=0.0, **kwargs):
+        groups = q.shape[1] // k.shape[1]
+        k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
+        scores = (q @ k.transpose(2, 3)).float() * scaling
+        T, S = scores.shape[-2:]
+        places = torch.arange(S - T, S)[:, None], torch.arange(S)[None]
+        read = places[1] <= places[0]
+        if module.layer_idx == layer:
+            scores = cap * torch.tanh(scores / cap) if cap else scores
+            read &= (places[1] > places[0] - size) if size else read
+        p = scores.masked_fill(~read, -torch.inf).softmax(-1).to(q.dtype)
+        return (p @ v).transpose(1, 2).contiguous(), None
+
+    def change(model) -> None:
+        AttentionInterface.register(name := f"planted_{size}_{layer}_{cap:g}", attend)
+        model.config._attn_implementation = name
+
+    return change
+
+
+def both(*changes: Callable) -> Callable:
+    """Several changes at once."""
+    return lambda model: [change(model) for change in changes] and None
+
+
+def _scores(value: float, where: str, *more: str) -> tuple[Told, ...]:
+    return tuple((name, where, value) for name in ("attention's scores", *more))
+
+
+def plants() -> Iterator[Plant]:
+    """All plants: kinds that no file of audit/faults/ has."""
+    q, k, v, o = (f"self_attn.{x}_proj" for x in "qkvo")
+    norms = ("self_attn.q_norm", "self_attn.k_norm")
+    up, gate, down = (f"mlp.{x}_proj" for x in ("up", "gate", "down"))
+    qwen = {
+        "scores doubled": (scaling(2.0), _scores(2.0, ALL, *norms)),
+        "scores by YaRN's factor": (scaling(1.459), _scores(1.459, ALL, *norms)),
+        "scores of a layer": (scaling(1.6, 1), _scores(1.6, "in layer 1", *norms)),
+        "values": (times(1.15, v), tuple((x, ALL, 1.15) for x in (v, o, "attention's values", "input_layernorm"))),
+        "attention's output of a layer": (times(0.7, o, 2), tuple((x, "in layer 2", 0.7) for x in (v, o, "attention's values", "input_layernorm"))),
+        "last MLP's output": (times(0.75, down, 2), tuple((x, "in layer 2", 0.75) for x in (up, down, "mlp.act_fn"))),
+        "gate": (times(1.25, gate), ((gate, ALL, 1.25),)),
+        "an MLP left out": (times(0.0, down, 1), tuple((x, "in layer 1", 0.0) for x in (up, down, "mlp.act_fn", gate, "post_attention_layernorm"))),
+        "embeddings": (embedded(1.6), (("embed_tokens", "", 1.6),)),
+        "norm's weight": (plus("post_attention_layernorm", 0.3), (("post_attention_layernorm", ALL, 0.3),)),
+        "positions halved": (stretched(0.5), (("positions", "", 0.5),)),
+        "a window in a layer": (window(8, 1), (("attention that reads", "in layer 1", 8.0),)),
+        "fp8 weights of a projection": (fp8_weights(down), ((f"weight of {down} rounded to fp8", ALL, 0.0),)),
+        "two at once": (both(scaling(1.6), times(0.7, down, 2)), (("attention's scores", ALL, 1.6),)),
+    }  # fmt: skip
+    qkv, dense = "attention.query_key_value", "attention.dense"
+    h, out = "mlp.dense_h_to_4h", "mlp.dense_4h_to_h"
+    neox = {
+        "scores halved": (scaling(0.5), _scores(0.5, ALL)),
+        "scores of a layer": (scaling(1.7, 0), _scores(1.7, "in layer 0")),
+        "values of a fused projection": (values(1.2), (("attention's values", ALL, 1.2),)),
+        "attention's output": (times(0.8, dense), ((dense, ALL, 0.8), ("attention's values", ALL, 0.8))),
+        "MLP's output of a layer": (times(1.3, out, 1), ((out, "in layer 1", 1.3),)),
+        "MLP's input": (times(1.2, h), ((h, ALL, 1.2),)),
+        "fused projection": (times(1.2, qkv, 2), ((qkv, "in layer 2", 1.2),)),
+        "norm's epsilon": (field("post_attention_layernorm", "eps", 0.5), (("post_attention_layernorm with an epsilon", ALL, 0.5),)),
+        "activation": (times(0.8, "mlp.act"), (("mlp.act", ALL, 0.8), (out, ALL, 0.8))),
+        "positions stretched": (stretched(0.25), (("positions", "", 0.25),)),
+        "scores capped in a layer": (window(0, 1, 1.0), (("soft-capped", "in layer 1", 1.0),)),
+        "fp8 outputs": (fp8_outputs(dense), ((f"output of {dense} rounded to fp8", ALL, 0.0),)),
+    }  # fmt: skip
+    for family, table in (("qwen3", qwen), ("gpt_neox", neox)):
+        for name, (change, told) in table.items():
+            yield Plant(name, family, change, told)
+
+
+def judged(plant: Plant, report: dict) -> str:
+    """The word for a report."""
+    kind, text = report["cause"]["kind"], report["cause"]["text"]
+    if kind in SOUND_KINDS:
+        return "missed"
+    if kind in UNKNOWN_KINDS:
+        return "seen"
+    return "located" if any(_is_told(told, text) for told in plant.told) else "wrong"
+
+
+def _is_told(told: Told, text: str) -> bool:
+    """Whether a text tells an operation, its layers and its value."""
+    operation, where, value = told
+    for part in re.split(r"; and |, or |; not told from | \(", text.split(" It explains")[0]):
+        if operation not in part or (where and not re.search(rf"{where}\b", part)):
+            continue
+        numbers = [
+            float(x) for x in re.findall(r"(?:times|epsilon of|with|reads|at) ([+-]?[\d.e-]+\d|\d)", part)
+        ]
+        if not value and ("rounded" in operation or 0.0 in numbers):
+            return True
+        if any(abs(x - value) <= 0.1 * abs(value) for x in numbers):
+            return True
+    return False
+
+
+def log_of(plant: Plant, w: World) -> list[dict]:
+    """The lines of a faulty sampler in bf16 beside a sound trainer in fp32."""
+    model = copy.deepcopy(w.bf16)
+    plant.change(model)
+    return [row(line, w.usual) for line in w.both(w.drawn(model=model))]
+
+
+def run_plants(root: Path, only: str, part: int, parts: int) -> None:
+    """Plant, audit, and print each word, then the counts. part: every `parts`-th plant from this one on."""
+    worlds = {family: world(family, SEED, root / "models") for family in FAMILIES}
+    counts: Counter[str] = Counter()
+    for plant in list(plants())[part::parts]:
+        if only not in f"{plant.family} {plant.name}":
+            continue
+        path = root / "knobs" / f"{plant.family}-{plant.name.replace(' ', '-')}.jsonl"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        w = worlds[plant.family]
+        path.write_text("".join(json.dumps(x) + "\n" for x in log_of(plant, w)))
+        start = time.process_time()
+        settings = AuditSettings(model=str(w.folder), dtype="float32")
+        report = as_json(run_audit(str(path), "", None, settings))
+        word = judged(plant, report)
+        counts[word] += 1
+        text = " ".join(report["cause"]["text"].split())
+        print(
+            f"{word:8} {time.process_time() - start:5.1f} s  {plant.family} {plant.name}: {text[:330]}",
+            flush=True,
+        )
+    print(dict(counts))
+
+
+def run_sound(root: Path, logs: int, part: int, parts: int) -> None:
+    """Sound logs beside their model, their knobs tried whatever fits. part, parts: as of the plants."""
+    models, counts, folder = Models(root), Counter(), root / "knobs-sound"
+    folder.mkdir(parents=True, exist_ok=True)
+    for number in range(part, logs, parts):
+        kind = Kind(number)
+        kind.family = FAMILIES[number % 2]
+        path = folder / f"{number}.jsonl"
+        path.write_text("".join(json.dumps(x) + "\n" for x in rows_of(kind, models)))
+        version = {"weight_version": 5} if kind.shape == "versions" else {}
+        model = str(models.world(kind.family, number).folder)
+        settings = AuditSettings(model=model, dtype=kind.trainer, knobs=True, **version)
+        report = as_json(run_audit(str(path), "", None, settings))
+        columns = [report["log"]["hypotheses"], report["log"].get("trainer_column") or {"rows": []}]
+        knobs = [
+            x for column in columns for x in column["rows"] if x["name"].startswith("knob") and x["fits"]
+        ]
+        told = report["cause"]["kind"].startswith("knob") or knobs
+        counts["alarm" if told else "clear"] += 1
+        if told:
+            print(
+                f"{number}: {kind}\n    {report['cause']['text'][:300]} {[x['what'] for x in knobs]}",
+                flush=True,
+            )
+    print(dict(counts))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("what", choices=["plants", "sound"])
+    parser.add_argument("--root", type=Path, default=Path("runs/audit-cases"))
+    parser.add_argument("--only", default="", help="plants: a part of family and name")
+    parser.add_argument("--logs", type=int, default=40)
+    parser.add_argument("--part", type=int, default=0, help="of --parts: which share of the cases")
+    parser.add_argument("--parts", type=int, default=1)
+    words = parser.parse_args()
+    torch.set_num_threads(1)
+    if words.what == "plants":
+        run_plants(words.root, words.only, words.part, words.parts)
+    else:
+        run_sound(words.root, words.logs, words.part, words.parts)
+
+
+if __name__ == "__main__":
+    main()

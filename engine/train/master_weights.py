@@ -1,0 +1,258 @@
+"""The fp32 master weights of a run, in the pieces that a rank has; and what computes with them.
+
+The optimizer changes the pieces and knows nothing else of them. Here are whole weights of which a rank owns
+one slice, and LoRA adapters; sharded_weights.py has the rows that FSDP gives to a rank.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+
+import torch
+
+from ...model.adapters import Adapters
+from ...model.compute_weights import quantise_all
+from ...model.decoder import Decoder
+from ...model.quantisation import Quantisation
+from ...model.weights import VALUE_HEAD, FlatLayout
+from ...verify.ledger import Tree
+from .parallel.gathered import WholeWeights
+from .parallel.sharded_adapters import ShardedAdapters
+from .parallel.tree_hash import hash_tree
+from .parallel.zero import Slices
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Some of a rank's master weights.
+
+    place: of these n among all that the rank has, in a moment and in a gradient. rounded: where the compute
+    weights lie; None where the weights themselves are computed with, or others round them.
+    """
+
+    weights: torch.Tensor  # [n] fp32
+    place: slice
+    is_critic_head: bool = False
+    rounded: torch.Tensor | None = None  # [n] in the compute dtype
+
+
+class MasterWeights(ABC):
+    """The master weights of one rank, whose optimizer updates `numel` of them.
+
+    decoder: computes with all weights. slices: of what is trained, over the ranks; the norm and the ledger
+    read gradient, moments and weights by them. Where something is sent, all ranks call a method together.
+    """
+
+    decoder: Decoder
+    slices: Slices
+
+    @property
+    def layout(self) -> FlatLayout:
+        """Of all that is trained, and of the frozen weights after it."""
+        return self.slices.layout
+
+    @property
+    @abstractmethod
+    def numel(self) -> int:
+        """Those that are trained in this rank."""
+
+    @abstractmethod
+    def pieces(self) -> Iterator[Piece]:
+        """Where they lie."""
+
+    @abstractmethod
+    def matrices(self) -> Iterator[torch.Tensor]:
+        """Those of matrices, which alone decay."""
+
+    @abstractmethod
+    def changed(self) -> None:
+        """Bring what computes up to date, in all ranks, after the pieces have changed."""
+
+    def to_slice(self, vector: torch.Tensor) -> torch.Tensor:
+        """This rank's slice of what has an element [numel] for each weight."""
+        return vector
+
+    def from_slice(self, own_slice: torch.Tensor) -> torch.Tensor:
+        """What to_slice was given, from the slice; what follows in either does not count."""
+        return own_slice
+
+    @abstractmethod
+    def collect(self) -> torch.Tensor | None:
+        """All weights, [layout.numel] fp32, at least in rank 0. The next update may change this tensor."""
+
+    @abstractmethod
+    def frozen_views(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """The name in the checkpoint and the fp32 values of each weight of the model that is not trained."""
+
+    @abstractmethod
+    def hash(self) -> Tree:
+        """The hash tree of what is trained."""
+
+    @abstractmethod
+    def hash_compute(self) -> Tree | None:
+        """That of the compute weights; None where they are the master weights."""
+
+    def gathered(self) -> AbstractContextManager[None]:
+        """Inside this context the decoder has all its weights."""
+        return nullcontext()
+
+
+class SlicedWeights(MasterWeights):
+    """A decoder's weights, whole in every rank. `master` [numel] is this rank's slice of them, in fp32."""
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        weights: torch.Tensor,
+        slices: Slices | None = None,
+        quantisation: Quantisation | None = None,
+    ):
+        """weights: the first master weights, [layout.numel] fp32. They are not read if `in_place`.
+
+        slices: None is one rank. quantisation: of the weights that the decoder computes with, from now on;
+        None leaves them as they are.
+        """
+        self.decoder, self._quantisation = decoder, quantisation
+        self.slices = slices or Slices(decoder.layout)
+        place = self.slices.own
+        self.master = self._flat[place] if self.in_place else weights[place].to(decoder.device, copy=True)
+        self._keep_frozen(weights)
+        matrices = [e for e in self.layout.trained if len(e.shape) > 1]
+        overlaps = ((max(e.offset, place.start), min(e.offset + e.numel, place.stop)) for e in matrices)
+        self._matrices = [slice(a - place.start, b - place.start) for a, b in overlaps if a < b]
+        heads = [e.offset for e in self.layout.trained if e.name == VALUE_HEAD]
+        # A critic's head is the last weight.
+        self._head = min(max(heads[0] - place.start, 0), self.numel) if heads else self.numel
+        self._quantise(self.layout.checkpoint_views)
+
+    @property
+    def in_place(self) -> bool:
+        """Whether they lie in `_flat` itself: those of an fp32 decoder are its weights, if not quantised."""
+        return self.decoder.dtype == torch.float32 and self._quantisation is None
+
+    @property
+    def _flat(self) -> torch.Tensor:
+        """What the master weights give, whole in every rank, [layout.numel]: the compute weights."""
+        return self.decoder.flat.detach()
+
+    @property
+    def numel(self) -> int:
+        return self.master.numel()
+
+    def pieces(self) -> Iterator[Piece]:
+        rounded = None if self.in_place else self._flat[self.slices.own]
+        for place, is_head in ((slice(0, self._head), False), (slice(self._head, self.numel), True)):
+            if place.start < place.stop:
+                yield Piece(self.master[place], place, is_head, None if rounded is None else rounded[place])
+
+    def matrices(self) -> Iterator[torch.Tensor]:
+        return (self.master[place] for place in self._matrices)
+
+    def changed(self) -> None:
+        self.slices.share(self._flat)
+        self._quantise(self.layout.trained_views)
+
+    def _quantise(self, views: Callable[[torch.Tensor], Mapping[str, torch.Tensor]]) -> None:
+        """Quantise compute weights that were just rounded from the master weights, whole in every rank.
+
+        views: gives those of a flat tensor by their names in a checkpoint.
+        """
+        if self._quantisation is not None:
+            quantise_all(views(self._flat), self._quantisation)
+
+    @torch.no_grad()
+    def load(self, weights: torch.Tensor) -> None:
+        """Replace all by `weights` [layout.numel] fp32, in every rank."""
+        self._flat.copy_(weights)
+        if not self.in_place:
+            self.master.copy_(weights[self.slices.own])
+            self._keep_frozen(weights)
+        self._quantise(self.layout.checkpoint_views)
+
+    def whole(self) -> torch.Tensor:
+        """As `collect`, in every rank."""
+        return self._flat if self.in_place else self._with_frozen(self.slices.everywhere(self.master))
+
+    def whole_model(self) -> torch.Tensor:
+        """The model that they make, [decoder.layout.numel] fp32, in every rank."""
+        return self.whole()
+
+    def collect(self) -> torch.Tensor | None:
+        if self.in_place:
+            return self._flat
+        trained = self.slices.collect(self.master)
+        return None if trained is None else self._with_frozen(trained)
+
+    def _keep_frozen(self, weights: torch.Tensor) -> None:
+        """Keep what is not trained, [layout.numel - layout.trained_numel] fp32.
+
+        Nothing computes with it, so it lies on the host, if not in `_flat`.
+        """
+        place = slice(self.layout.trained_numel, None)
+        self._frozen = self._flat[place] if self.in_place else weights[place].to("cpu", copy=True)
+
+    def frozen_views(self) -> Iterator[tuple[str, torch.Tensor]]:
+        yield from self.layout.frozen_views(self._frozen).items()
+
+    def _with_frozen(self, trained: torch.Tensor) -> torch.Tensor:
+        """The trained weights with the frozen ones after them, [layout.numel]."""
+        frozen = self._frozen.to(trained.device)
+        return torch.cat([trained, frozen]) if len(frozen) else trained
+
+    def hash(self) -> Tree:
+        if self.in_place:  # the hash is of this rank's copy, so that ranks with different copies are found
+            return hash_tree(self.layout.blocks, self._flat)
+        return self.slices.hash_tree(self.slices.hashing(self.master))
+
+    def hash_compute(self) -> Tree | None:
+        """Of this rank's copy."""
+        return None if self.in_place else hash_tree(self.layout.blocks, self._flat)
+
+
+class AdapterWeights(SlicedWeights):
+    """LoRA adapters (model/adapters.py), in fp32 and whole in every rank; and what they are merged into.
+
+    whole: of a base that is spread over the ranks; None where it is whole in every rank.
+    """
+
+    in_place = True
+
+    def __init__(
+        self,
+        adapters: Adapters | ShardedAdapters,
+        slices: Slices | None = None,
+        whole: WholeWeights | None = None,
+    ):
+        """slices: of the adapters' layout."""
+        self.adapters, self._gathers = adapters, whole
+        super().__init__(adapters.decoder, adapters.flat, slices or Slices(adapters.layout))
+
+    @property
+    def _flat(self) -> torch.Tensor:
+        return self.adapters.flat
+
+    def changed(self) -> None:
+        super().changed()
+        self.adapters.merge()
+
+    def load(self, weights: torch.Tensor) -> None:
+        super().load(weights)
+        self.adapters.merge()
+
+    def whole_model(self) -> torch.Tensor:
+        """The base with the adapters merged in. It is a tensor of its own."""
+        return self.adapters.merged()
+
+    def frozen_views(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Of the base."""
+        return self.adapters.base_views()
+
+    def hash_compute(self) -> Tree:
+        """The root of the merged weights' tree. It has no leaves, because the ledger's are of A and B."""
+        if self._gathers:
+            return self.adapters.hash_merged()
+        return Tree(hash_tree(self.decoder.layout.blocks, self.decoder.flat).root, [])
+
+    def gathered(self) -> AbstractContextManager[None]:
+        return self._gathers.gathered() if self._gathers else nullcontext()

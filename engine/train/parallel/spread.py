@@ -1,0 +1,96 @@
+"""How the weights of one flat tensor are spread over ranks: each rank has some ranges of it, as one vector.
+
+Ranks cut the flat tensor into slices (zero.py), or each tensor of the checkpoint into rows (pieces.py).
+"""
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+from .process_group import Ranks, peers
+
+Range = tuple[int, int]  # from, to
+
+
+class Spread:
+    """Ranges of a flat tensor over ranks. `ranges` are this rank's, ascending, of `numel` elements in all.
+
+    All ranks must call a method that sends something together. Such a method raises ChildProcessError when a
+    rank has died.
+    """
+
+    def __init__(self, ranges_of: Sequence[Sequence[Range]], ranks: Ranks):
+        """ranges_of: of each rank."""
+        self.ranks, self.ranges_of = ranks, ranges_of
+        self.ranges = ranges_of[ranks.rank]
+        self.numel = length(self.ranges)
+
+    @torch.no_grad()
+    def gather_into(self, flat: torch.Tensor, vector: torch.Tensor) -> None:
+        """Write the vectors of all ranks to their places in `flat`. vector [numel]: this rank's."""
+        # In place where a rank has one range; nothing is copied to where it lies already.
+        for rank, ranges in enumerate(self.ranges_of):
+            if not (n := length(ranges)):
+                continue
+            in_place = flat[slice(*ranges[0])] if len(ranges) == 1 else None
+            part = vector if rank == self.ranks.rank else flat.new_empty(n) if in_place is None else in_place
+            if self.ranks.size > 1:
+                self.ranks.broadcast(part.view(torch.uint8), rank)  # gloo does not know every dtype
+            if part.data_ptr() != flat[ranges[0][0]].data_ptr():
+                for (a, b), x in zip(ranges, part.split([b - a for a, b in ranges]), strict=True):
+                    flat[a:b] = x
+
+
+class Moves:
+    """An exchange between two ways in which a flat tensor is spread over ranks. What no rank has is zero."""
+
+    def __init__(self, here: Spread, there: Spread):
+        self._ranks = here.ranks
+        self._sent = [_overlap(here.ranges, others) for others in there.ranges_of]  # places in the vector
+        self._received = [_overlap(there.ranges, others) for others in here.ranges_of]
+        self._sizes = here.numel, there.numel
+
+    def there(self, vector: torch.Tensor) -> torch.Tensor:
+        """The vector of `there`, from that of `here`. All ranks call it together."""
+        return self._move(vector, self._sent, self._received, self._sizes[1])
+
+    def back(self, vector: torch.Tensor) -> torch.Tensor:
+        """The other way."""
+        return self._move(vector, self._received, self._sent, self._sizes[0])
+
+    def _move(
+        self, vector: torch.Tensor, sent: list[list[Range]], received: list[list[Range]], numel: int
+    ) -> torch.Tensor:
+        outgoing = torch.cat([vector.new_empty(0), *(vector[a:b] for places in sent for a, b in places)])
+        sizes = [list(map(length, places)) for places in (received, sent)]
+        incoming = outgoing
+        if self._ranks.size > 1:
+            incoming = vector.new_empty(sum(sizes[0]))
+            with peers():
+                dist.all_to_all_single(incoming, outgoing, *sizes, group=self._ranks.group)
+        moved, start = vector.new_zeros(numel), 0
+        for a, b in (place for places in received for place in places):
+            moved[a:b] = incoming[start : start + b - a]
+            start += b - a
+        return moved
+
+
+def length(ranges: Sequence[Range]) -> int:
+    """The elements of some ranges."""
+    return sum(b - a for a, b in ranges)
+
+
+def _overlap(ranges: Sequence[Range], other: Sequence[Range]) -> list[Range]:
+    """What two lists of ranges have in common, as places in the vector of the first, in ascending order."""
+    places, start, j = [], 0, 0
+    for a, b in ranges:
+        while j < len(other) and other[j][1] <= a:
+            j += 1
+        for c, d in other[j:]:
+            if c >= b:
+                break
+            if (first := max(a, c)) < (last := min(b, d)):
+                places.append((start + first - a, start + last - a))
+        start += b - a
+    return places

@@ -1,0 +1,124 @@
+"""The master weights of a model that FSDP has sharded.
+
+Weights and moments lie in this rank's rows (parallel/pieces.py). The gradient comes in the slices of
+parallel/zero.py, where the norm and the ledger read it, and goes to the rows for AdamW. AdamW works element
+by element, so where an element lies decides no bit.
+"""
+
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager
+from itertools import accumulate, pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from ...model.buffers import as_numbers
+from ...model.weights import VALUE_HEAD_TENSOR
+from ...verify.ledger import Tree
+from .master_weights import MasterWeights, Piece
+from .parallel.gathered import WholeWeights
+from .parallel.sharded_model import ShardedModel, placed_like
+from .parallel.zero import Slices
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
+
+class ShardedWeights(MasterWeights):
+    """The weights of a ShardedModel.
+
+    whole: of the model. Its decoder is the sampler's, and has its weights only while it draws.
+    """
+
+    def __init__(self, model: ShardedModel, whole: WholeWeights):
+        self._model, self._pieces, self._whole = model, model.pieces, whole
+        self.decoder = whole.decoder
+        self.slices = Slices(self.decoder.layout, model.ranks, self.decoder.device)
+
+    @property
+    def numel(self) -> int:
+        return self._pieces.numel
+
+    def pieces(self) -> Iterator[Piece]:
+        locals_ = self._model.locals()
+        places = pairwise(accumulate((x.numel() for x in locals_), initial=0))
+        for part, local, (start, stop) in zip(self._pieces.parts, locals_, places, strict=True):
+            if start < stop:
+                yield Piece(local.view(-1), slice(start, stop), part.name == VALUE_HEAD_TENSOR)
+
+    def matrices(self) -> Iterator[torch.Tensor]:
+        parts = zip(self._pieces.parts, self._model.locals(), strict=True)
+        return (local for part, local in parts if part.dim > 1)
+
+    def changed(self) -> None:
+        """Do nothing: a layer rounds its weights when it gathers them."""
+
+    def to_slice(self, vector: torch.Tensor) -> torch.Tensor:
+        return self._pieces.to_slice(vector)
+
+    def from_slice(self, own_slice: torch.Tensor) -> torch.Tensor:
+        place = self.slices.own
+        return self._pieces.from_slice(own_slice[: place.stop - place.start].to(self.decoder.device))
+
+    def collect(self) -> torch.Tensor | None:
+        """In rank 0 alone. Each weight is gathered in its turn."""
+        flat = torch.zeros(self.layout.numel) if self.slices.ranks.first else None
+        views = (
+            {} if flat is None else self.layout.checkpoint_views(flat) | self.layout.beside_checkpoint(flat)
+        )
+        for name, tensor in self._model.by_name.items():
+            whole = tensor.full_tensor()
+            if views:
+                views[name].copy_(whole)
+        return flat
+
+    def frozen_views(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Each weight is gathered in its turn."""
+        frozen = set(self._model.by_name) - {part.name for part in self._pieces.parts}
+        for name, tensor in self._model.by_name.items():
+            if name in frozen:
+                yield name, tensor.full_tensor().cpu()
+
+    def hash(self) -> Tree:
+        return self.slices.hash_tree(self.slices.hashing(self._own_slice()))
+
+    def hash_compute(self) -> Tree | None:
+        """What a layer computes with is the master weights, rounded once."""
+        if self.decoder.dtype == torch.float32:
+            return None
+        rounded = self._own_slice().to(self.decoder.dtype)
+        return self.slices.hash_tree(self.slices.hashing(rounded))
+
+    def gathered(self) -> AbstractContextManager[None]:
+        return self._whole.gathered()
+
+    def _own_slice(self) -> torch.Tensor:
+        """This rank's slice of the master weights."""
+        return self._pieces.to_slice(self._model.master())
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """All weights over all ranks, by their names in the checkpoint; of this rank its rows.
+
+        Buffers are whole, as their numbers. All ranks call this together.
+        """
+        weights = {name: x for name, x in self._model.by_name.items() if name != VALUE_HEAD_TENSOR}
+        return weights | {x: as_numbers(weights[x].full_tensor()) for x in sorted(self.layout.buffers)}
+
+    def placed(self, vector: torch.Tensor) -> dict[str, "DTensor"]:
+        """The same, in its memory, of what has an element for each trained weight, such as a moment."""
+        like = self._model.by_name
+        parts = zip(self._pieces.parts, self._pieces.split(vector), strict=True)
+        return {part.name: placed_like(like[part.name], local) for part, local in parts}
+
+    def collect_beside(self) -> dict[str, torch.Tensor]:
+        """What is trained and is no tensor of the checkpoint, a critic's head, whole in every rank.
+
+        All ranks call this together.
+        """
+        head = self._model.by_name.get(VALUE_HEAD_TENSOR)
+        return {} if head is None else {VALUE_HEAD_TENSOR: head.full_tensor()}
+
+    def read(self, folder: Path, beside: Mapping[str, torch.Tensor]) -> None:
+        """Read this rank's rows from a checkpoint. beside: what collect_beside gave. Raises ValueError."""
+        self._model.read(folder, beside)

@@ -1,0 +1,25 @@
+"""What decides the weights of a row's keys beside the scores: one rule for all forms of one attention.
+
+Training, prefill, prefill in chunks and decode take the same rule, so a row has the same bits in each. A mask
+other than the causal one, or a cap of the scores, is a field here too.
+"""
+
+from typing import NamedTuple
+
+
+class AttentionRule(NamedTuple):
+    """The order of a row's sums. chunk: keys of a chunk (attention.py); 0: one walk over all keys, vLLM's."""
+
+    chunk: int = 0
+
+
+WALK = AttentionRule()
+# The values of precision.attention.
+RULES = {"vllm": WALK, "chunked-512": AttentionRule(512)}
+
+
+def named_rule(name: str) -> AttentionRule:
+    """The rule of this name. Raises ValueError for an unknown one."""
+    if name not in RULES:
+        raise ValueError(f"attention ({name!r}) must be one of {', '.join(RULES)}")
+    return RULES[name]
