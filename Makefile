@@ -6,15 +6,16 @@ STAMP  := $(VENV)/.installed
 RUN    ?= runs/demo
 
 # TORCH: what pip is given for torch, e.g. TORCH='torch==2.13.0 --index-url ...' for another build.
-.PHONY: help demo demo-turns test test-rest test-full test-slow test-proofs vllm test-vllm test-vllm-0.33 test-triton test-latest test-notebooks test-trl test-trl-vllm test-trl-releases test-peft test-verl test-titan test-browser \
-  test-trackers test-worlds test-ray test-nodes real real-gradient test-real pairs lint docs docs-tables package wheels pictures bench bench-vllm bench-proxy clean
+.PHONY: help demo demo-turns test test-rest test-rest-numerics test-rest-engine test-rest-others test-full test-slow test-proofs vllm test-vllm test-vllm-0.33 test-triton test-latest test-notebooks test-trl test-trl-vllm test-trl-releases test-peft test-verl test-titan test-browser \
+  test-trackers test-worlds test-ray test-nodes real real-gradient test-real pairs lint docs docs-tables environments package wheels pictures bench bench-vllm bench-proxy clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make demo           train a small model to add, exactly on-policy; ends with reward curve, mismatch and fingerprint"
 	@echo "make demo-turns     the same model learns to use a calculator, in trajectories of three turns"
 	@echo "make test           the tests: one diagonal of each matrix (minutes)"
-	@echo "make test-full      all of them; make test-rest: what make test leaves out, and every property again"
+	@echo "make test-full      all of them; make test-rest: what make test leaves out, and every property again;"
+	@echo "                    test-rest-numerics, test-rest-engine and test-rest-others are its parts"
 	@echo "make test-slow      the long proofs: 200-step runs, real vocabularies and head counts, memory, the demo twice"
 	@echo "make test-proofs    what CI has no time for: 200 kills at random moments, properties with 10,000 examples, every pair of settings"
 	@echo "make vllm           an environment with vLLM for CPUs, in .venv-vllm"
@@ -88,6 +89,17 @@ test-full: $(STAMP)
 # REST="tests/kernels tests/model": those of these folders.
 test-rest: $(STAMP)
 	$(PYTEST) -n $(JOBS) --rest --durations=15 $(REST)
+
+# The same in three parts, of one process each: the numerics, the engine, and what is neither.
+NUMERICS := tests/kernels tests/law tests/model tests/gpu tests/engine/train/losses
+test-rest-numerics: $(STAMP)
+	$(PYTEST) --rest --durations=15 $(NUMERICS)
+
+test-rest-engine: $(STAMP)
+	$(PYTEST) --rest --durations=15 tests/engine --ignore tests/engine/train/losses
+
+test-rest-others: $(STAMP)
+	$(PYTEST) --rest --durations=15 $(addprefix --ignore=,$(NUMERICS) tests/engine) tests
 
 test-slow: $(STAMP)
 	$(BIN)/python -m pytest $(CASES) --durations=10 -m "slow and not proof"
@@ -272,6 +284,9 @@ lint: $(STAMP)
 docs: $(VENV)/.docs
 	$(BIN)/sphinx-build -W --keep-going -n -q -b html docs build/docs
 	@echo "build/docs/index.html"
+
+# What CI makes beside the first tests: the environments whose tests follow.
+environments: $(TRITONS) .venv-vllm/.real $(patsubst %,.venv-%/.installed,trl ray peft nodes worlds trackers)
 
 docs-tables: $(STAMP)
 	$(BIN)/python -m zerokl.docs._generate

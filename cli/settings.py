@@ -34,9 +34,7 @@ def _showing(model: type[Section], shown: Collection[str], prefix: str = "") -> 
             fields[name] = Annotated[_showing(section, shown, f"{name}."), Parameter(group=group)], default
         elif prefix + name not in shown:
             fields[name] = Annotated[field.annotation, Parameter(show=False)], field
-    # The fields have their descriptions: pydantic need not look for them in the source again, which is slow.
-    known = {"use_attribute_docstrings": False}
-    return create_model(model.__name__, __base__=model, __doc__=model.__doc__, __cls_kwargs__=known, **fields)
+    return create_model(model.__name__, __base__=model, __doc__=model.__doc__, **fields)
 
 
 def sections() -> list[str]:

@@ -1,7 +1,8 @@
 """Products of features: every pair of settings that go together is run, and read again by every reader.
 
 A covering array (allpairspy) holds each pair of values of SETTINGS in some row. A row is a run of two steps.
-A pair that compatibility.py refuses is in no row; that it is refused in one line is a test of its own.
+A pair that a rule refuses is in no row; that it is refused in one line is a test of its own. Actors of a pool
+are threads here. What vLLM draws is run by tests/vllm/test_products.py.
 
 A run with exact = false and a cut (top_k, top_p, min_p) may hold a trainer logprob of -infinity in
 rollouts.jsonl.
@@ -20,11 +21,14 @@ from allpairspy import AllPairs
 from zerokl.cli import main
 from zerokl.engine.config.compatibility import check_settings
 from zerokl.engine.config.run_config import Config
+from zerokl.engine.runs import run as run_module
+from zerokl.engine.runs import samplers
 from zerokl.engine.runs.loaded import load_run
 from zerokl.engine.runs.run import train
 
 from tests.presets import DRAWN_PRESETS
 from tests.random_model import EXPERTS, ONE_LAYER, random_model
+from tests.thread_actors import ThreadCluster
 
 STEPS = 2
 # The first value of each is the default of a run here. What refuses others comes first: allpairspy chooses
@@ -32,11 +36,13 @@ STEPS = 2
 SETTINGS: OrderedDict[str, list] = OrderedDict(
     {
         "exact": [True, False],
-        "loss.preset": [*DRAWN_PRESETS, "brpo"],
+        "loss.preset": [*DRAWN_PRESETS, "brpo", "dpo", "verifree"],
+        "task": ["add", "turns"],
         "num_generations": [3, 1],
         "model": ["dense", "experts"],
-        "sampler": ["native", "hf"],
-        "max_staleness": [0, 2],
+        "sampler": ["native", "hf", "vllm-zerokl", "vllm"],
+        "max_staleness": [0, 2, "2, lagged"],
+        "pool.engine": ["", "ray"],
         "precision.sampler_dtype": ["", "float32", "bfloat16"],
         "precision.sampler_head_dtype": ["", "float32"],
         "precision.sampler_cache_dtype": ["", "bfloat16"],
@@ -86,8 +92,20 @@ SETTINGS: OrderedDict[str, list] = OrderedDict(
         "parallel.engine": ["replicated", "fsdp"],
     }
 )
-# What reasonings and answers need beside the preset.
-BRPO = {"task__answer_prefix": "=", "loss__budgets": [3, 8], "loss__answers": 2}
+# What a preset needs beside itself; DPO needs pairs, too.
+NEEDS = {
+    "brpo": {"task__answer_prefix": "=", "loss__budgets": [3, 8], "loss__answers": 2},
+    "verifree": {"task__answer_prefix": "=", "task__reward": ""},
+}
+TURNS = {"task__name": "acts:echo", "task__options": {}, "task__reward": ""}
+TURNS |= {"environment__processes": 1, "environment__max_turns": 2}
+# Pairs that no rule of the configuration refuses: what the task, or the model's folder, has to do with it.
+REFUSED_BY_WHAT_IS_LOADED = [
+    ({"task": "turns", "loss.preset": "pass_at_k"}, "does not say that it is 0 or 1"),
+    ({"task": "turns", "loss.preset": "brpo"}, "no answer that could follow one completion"),
+    ({"task": "turns", "loss.preset": "verifree"}, "no answer that could follow one completion"),
+    ({"model": "experts", "sampler": "vllm"}, "does not take new weights of a mixture of experts"),
+]
 Row = dict[str, object]
 Pair = tuple[tuple[str, int], tuple[str, int]]  # of settings, each with the place of its value
 
@@ -95,21 +113,40 @@ Pair = tuple[tuple[str, int], tuple[str, int]]  # of settings, each with the pla
 @pytest.fixture(scope="module")
 def make(config, tmp_path_factory) -> Callable[[Row], Config]:
     """The configuration of a row, or of a part of one, with the smallest models."""
-    widths = {"dense": ONE_LAYER, "experts": EXPERTS | ONE_LAYER | {"mlp_only_layers": []}}
+    dense = ONE_LAYER | {"head_dim": 32}  # heads that vLLM's own attention takes
+    widths = {"dense": dense, "experts": EXPERTS | dense | {"mlp_only_layers": []}}
     models = {name: random_model(tmp_path_factory.mktemp(name), w) for name, w in widths.items()}
+    file = tmp_path_factory.mktemp("pairs") / "pairs.jsonl"
+    rows = [{"prompt": f"{a}+1=", "chosen": f"{a + 1}", "rejected": f"{a}no"} for a in range(9)]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    options = {"file": str(file), "held_out": 2, "chat": False}
+    needs = NEEDS | {"dpo": {"task__name": "pairs", "task__options": options, "task__reward": ""}}
 
     def make(row: Row) -> Config:
         chosen = {k.replace(".", "__"): v for k, v in row.items() if v is not None}
+        preset, several_turns = row.get("loss.preset"), chosen.pop("task", "add") == "turns"
         chosen["model"] = models[row.get("model", "dense")]
-        if row.get("loss.preset") == "brpo":
-            chosen |= BRPO
+        if row.get("max_staleness") == "2, lagged":
+            chosen |= {"max_staleness": 2, "staleness_schedule": "lagged"}
+        if preset == "dpo" and row.get("num_generations", 3) == 3:
+            chosen |= {"num_generations": 2}
+        chosen |= needs.get(preset, {}) | (TURNS if several_turns else {})
         return config(**{"steps": STEPS, "tracking": [], **chosen})
 
     return make
 
 
+@pytest.fixture(autouse=True)
+def _turns_and_actors(monkeypatch):
+    monkeypatch.syspath_prepend(str(Path(__file__).parent / "rollout"))
+    monkeypatch.setattr(samplers, "RayCluster", lambda pool, blueprint, kept: ThreadCluster(blueprint))
+    monkeypatch.setattr(run_module, "require_ray", lambda: None)
+
+
 def allowed(make: Callable[[Row], Config], row: Row) -> bool:
-    """Whether compatibility.py takes these settings."""
+    """Whether these settings are run."""
+    if any(words.items() <= row.items() for words, _ in REFUSED_BY_WHAT_IS_LOADED):
+        return False
     try:
         check_settings(make(row), "cpu")
     except ValueError:
@@ -163,6 +200,24 @@ def joined(make: Callable[[Row], Config], missing: list[Pair]) -> tuple[Row | No
         else:
             left.append(pair)
     return defaults | chosen, left
+
+
+def drawn_here(row: Row) -> bool:
+    """Whether its sampler needs no vLLM."""
+    return not row["sampler"].startswith("vllm")
+
+
+def random_row(
+    make: Callable[[Row], Config], chosen: Row, random: Random, kept: Callable[[Row], bool] = drawn_here
+) -> Row:
+    """A row with these settings and random others, as many as go together and are kept."""
+    row = named([values[0] for values in SETTINGS.values()]) | chosen
+    row["exact"] = chosen.get("exact", allowed(make, row))
+    for key in random.sample(list(SETTINGS), len(SETTINGS)):
+        other = row | {key: random.choice(SETTINGS[key])}
+        if key not in chosen and kept(other) and allowed(make, other):
+            row = other
+    return row
 
 
 def run_and_read(config: Config, folder: Path, capsys: pytest.CaptureFixture) -> None:
@@ -234,47 +289,71 @@ def run_rows(
 @pytest.mark.full
 def test_a_sample_of_the_products_is_run_and_read_again(make, tmp_path, capsys):
     """The rows with the most new pairs, and among them one with two workers."""
-    rows = list(islice(covering_rows(make), 12))
+    rows = list(islice(filter(drawn_here, covering_rows(make)), 12))
     alone = [row for row in rows if row["workers"] == 1]
     beside = [row for row in rows if row["workers"] == 2 and row["max_staleness"] == 0]
     run_rows([*alone[:5], *beside[:1]], make, tmp_path, capsys)
 
 
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "chosen",
+    [
+        {"loss.preset": "dpo"},
+        {"loss.preset": "verifree"},
+        {"task": "turns"},
+        {"pool.engine": "ray", "max_staleness": "2, lagged"},
+    ],
+    ids=str,
+)
+def test_a_row_of_each_kind_of_rollout_is_run_and_read_again(make, tmp_path, capsys, chosen):
+    """With as many random settings as go together: the first covering rows have one or two of these."""
+    run_rows([random_row(make, chosen, Random(0))], make, tmp_path, capsys)
+
+
 @pytest.mark.proof
 @pytest.mark.parametrize("share", range(8))
 def test_every_pair_is_run_and_read_again(make, tmp_path, capsys, share):
-    run_rows(islice(covering_rows(make), share, None, 8), make, tmp_path, capsys)
+    rows = filter(drawn_here, covering_rows(make))
+    run_rows(islice(rows, share, None, 8), make, tmp_path, capsys)
 
 
 @pytest.mark.full
-def test_every_pair_is_in_a_row_or_is_refused_in_one_line(make, tmp_path, capsys):
+def test_every_pair_is_in_a_row_or_is_refused_in_one_line(make, tmp_path):
     """A pair in no row is refused with every value of the settings that a refusal looks at."""
     seen = {pair for row in covering_rows(make) for pair in pairs(row)}
     defaults = named([values[0] for values in SETTINGS.values()])
-    refused = 0
+    refused = set()
     for a, b in combinations([(key, i) for key, values in SETTINGS.items() for i in range(len(values))], 2):
         if a[0] == b[0] or (a, b) in seen:
             continue
         chosen = {key: SETTINGS[key][i] for key, i in (a, b)}
+        if any(words.items() <= chosen.items() for words, _ in REFUSED_BY_WHAT_IS_LOADED):
+            continue
         for exact, preset in product(SETTINGS["exact"], SETTINGS["loss.preset"]):
             row = defaults | {"exact": exact, "loss.preset": preset} | chosen
             with pytest.raises(ValueError) as refusal:  # noqa: PT011 (the table has the words)
                 train(make(row), tmp_path / "run")
             assert str(refusal.value).startswith("config: ")
             assert len(str(refusal.value).splitlines()) == 1
-        refused += 1
-    assert refused
+        refused.add((a, b))
+    dpo = "loss.preset", SETTINGS["loss.preset"].index("dpo")
+    assert {(dpo, ("task", 1)), (dpo, ("pool.engine", 1))} <= refused
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("chosen", "why"), [x for x in REFUSED_BY_WHAT_IS_LOADED if "sampler" not in x[0]], ids=str
+)
+def test_a_pair_that_the_task_refuses_is_refused_in_one_line(make, tmp_path, chosen, why):
+    with pytest.raises(ValueError, match=why) as refusal:
+        train(make(chosen), tmp_path / "run")
+    assert len(str(refusal.value).splitlines()) == 1
     assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("seed", [0, 1])
 def test_sharded_weights_are_run_and_read_with_what_they_go_with(make, tmp_path, capsys, seed):
-    """Rows of random settings, as many as go together: the first covering rows have whole weights."""
-    row = named([values[0] for values in SETTINGS.values()]) | {"parallel.engine": "fsdp"}
-    random = Random(seed)
-    for key in random.sample(list(SETTINGS), len(SETTINGS)):
-        other = row | {key: random.choice(SETTINGS[key])}
-        if key != "parallel.engine" and allowed(make, other):
-            row = other
+    row = random_row(make, {"parallel.engine": "fsdp"}, Random(seed))
     run_rows([row], make, tmp_path, capsys)

@@ -1,18 +1,18 @@
 """What the tests of this folder share: the fake device, a small model on it, and planted faults."""
 
-import ast
 import inspect
+import linecache
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from zerokl.benchmarks.machine import model_config
+from zerokl.kernels import upload
 from zerokl.kernels.launch import Launch, launch, recorded_launches
 from zerokl.kernels.tiles import tiles_of_target
 from zerokl.model.decoder import COMPUTE, Decoder, Numerics
@@ -20,7 +20,7 @@ from zerokl.model.sizes import Experts
 from zerokl.model.weights import Layout
 
 from tests.gpu.cuda_graph import Graph, torch_cuda
-from tests.gpu.fake_cuda import CUDA, META, FakeCuda, zeros
+from tests.gpu.fake_cuda import CUDA, META, PACKAGE_ROOT, Event, FakeCuda, zeros
 from tests.gpu.without_triton import kernels_without_triton
 from tests.helpers import with_experts
 
@@ -105,22 +105,79 @@ def model(
     return Decoder(config, flat, layout, numerics, **options)
 
 
-def plant(patch: pytest.MonkeyPatch, module: ModuleType, text: str, fault: str) -> str:
-    """Replace `text` in the source of a module by `fault`; only the function around it is made anew.
+def plant(patch: pytest.MonkeyPatch, owner: Any, name: str, fault: Callable[..., Any]) -> None:
+    """Put `fault` in the place of `name`, a function of a module or a method of a class.
 
-    Returns file:line of the fault, as events and tracebacks show it. `text` must occur once.
+    A call of it is fault(plain, *args), where `plain` is what was there. What a fault does to the device is
+    an event of the line that calls it.
     """
-    path = Path(inspect.getsourcefile(module))
-    source = path.read_text()
-    assert source.count(text) == 1, f"{path} has {source.count(text)} times {text!r}"
-    line = source[: source.index(text)].count("\n") + 1
-    tree, owner = ast.parse(source.replace(text, fault)), module
-    while True:
-        node = next(n for n in tree.body if n.lineno <= line <= n.end_lineno)
-        if isinstance(node, ast.FunctionDef):
-            break
-        tree, owner = node, getattr(owner, node.name)
-    made: dict[str, object] = {}
-    exec(compile(ast.Module([node], []), str(path), "exec"), vars(module), made)
-    patch.setattr(owner, node.name, made[node.name])
-    return f"{'/'.join(path.parts[-len(module.__name__.split('.')) + 1 :])}:{line}"
+    static = inspect.getattr_static(owner, name)
+    plain = static.fget if isinstance(static, property) else getattr(owner, name)
+
+    def faulty(*args: Any, **options: Any) -> Any:
+        return fault(plain, *args, **options)
+
+    is_kept = isinstance(static, (staticmethod, property))
+    patch.setattr(owner, name, type(static)(faulty) if is_kept else faulty)
+
+
+class _Torch:
+    """torch, but for some functions."""
+
+    def __init__(self, **functions: Callable[..., Any]):
+        vars(self).update(functions)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+
+def plant_in_torch(patch: pytest.MonkeyPatch, module: ModuleType, **functions: Callable[..., Any]) -> None:
+    """Give a module other functions under their names in torch."""
+    patch.setattr(module, "torch", _Torch(**functions))
+
+
+@dataclass
+class _Host:
+    """Memory of the host that upload.py packs. sent: how it goes to a device."""
+
+    memory: torch.Tensor
+    sent: Callable[[torch.Tensor, torch.device], torch.Tensor]
+
+    def numpy(self) -> Any:
+        return self.memory.numpy()
+
+    def to(self, device: torch.device, non_blocking: bool) -> torch.Tensor:
+        return self.sent(self.memory, device)
+
+
+def send(patch: pytest.MonkeyPatch, sent: Callable[[torch.Tensor, torch.device], torch.Tensor]) -> None:
+    """Let upload.py send what it has packed in another way: sent(host, device) is the copy on the device."""
+    plant_in_torch(patch, upload, empty=lambda *shape, **options: _Host(torch.empty(*shape, **options), sent))
+
+
+class Fault(NamedTuple):
+    """What the host may not do, planted, and the event that tells it."""
+
+    plant: Callable[[pytest.MonkeyPatch], None]
+    place: str  # file: function
+    line: str  # what stands in the line
+    kind: str
+
+    def named(self, event: Event) -> bool:
+        """Whether the event has the file and the line of the fault."""
+        line = linecache.getline(str(PACKAGE_ROOT / event.file), event.line)
+        is_there = f"{event.file}: {event.function}" == self.place and self.line in line
+        return is_there and event.kind == self.kind
+
+
+def as_if_weights_never_moved(plain: Callable[..., None], rows: Any, packed: Any) -> None:
+    """A fault of DecodeRows.start: graphs are kept that read the weights where they lay before."""
+    if rows._graphs:
+        rows._flat_address = rows.decoder.flat.data_ptr()
+    plain(rows, packed)
+
+
+def as_if_the_table_moved(plain: Callable[..., None], rows: Any, *args: Any) -> None:
+    """A fault of DecodeRows._write: the rows go to another tensor than the graphs read."""
+    rows.memory.table = rows.memory.table.clone()
+    plain(rows, *args)

@@ -13,7 +13,7 @@ from zerokl.model.decoder import Decoder
 from zerokl.model.lora import Lora
 from zerokl.model.sizes import Experts
 
-from tests.gpu.device import Device, gpu, model, plant
+from tests.gpu.device import Device, Fault, gpu, model, plant
 from tests.gpu.test_passes import LOGPROBS, SETTINGS, UPLOAD, make_shard
 from tests.gpu.test_turns import generate
 from tests.helpers import DTYPES
@@ -75,10 +75,15 @@ def test_a_pass_waits_for_log_probabilities_only(dtype, shards, setting):
 @pytest.mark.parametrize("run", [turns, lambda dtype: train(dtype, 1)], ids=["turns", "pass"])
 def test_control_a_look_at_the_experts_is_found(run, monkeypatch):
     """As if the tables were as long as the experts need."""
-    line = "rows_of_experts = expert_rows(ids, c.number, x)"
-    place = plant(monkeypatch, experts, line, f"most = int(ids.max()); {line}")
-    events = run(torch.bfloat16).cuda.events
-    assert any(str(event).startswith(f"{place} (forward): wait by ") for event in events)
+
+    def looks(plain, ids, *args):
+        int(ids.max())
+        return plain(ids, *args)
+
+    place, line = "model/blocks/experts.py: MixtureOfExperts.forward", "expert_rows(ids"
+    fault = Fault(lambda patch: plant(patch, experts, "expert_rows", looks), place, line, "wait")
+    fault.plant(monkeypatch)
+    assert any(map(fault.named, run(torch.bfloat16).cuda.events))
 
 
 def test_the_tables_are_as_long_as_any_routing_needs():

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -15,14 +16,25 @@ from zerokl.engine.train.master_weights import SlicedWeights
 from zerokl.engine.train.optimizer import Optimizer
 from zerokl.engine.train.parallel import scorer, tree_hash
 from zerokl.engine.train.parallel.gradient import ShardSum
-from zerokl.kernels import to_host, upload
+from zerokl.kernels import to_host
 from zerokl.kernels.sampling_params import SamplingParams
 from zerokl.model.decoder import Decoder
 
-from tests.gpu.device import Device, fake_cuda, model, plant, watched_gpu
+from tests.gpu.device import (
+    Device,
+    as_if_the_table_moved,
+    as_if_weights_never_moved,
+    fake_cuda,
+    model,
+    plant,
+    plant_in_torch,
+    send,
+    watched_gpu,
+)
 from tests.gpu.fake_cuda import CUDA, META, FakeCuda
 from tests.gpu.test_passes import SCALED, SETTINGS, Setting, make_shard
 from tests.gpu.test_turns import BOTH, NUMERICS, generate
+from tests.gpu.timeline import Event, Stream
 from tests.helpers import DTYPES
 
 PROMPTS = [[20] * 40, [30, 31]]
@@ -115,97 +127,133 @@ def test_steps_with_updates_and_graphs_of_earlier_steps_use_no_memory_too_long(m
     assert sum(graph.replays for graph in device.captures) > 50
 
 
-ASIDE = (
-    "stream = torch.cuda.Stream(); aside = torch.cuda.stream(stream); aside.__enter__(); "
-    "on_device = host.to(device, non_blocking=True); aside.__exit__(None, None, None)"
-)
-IN_ORDER = f"{ASIDE}; torch.cuda.current_stream().wait_stream(stream)"
-UPLOAD = "on_device = host.to(device, non_blocking=True)"
-TABLE = "memory.state[:, :n], memory.table[:n] = tensors"
+def aside(host: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A copy on a stream of its own, for which nobody waits."""
+    with torch.cuda.stream(torch.cuda.Stream()):
+        return host.to(device, non_blocking=True)
+
+
+def in_order(host: torch.Tensor, device: torch.device, record: bool = False) -> torch.Tensor:
+    """A copy on a stream of its own, for which the current one waits."""
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        on_device = host.to(device, non_blocking=True)
+    torch.cuda.current_stream().wait_stream(stream)
+    if record:
+        on_device.record_stream(torch.cuda.current_stream())
+    return on_device
+
+
+def then_changed(host: torch.Tensor, device: torch.device) -> torch.Tensor:
+    on_device = host.to(device, non_blocking=True)
+    host.numpy()[0] ^= 1
+    return on_device
+
+
+def from_memory_of_numpy(host: torch.Tensor, device: torch.device) -> torch.Tensor:
+    unknown = torch.empty(len(host) + 16, dtype=torch.uint8, pin_memory=True).numpy()[16:]
+    return torch.from_numpy(unknown).to(device, non_blocking=True)
+
+
+def does_not_wait(is_waiting: Callable[[Stream], bool]) -> Callable[[pytest.MonkeyPatch], None]:
+    """Streams for which this holds wait for no other one."""
+
+    def wait_stream(plain, self, other):
+        if not is_waiting(self):
+            plain(self, other)
+
+    return lambda patch: plant(patch, Stream, "wait_stream", wait_stream)
+
+
+class _Unread:
+    """Bytes of a device that are read without a wait."""
+
+    def __init__(self, x: torch.Tensor):
+        self.cpu = lambda: x.to("cpu", non_blocking=True)
+
+
+def reads_outside_of_the_graph(patch: pytest.MonkeyPatch) -> None:
+    drawn = []
+
+    def draw_tokens(plain, *args):
+        drawn.append(plain(*args))
+        return drawn[-1]
+
+    def look(plain, self, turns):
+        drawn[-1][0].sum()
+        return plain(self, turns)
+
+    plant(patch, decode, "draw_tokens", draw_tokens)
+    plant(patch, decode.DecodeRows, "_look", look)
+
+
+def nothing(plain, *args) -> None:
+    """In the place of a call that is left out."""
 
 
 class Fault(NamedTuple):
-    """Lines that may not be there, and what is said of them."""
+    """What may not be, planted, and what is said of it."""
 
     run: Callable[[], Device]
-    module: object
-    lines: dict[str, str]  # line -> fault
+    plant: Callable[[pytest.MonkeyPatch], None]
     message: str
 
 
 FAULTS = {
     "a side stream that waits for nothing": Fault(
         sampled,
-        decode,
-        {"side.wait_stream(torch.cuda.current_stream())": "pass"},
+        does_not_wait(lambda stream: stream is not torch.cuda.current_stream()),
         "another one that writes it may not have ended",
     ),
     "a capture that does not wait for the side stream": Fault(
         sampled,
-        decode,
-        {"torch.cuda.current_stream().wait_stream(side)": "pass"},
+        does_not_wait(lambda stream: stream is torch.cuda.current_stream()),
         "another one that writes it may not have ended",
     ),
     "an upload on another stream that nobody waits for": Fault(
-        lambda: trained(1), upload, {UPLOAD: ASIDE}, "another one that writes it may not have ended"
+        lambda: trained(1), lambda patch: send(patch, aside), "another one that writes it may not have ended"
     ),
     "an upload on another stream without record_stream": Fault(
-        lambda: trained(1), upload, {UPLOAD: IN_ORDER}, "died, and another stream may still use it"
+        lambda: trained(1), lambda patch: send(patch, in_order), "died, and another stream may still use it"
     ),
     "packed memory that is written after its copy was begun": Fault(
-        lambda: trained(1),
-        upload,
-        {UPLOAD: f"{UPLOAD}; packed[0] ^= 1"},
-        "was changed before the copy from it",
+        lambda: trained(1), lambda patch: send(patch, then_changed), "was changed before the copy from it"
     ),
     "packed memory that torch does not know": Fault(
         lambda: trained(1),
-        upload,
-        {
-            UPLOAD: "on_device = torch.from_numpy(torch.empty(end + 16, dtype=torch.uint8, pin_memory=True)"
-            ".numpy()[16:]).to(device, non_blocking=True)"
-        },
+        lambda patch: send(patch, from_memory_of_numpy),
         "was freed before the copy from it had ended",
     ),
     "a look that is read before it has arrived": Fault(
         sampled,
-        decode,
-        {"self._event.synchronize()": "pass"},
+        lambda patch: plant(
+            patch, decode.Look, "arrays", lambda plain, look: [x.numpy() for x in look._columns]
+        ),
         "the host uses memory before the copy into it has ended",
     ),
     "results that are read before they have arrived": Fault(
         lambda: trained(1),
-        to_host,
-        {"]).cpu()": "]).to('cpu', non_blocking=True)"},
+        lambda patch: plant_in_torch(patch, to_host, cat=lambda parts: _Unread(torch.cat(parts))),
         "the host uses memory before the copy into it has ended",
     ),
     "a look that waits for an event of before the copy": Fault(
         sampled,
-        decode,
-        {"self._event.record()": "pass"},
+        lambda patch: plant(patch, Event, "record", nothing),
         "the host uses memory before the copy into it has ended",
     ),
     # Without a copy of lm_head in another dtype, the graphs' owner keeps the old weights alive.
     "graphs that are kept though the weights moved": Fault(
         lambda: steps(True, "lm_head fp32"),
-        decode,
-        {"flat.data_ptr() != self._flat_address": "False"},
+        lambda patch: plant(patch, decode.DecodeRows, "start", as_if_weights_never_moved),
         "a graph needs memory that was freed: torch.bfloat16",
     ),
     "a table that is written to another tensor": Fault(
         sampled,
-        decode,
-        {TABLE: f"memory.table = memory.table.clone(); {TABLE}"},
+        lambda patch: plant(patch, decode.DecodeRows, "_write", as_if_the_table_moved),
         "a graph needs memory that was freed: torch.int32",
     ),
     "numbers of a graph that are read outside of it": Fault(
-        sampled,
-        decode,
-        {
-            "state[_Field.TOKEN, a:b] = ids": "state[_Field.TOKEN, a:b] = self.drawn = ids",
-            "return self._look(turns)": "return (self.drawn.sum(), self._look(turns))[1]",
-        },
-        "belongs to a graph, whose next replay writes over it",
+        sampled, reads_outside_of_the_graph, "belongs to a graph, whose next replay writes over it"
     ),
 }
 
@@ -213,15 +261,13 @@ FAULTS = {
 @pytest.mark.parametrize("name", FAULTS)
 def test_control_a_fault_is_named(name, monkeypatch):
     fault = FAULTS[name]
-    for line, text in fault.lines.items():
-        plant(monkeypatch, fault.module, line, text)
+    fault.plant(monkeypatch)
     faults = fault.run().cuda.timeline.faults
     assert any(fault.message in line for line in faults), faults
 
 
 def test_an_upload_on_another_stream_may_be_in_order_and_recorded(monkeypatch):
-    recorded = f"{IN_ORDER}; on_device.record_stream(torch.cuda.current_stream())"
-    plant(monkeypatch, upload, UPLOAD, recorded)
+    send(monkeypatch, partial(in_order, record=True))
     assert trained(4).cuda.timeline.faults == []
 
 

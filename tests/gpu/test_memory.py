@@ -4,14 +4,14 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from zerokl.engine.rollout import decode, native
+from zerokl.engine.rollout import decode
 from zerokl.engine.rollout.native import NativeSampler
 from zerokl.engine.rollout.types import GenerationParams, RngKey, complete
 from zerokl.kernels.philox import Stream
 from zerokl.kernels.sampling_params import SamplingParams
 from zerokl.model.cache import BlockCache
 
-from tests.gpu.device import gpu, model, plant
+from tests.gpu.device import as_if_weights_never_moved, gpu, model, plant
 
 PROMPTS = [[20] * 40, [30, 31]]
 KEY = RngKey(1, 2)
@@ -137,7 +137,12 @@ def test_memory_is_kept_though_it_is_not_free_any_more():
 
 
 def test_control_memory_that_is_not_kept_is_seen(monkeypatch):
-    plant(monkeypatch, native, "self._decoding = memory, decoding_by_kind", "_ = None, memory")
+    def forgetful(plain, self, *args):
+        others = plain(self, *args)
+        self._memory, self._decoding = None, {}
+        return others
+
+    plant(monkeypatch, NativeSampler, "_run_kind", forgetful)
     with gpu() as device:
         call = Calls(device)
         call()
@@ -146,7 +151,7 @@ def test_control_memory_that_is_not_kept_is_seen(monkeypatch):
 
 
 def test_control_graphs_of_weights_that_moved_are_seen(monkeypatch):
-    plant(monkeypatch, decode, "flat.data_ptr() != self._flat_address", "False")
+    plant(monkeypatch, decode.DecodeRows, "start", as_if_weights_never_moved)
     with gpu() as device:
         call = Calls(device)
         call()

@@ -13,17 +13,16 @@ import torch
 from zerokl.engine.config.loss_section import LossConfig
 from zerokl.engine.rollout import scoring as given_tokens
 from zerokl.engine.rollout.types import Rollout
-from zerokl.engine.train import shard as shards_work
 from zerokl.engine.train.losses.advantage import of_tokens
 from zerokl.engine.train.parallel import scorer
 from zerokl.engine.train.parallel.gradient import ShardSum
 from zerokl.engine.train.shard import Shard, ShardWork
-from zerokl.kernels import attention_plan, linear, logprob, order, to_host, upload
+from zerokl.kernels import attention_plan, linear, logprob, order, to_host
 from zerokl.kernels.sampling_params import SamplingParams
 from zerokl.model import prompts, scoring
 from zerokl.model.blocks import mlp
 
-from tests.gpu.device import Device, gpu, model, plant
+from tests.gpu.device import Device, Fault, gpu, model, plant, plant_in_torch, send
 from tests.helpers import DTYPES
 
 SAMPLES = 2  # of each shard's prompt
@@ -147,79 +146,115 @@ def test_the_chunks_of_the_lm_head_cost_no_upload(monkeypatch):
     """A chunk has 64 rows here, and the samples of 33 shards draw 46 tokens each."""
     monkeypatch.setattr(logprob, "GPU_CHUNK_BYTES_16", 1)
     assert kinds(in_flight=33) == {"upload": 2, "wait": 1}
-    tables = "*self._chunks, self]"
-    with gpu():
-        plant(monkeypatch, scoring, tables, tables.replace("*self._chunks, ", ""))
+
+    def without_chunks(plain, self):
+        return [table for table in plain(self) if table not in self._chunks]
+
+    plant(monkeypatch, scoring.ScoringInputs, "tables", without_chunks)
     assert kinds(in_flight=33)["upload"] > 20, "control: chunks whose tables go alone"
 
 
 def test_control_tables_made_for_each_layer_are_seen(monkeypatch):
-    with gpu():
-        plant(monkeypatch, attention_plan, "if device not in self._spans:", "if True:")
+    def forgetful(plain, self, device):
+        self._spans.clear()
+        return plain(self, device)
+
+    plant(monkeypatch, attention_plan.AttentionPlan, "on", forgetful)
     assert kinds(layers=3)["upload"] > kinds(layers=2)["upload"]
 
 
-class Fault(NamedTuple):
-    """A line that may not be in a pass, and what the host does there."""
+def reads_gradients(plain, buffer, dy, *rest):
+    float(dy.abs().max())
+    plain(buffer, dy, *rest)
 
-    module: object
-    line: str
-    fault: str
-    kind: str
+
+def masks(plain, ctx, dx):
+    ctx.inverse = ctx.inverse[ctx.inverse >= 0]
+    return plain(ctx, dx)
+
+
+def on_the_host(*ends, device, **options):
+    if len(ends) < 3:
+        return torch.arange(*ends, device=device, **options)
+    return torch.arange(*ends, **options).to(device)
+
+
+def waits(plain, *args):
+    plain(*args)
+    torch.cuda.synchronize()
 
 
 FAULTS = {
     "a number read in the forward": Fault(
-        mlp, "x = silu_mul(x)\n", "x = silu_mul(x) * (1.0 if x.abs().max() < 1 else 2.0)\n", "wait"
+        lambda patch: plant(
+            patch, mlp, "silu_mul", lambda plain, x: plain(x) * (1.0 if x.abs().max() < 1 else 2.0)
+        ),
+        "model/blocks/mlp.py: GatedMlp.forward",
+        "silu_mul(x)",
+        "wait",
     ),
     "a number of the host in the forward": Fault(
-        mlp, "x = silu_mul(x)\n", "x = silu_mul(x * x.new_tensor(1.0))\n", "copy"
+        lambda patch: plant(patch, mlp, "silu_mul", lambda plain, x: plain(x * x.new_tensor(1.0))),
+        "model/blocks/mlp.py: GatedMlp.forward",
+        "silu_mul(x)",
+        "copy",
     ),
     "a number read in the backward": Fault(
-        linear,
-        "dx = matmul(dy, w.t(), tiles=ctx.tiles) if",
-        "dx = dy * float(dy.abs().max()) @ w if",
+        lambda patch: plant(patch, linear, "add_outer", reads_gradients),
+        "kernels/linear.py: _Linear.backward",
+        "add(buffer, dy, x",
         "wait",
     ),
     "a mask in the prompts' backward": Fault(
-        prompts,
-        "return dx.index_select(0, ctx.inverse), None, None",
-        "return dx.index_select(0, ctx.inverse[ctx.inverse >= 0]), None, None",
+        lambda patch: plant(patch, prompts._Reordered, "backward", masks),
+        "engine/train/shard.py: _backward",
+        "backward(",
         "wait",
     ),
     "a table made on the host": Fault(
-        order,
-        "offsets = torch.arange(0, TOKEN_BLOCK + rows, rows, dtype=torch.int32, device=self.rows.device)",
-        "offsets = torch.arange(0, TOKEN_BLOCK + rows, rows, dtype=torch.int32).to(self.rows.device)",
+        lambda patch: plant_in_torch(patch, order, arange=on_the_host),
+        "kernels/order.py: BlockTables.pieces",
+        "torch.arange(",
         "copy",
     ),
     "tables in memory that is not pinned": Fault(
-        upload, "= host.to(device, non_blocking=True)", "= host.clone().to(device, non_blocking=True)", "copy"
+        lambda patch: send(patch, lambda host, device: host.clone().to(device, non_blocking=True)),
+        "kernels/upload.py: upload",
+        "host.to(device",
+        "copy",
     ),
     "a synchronisation between two passes": Fault(
-        shards_work, "prompts.backward()\n", "prompts.backward(); torch.cuda.synchronize()\n", "wait"
+        lambda patch: plant(patch, prompts.Prompts, "backward", waits),
+        "engine/train/shard.py: _pass_gradient",
+        "prompts.backward()",
+        "wait",
     ),
     "a gradient in memory that is not pinned": Fault(
-        to_host,
-        "placed = iter(upload_tables(ctx.device, ctx.tables, *wanted))",
-        "placed = iter([dx.to(ctx.device) for dx in wanted])",
+        lambda patch: plant(
+            patch, to_host, "upload_tables", lambda plain, device, tables, *dy: [x.to(device) for x in dy]
+        ),
+        "kernels/to_host.py: _ToHost.backward",
+        "upload_tables(",
         "copy",
     ),
     "entropies that come alone": Fault(
-        to_host, "]).cpu()", "]); [x.cpu() for x in results]; packed = packed.cpu()", "wait"
+        lambda patch: plant_in_torch(
+            patch, to_host, cat=lambda parts: ([x.cpu() for x in parts], torch.cat(parts))[1]
+        ),
+        LOGPROBS,
+        "torch.cat(",
+        "wait",
     ),
 }
 
 
 @pytest.mark.parametrize("name", FAULTS)
 def test_control_a_fault_in_a_pass_is_named_with_file_and_line(name, monkeypatch):
-    module, line, fault, kind = FAULTS[name]
-    before = {str(event) for event in train(torch.bfloat16, 4).cuda.events}
-    with gpu():
-        place = plant(monkeypatch, module, line, fault)
-    new = {str(event) for event in train(torch.bfloat16, 4).cuda.events} - before
+    before = Counter(train(torch.bfloat16, 4).cuda.events)
+    FAULTS[name].plant(monkeypatch)
+    new = Counter(train(torch.bfloat16, 4).cuda.events) - before
     assert new
-    assert all(event.startswith(f"{place} (") and f": {kind} by " in event for event in new), new
+    assert all(map(FAULTS[name].named, new)), list(map(str, new))
 
 
 def _scored() -> Device:
@@ -239,7 +274,11 @@ def test_a_reference_scores_on_the_device():
 
 
 def test_control_scores_that_stay_on_the_device_are_refused(monkeypatch):
-    plant(monkeypatch, given_tokens, "batch_scores.cpu().split", "batch_scores.split")
-    monkeypatch.setattr(scorer, "score_rollouts", given_tokens.score_rollouts)
+    def on_the_device(plain, *args):
+        scores = plain(*args)
+        scores.logp.cpu = lambda: scores.logp
+        return scores
+
+    plant(monkeypatch, given_tokens, "scores", on_the_device)
     with pytest.raises(TypeError, match="numpy"):
         _scored()

@@ -2,11 +2,10 @@
 
 from collections import Counter
 from dataclasses import replace
-from typing import NamedTuple
 
 import pytest
 import torch
-from zerokl.engine.rollout import decode, generation, prefix_cache
+from zerokl.engine.rollout import decode, generation
 from zerokl.engine.rollout.native import NativeSampler
 from zerokl.engine.rollout.types import GenerationParams, RngKey
 from zerokl.kernels import draw, truncation
@@ -16,7 +15,7 @@ from zerokl.model import cache
 from zerokl.model import decoder as decoders
 from zerokl.model.decoder import COMPUTE, Decoder, Numerics
 
-from tests.gpu.device import Device, gpu, model, plant
+from tests.gpu.device import Device, Fault, gpu, model, plant
 from tests.helpers import DTYPES
 
 GREEDY, ALL, WARM = SamplingParams(0.0), SamplingParams(), SamplingParams(0.7)
@@ -102,101 +101,176 @@ def test_what_the_host_sends_together_goes_by_one_upload():
     assert uploads(around()) == (len(UPLOADS), 2 * 3)
 
 
-class Around(NamedTuple):
-    """A line that may not be around the turns, and what the host does there."""
+def lists_as_an_index_of_zeros(plain, self):
+    if len(self._taken) < 2:  # the padding page
+        return plain(self)
+    self.data.view(self.config.layers, self.blocks, -1)[:, self._taken] = 0
 
-    module: object
-    line: str
-    fault: str
-    kind: str
+
+def lists_as_an_index_of_copies(plain, self, sources, targets):
+    by_block = self.data.view(self.config.layers, self.blocks, -1)
+    by_block[:, list(targets)] = by_block[:, list(sources)]
+
+
+def not_pinned(*dtypes):
+    """An upload that sends tensors of these dtypes from ordinary memory."""
+
+    def upload(plain, device, *tensors):
+        return plain(device, *(x.to(device) if x.dtype in dtypes else x for x in tensors))
+
+    return upload
+
+
+def ids_not_pinned(plain, device, tables, ids):
+    plain(device, tables)
+    return (ids.to(device),)
+
+
+def then_waits(plain, *args):
+    plain(*args)
+    torch.cuda.synchronize()
 
 
 AROUND = {
-    "a list as an index of zeros": Around(cache, ".index_fill_(1, index, 0)", "[:, self._taken] = 0", "copy"),
-    "lists as an index of copies": Around(
-        cache,
-        "by_block.index_copy_(1, target, by_block.index_select(1, source))",
-        "by_block[:, list(targets)] = by_block[:, list(sources)]",
+    "a list as an index of zeros": Fault(
+        lambda patch: plant(patch, cache.BlockCache, "zero_taken", lists_as_an_index_of_zeros),
+        "engine/rollout/generation.py: Generation._start_samples",
+        "zero_taken()",
         "copy",
     ),
-    "rows in memory that is not pinned": Around(
-        decode,
-        "tensors = upload(memory.state.device, *map(torch.from_numpy, (state, table)))",
-        "tensors = [torch.from_numpy(x).to(memory.state.device) for x in (state, table)]",
+    "lists as an index of copies": Fault(
+        lambda patch: plant(patch, cache.BlockCache, "copy", lists_as_an_index_of_copies),
+        "engine/rollout/generation.py: Generation._copy_partial_blocks",
+        "cache.copy(",
         "copy",
     ),
-    "ids in memory that is not pinned": Around(
-        decoders,
-        "(ids,) = upload_tables(self.device, context.tables, ids)",
-        "ids = ids.to(self.device); upload_tables(self.device, context.tables)",
+    "rows in memory that is not pinned": Fault(
+        lambda patch: plant(patch, decode, "upload", not_pinned(torch.int32)),
+        "engine/rollout/decode.py: DecodeRows._write",
+        "upload(",
         "copy",
     ),
-    "noise in memory that is not pinned": Around(
-        decode, "upload(self.decoder.device, noise)[0]", "noise.to(self.decoder.device)", "copy"
+    "ids in memory that is not pinned": Fault(
+        lambda patch: plant(patch, decoders, "upload_tables", ids_not_pinned),
+        "model/decoder.py: Forward._embed",
+        "upload_tables(",
+        "copy",
     ),
-    "a synchronisation": Around(
-        generation, "self.cache.zero_taken()", "self.cache.zero_taken(); torch.cuda.synchronize()", "wait"
+    "noise in memory that is not pinned": Fault(
+        lambda patch: plant(patch, decode, "upload", not_pinned(torch.float32, torch.float64)),
+        "engine/rollout/decode.py: DecodeRows._noise",
+        "upload(",
+        "copy",
+    ),
+    "a synchronisation": Fault(
+        lambda patch: plant(patch, generation.Generation, "_copy_partial_blocks", then_waits),
+        "engine/rollout/generation.py: Generation._start_samples",
+        "_copy_partial_blocks(",
+        "wait",
     ),
 }
 
 
 @pytest.mark.parametrize("name", AROUND)
 def test_control_a_fault_around_the_turns_is_named_with_file_and_line(name, monkeypatch):
-    module, line, fault, kind = AROUND[name]
-    with gpu():
-        place = plant(monkeypatch, module, line, fault)
+    AROUND[name].plant(monkeypatch)
     events = around(0.1 if "noise" in name else 0.0).cuda.events
-    seen = {str(e) for e in events if e.kind in ("copy", "wait") and e.function != "Look.arrays"}
+    seen = {e for e in events if e.kind in ("copy", "wait") and e.function != "Look.arrays"}
     assert seen
-    assert all(x.startswith(f"{place} (") and f": {kind} by " in x for x in seen), seen
+    assert all(map(AROUND[name].named, seen)), list(map(str, seen))
 
 
 def test_control_blocks_that_are_filled_one_after_another_are_seen(monkeypatch):
-    with gpu():
-        plant(monkeypatch, prefix_cache, "return self._cache.take(n)", "return self._cache.allocate(n)")
+    def take(plain, self, n):
+        blocks = plain(self, n)
+        self.zero_taken()
+        return blocks
+
+    plant(monkeypatch, cache.BlockCache, "take", take)
     assert uploads(around())[0] > len(UPLOADS)
 
 
-class Fault(NamedTuple):
-    """A line that may not be in a captured turn, and what the host does there."""
+def temperature_of_the_host(plain, logits, params, *rest):
+    return plain(logits / logits.new_tensor(params.temperature), params, *rest)
 
-    module: object
-    line: str
-    fault: str
-    kind: str
+
+def list_as_an_index(plain, z, *rest):
+    kept = plain(z, *rest)
+    kept[:, [-1]] = 0.0
+    return kept
+
+
+def reads_a_number(plain, self, state):
+    int(state[0].sum())
+    plain(self, state)
+
+
+def masks_ids(plain, *args):
+    ids, logp = plain(*args)
+    ids[ids < 0] = 0
+    return ids, logp
+
+
+def copies_back(plain, memory, positions, *rest):
+    positions.cpu()
+    return plain(memory, positions, *rest)
+
+
+def ids_of_the_host(plain, e, u):
+    return plain(e, u).minimum(torch.tensor([e.shape[1] - 1]).to(e.device))
 
 
 FAULTS = {
     # It was there once: every turn with top-k or top-p and a temperature failed on a GPU.
     "a temperature of the host": Fault(
-        truncation, "z.new_full((), params.temperature)", "z.new_tensor(params.temperature)", "copy"
+        lambda patch: plant(patch, truncation, "_scaled", temperature_of_the_host),
+        "kernels/truncation.py: scaled_logits",
+        "_scaled(",
+        "copy",
     ),
-    "a list as an index": Fault(truncation, "drop[:, -1] = False", "drop[:, [-1]] = False", "copy"),
-    "a number that is read": Fault(decode, "drawn += 1\n", "drawn += int(done.sum()) + 1\n", "wait"),
+    "a list as an index": Fault(
+        lambda patch: plant(patch, truncation, "_truncated", list_as_an_index),
+        "kernels/truncation.py: _scaled",
+        "_truncated(",
+        "copy",
+    ),
+    "a number that is read": Fault(
+        lambda patch: plant(patch, decode.DecodeRows, "_advance", reads_a_number),
+        "engine/rollout/decode.py: DecodeRows._draw",
+        "_advance(",
+        "wait",
+    ),
     "a mask": Fault(
-        decode, "state[_Field.TOKEN, a:b] = ids", "ids[ids < 0] = 0; state[_Field.TOKEN, a:b] = ids", "wait"
+        lambda patch: plant(patch, decode, "draw_tokens", masks_ids),
+        "engine/rollout/decode.py: DecodeRows._draw",
+        "draw_tokens(",
+        "wait",
     ),
     "a copy back": Fault(
-        cache, "self._offset = positions % KEY_TILE", "self._offset = positions % positions.cpu()[0]", "wait"
+        lambda patch: plant(patch, decode, "DecodeContext", copies_back),
+        "engine/rollout/decode.py: DecodeRows._turn",
+        "DecodeContext(",
+        "wait",
     ),
     "ids of the host": Fault(
-        draw,
-        "return ids.clamp_(max=e.shape[1] - 1)",
-        "return ids.minimum(torch.tensor([e.shape[1] - 1]).to(ids.device))",
+        lambda patch: plant(patch, draw, "_invert", ids_of_the_host),
+        "kernels/draw.py: draw",
+        "_invert(",
         "copy",
     ),
     "a synchronisation": Fault(
-        decode, "memory.turn += 1\n", "memory.turn += 1; torch.cuda.synchronize()\n", "wait"
+        lambda patch: plant(patch, decode.DecodeRows, "_advance", then_waits),
+        "engine/rollout/decode.py: DecodeRows._draw",
+        "_advance(",
+        "wait",
     ),
 }
 
 
 @pytest.mark.parametrize("name", FAULTS)
 def test_control_a_fault_in_a_turn_is_named_with_file_and_line(name, monkeypatch):
-    module, line, fault, kind = FAULTS[name]
+    FAULTS[name].plant(monkeypatch)
     with gpu() as device:
-        place = plant(monkeypatch, module, line, fault)
         generate(model(torch.bfloat16), BOTH)
-    (event,) = set(device.in_graphs())
-    assert event.startswith(f"{place} (")
-    assert f": {kind} by " in event
+    (event,) = {e for e in device.cuda.events if e.captured}
+    assert FAULTS[name].named(event), str(event)

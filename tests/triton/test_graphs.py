@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map
-from zerokl.engine.rollout import decode, generation, native
+from zerokl.engine.rollout import decode, generation
 from zerokl.engine.rollout.native import NativeSampler
 from zerokl.engine.rollout.types import DrawParams, GenerationParams, Request, RngKey, complete
 from zerokl.kernels import draw_triton
@@ -29,7 +29,13 @@ from zerokl.model.decoder import COMPUTE, Decoder, Numerics
 from zerokl.model.weights import Layout
 
 from tests.gpu.cuda_graph import FreedMemoryError
-from tests.gpu.device import Device, fake_cuda, plant
+from tests.gpu.device import (
+    Device,
+    as_if_the_table_moved,
+    as_if_weights_never_moved,
+    fake_cuda,
+    plant,
+)
 from tests.gpu.fake_cuda import CPU, CUDA, DeviceTensor, FakeCuda, memory_of, pointers
 from tests.helpers import randn
 from tests.triton.launchers import LAUNCHERS
@@ -233,7 +239,7 @@ def test_graphs_draw_the_same_where_samples_share_chunks_of_attention():
 
 
 def test_control_graphs_that_are_kept_though_the_weights_moved(monkeypatch):
-    plant(monkeypatch, decode, "flat.data_ptr() != self._flat_address", "False")
+    plant(monkeypatch, decode.DecodeRows, "start", as_if_weights_never_moved)
     with interpreted_gpu() as device:
         pair = Pair(device)
         assert pair.equal()
@@ -242,14 +248,19 @@ def test_control_graphs_that_are_kept_though_the_weights_moved(monkeypatch):
 
 
 def test_control_a_table_that_is_written_to_another_tensor(monkeypatch):
-    line = "memory.state[:, :n], memory.table[:n] = tensors"
-    plant(monkeypatch, decode, line, f"memory.table = memory.table.clone(); {line}")
+    plant(monkeypatch, decode.DecodeRows, "_write", as_if_the_table_moved)
     with interpreted_gpu() as device, pytest.raises(FreedMemoryError):
         Pair(device).equal()
 
 
 def test_control_an_lm_head_in_another_dtype_that_is_not_copied_again(monkeypatch):
-    plant(monkeypatch, decode, "            self._lm_head.copy_(lm_head)\n", "            pass\n")
+    def start(plain, rows, packed):
+        before = rows._lm_head.clone() if rows._graphs else None
+        plain(rows, packed)
+        if before is not None:
+            rows._lm_head.copy_(before)
+
+    plant(monkeypatch, decode.DecodeRows, "start", start)
     with interpreted_gpu() as device:
         pair = Pair(device, numerics=Numerics(lm_head=torch.float32))
         assert pair.equal()
@@ -258,7 +269,10 @@ def test_control_an_lm_head_in_another_dtype_that_is_not_copied_again(monkeypatc
 
 
 def test_control_graphs_that_serve_another_seed(monkeypatch):
-    plant(monkeypatch, native, "self._decoding.get(kind)", "next(iter(self._decoding.values()), None)")
+    def first(plain, sampler, memory, kind):
+        return plain(sampler, memory, next(iter(sampler._decoding), kind))
+
+    plant(monkeypatch, NativeSampler, "_decoding_of", first)
     with interpreted_gpu() as device:
         pair = Pair(device)
         assert pair.equal()
@@ -266,13 +280,16 @@ def test_control_graphs_that_serve_another_seed(monkeypatch):
 
 
 def test_control_the_keys_of_what_was_drawn_past_an_end(monkeypatch):
-    plant(monkeypatch, generation, "*self.tokens)[:-2]", "*self.tokens)[:-1]")
+    def written(plain, sample):
+        return (*sample.prefix.ids, *sample.tokens)[:-1]
+
+    plant(monkeypatch, generation.Sample, "written", written)
     with interpreted_gpu() as device:
         assert Pair(device).equal_turns()[:2] == [True, False]
 
 
 @pytest.mark.full
 def test_control_blocks_that_are_kept_though_the_weights_changed(monkeypatch):
-    plant(monkeypatch, native, "        self.end_turns()\n", "        pass\n")
+    plant(monkeypatch, NativeSampler, "sync_weights", lambda *_: None)
     with interpreted_gpu() as device:
         assert Pair(device).equal_turns() == [True, True, True, False]

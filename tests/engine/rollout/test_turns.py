@@ -17,6 +17,7 @@ from zerokl.engine.config.run_config import Config
 from zerokl.engine.rollout import turns
 from zerokl.engine.runs.run import train
 from zerokl.engine.tasks.environment import Turn
+from zerokl.engine.tasks.tokenizer import Tokenizer
 from zerokl.engine.train.losses.advantage import advantages
 from zerokl.engine.train.monitor import MismatchError
 from zerokl.verify.ledger import read_ledger
@@ -252,7 +253,8 @@ def test_a_run_in_which_every_environment_fails_ends_with_one_line(acting, tmp_p
 
 def test_two_players_have_a_group_each(acting, tmp_path):
     path = tmp_path / "run"
-    weights = fingerprint(acting("pair", prompts=4, sampling__max_tokens=30), path)
+    cfg = acting("pair", prompts=4, sampling__max_tokens=30)
+    weights, tokenizer = fingerprint(cfg, path), Tokenizer(Path(cfg.model), 64)
     first = [row for row in rows(path) if row["step"] == 0]
     assert len(first) == 12
     for g in range(3):
@@ -260,7 +262,8 @@ def test_two_players_have_a_group_each(acting, tmp_path):
             a, b = first[game * 3 + g], first[(game + 1) * 3 + g]
             assert (a["sample"], b["sample"], b["prompt"]) == (g, g, a["prompt"] + 1)
             if a["finish"] == "done":
-                assert a["text"] in b["prompt_text"] or b["prompt_ids"][-1:] != a["prompt_ids"][-1:]
+                turn = tokenizer.text(a["completion_ids"][:-1])  # without its stop token
+                assert tokenizer.text(b["prompt_ids"]) == f"{turn}<"
                 assert (a["reward"], b["reward"]) in ((1.0, 0.0), (0.0, 1.0), (0.0, 0.0))
             elif not b["completion_ids"]:
                 assert b["advantage"] == 0.0, "a player without a turn"

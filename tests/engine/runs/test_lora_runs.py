@@ -153,7 +153,8 @@ def test_what_a_loader_reads_beside_the_adapter_is_bound(cut, file, field, value
     forge_file(cut / "checkpoints" / "step-000002", file, lambda x: x.update({field: value}))
     lines = [f"{f.what}: {f.result}" for f in verify_run(cut, 0, 0, {}) if not f.holds]
     assert [line.startswith("step-000002: ") for line in lines] == [True]
-    assert str(value) in lines[0] or field in lines[0]
+    named = {"base_model_name_or_path": f"the base of its adapter, which it calls {value!r}"}
+    assert named.get(field, f"{file.split('/')[-1]}: {field} is {value!r}, and must be ") in lines[0]
 
 
 def test_a_checkpoint_with_another_adapter_is_not_used(run, cut, capsys):

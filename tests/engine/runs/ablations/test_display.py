@@ -99,9 +99,15 @@ def test_a_long_grid_shows_where_the_work_is(tmp_path):
 @given(st.text(max_size=50), st.integers(1, 60), st.booleans())
 @property_settings(100)
 def test_a_shortened_text_keeps_its_ends(text, width, ascii_only):
-    short = shortened(text, width, ascii_only)
-    assert len(short) <= width
-    assert short == text or short[: max(0, width // 2 - 3)] == text[: max(0, width // 2 - 3)]
+    short, dots = shortened(text, width, ascii_only), "..." if ascii_only else "…"
+    assert len(short) == min(len(text), width)
+    if len(text) <= width:
+        assert short == text
+    elif width > len(dots) + 2:
+        end = (width - len(dots)) // 2
+        begin = short[: width - len(dots) - end]
+        assert (text.startswith(begin), text.endswith(short[-end:])) == (True, True)
+        assert short == begin + dots + short[-end:]
 
 
 def test_the_time_that_is_left_follows_from_the_steps_of_this_ablation(tmp_path):
