@@ -29,6 +29,7 @@ ROW_OPS = {
     **LOGPROBS,
     **TRUNCATED,
     "silu_mul": "_silu_mul_bwd",
+    "gelu_mul": "_gelu_mul_bwd",
     "rope": "_rope",
     "experts": "_combine_bwd",
 }
@@ -41,10 +42,12 @@ GRADIENT_OPS = {
 }
 ACCURATE_OPS = {
     **NORMS,
+    "rms_norm plus one": "_rms_norm_bwd",
     "value_head": "_value_head_bwd",
     **LOGPROBS,
     "linear_logprob with a bias": "_logprob_bwd",
     "silu_mul": "_silu_mul_bwd",
+    "gelu_mul": "_gelu_mul_bwd",
     "rope": "_rope",
     "embedding": "_embedding_bwd",
 }
