@@ -45,8 +45,10 @@ class GatedMlp(Block):
             remedy="Compare hidden_act, and the dtype of the activation (fused kernels may keep fewer bits).",
         )
         return (
-            projection_row("gate_proj", x, D, I, "mlp.gate_proj", **gate_up),
-            projection_row("up_proj", x, D, I, "mlp.up_proj", **gate_up),
+            *(
+                projection_row(p, x, D, I, "mlp.gate_up_proj" if self.fused_names else f"mlp.{p}", **gate_up)
+                for p in ("gate_proj", "up_proj")
+            ),
             gated_row,
             projection_row("down_proj", gated, I, D, "mlp.down_proj"),
         )
