@@ -15,6 +15,7 @@ import inspect
 import json
 import os
 import re
+import sys
 import textwrap
 import types
 import typing
@@ -30,6 +31,8 @@ from zerokl.engine.config.run_config import Config
 from zerokl.engine.config.sampler_names import EXTERNAL, SAMPLERS
 from zerokl.engine.config.section import Setting, rule, settings_of
 from zerokl.engine.rollout.vllm.arguments import ALLOWED, SET_BY_ZEROKL
+from zerokl.model.families import MODEL_TYPES
+from zerokl.model.families import __name__ as families_package
 from zerokl.verify.ledger import FORMAT
 
 from ._api import imported_names, public_names
@@ -320,6 +323,15 @@ def audit_trainers() -> str:
     return table(["`--trainer`", "scores with"], rows)
 
 
+def families() -> str:
+    """The families of models, each with the first line of its file."""
+    rows = []
+    for name, family in sorted(MODEL_TYPES.items()):
+        words = inspect.getdoc(sys.modules[f"{families_package}.{name}"]).splitlines()[0]
+        rows.append([f"`{family.architecture}`", f"`{name}`", prose(words)])
+    return table(["architecture", "preset of `zerokl init`", "what it is"], rows)
+
+
 def vllm_allowed() -> str:
     """The allowed arguments of vLLM's engine, by reason."""
     by_reason: dict[str, list[str]] = {}
@@ -356,6 +368,7 @@ PARTS = (
         "samplers": samplers,
         "audit-samplers": audit_samplers,
         "audit-trainers": audit_trainers,
+        "families": families,
         "vllm-allowed": vllm_allowed,
         "vllm-set": vllm_set,
         "public-names": public_names,

@@ -16,14 +16,9 @@ import torch
 
 from . import silu_mul_cpp
 from .backend import on_cpp, on_triton
+from .gelu import LARGEST_E, LARGEST_SQUARE, A, B
 from .grad import accumulate_dtype, check_dtype
 from .silu_mul import row_passes
-
-A = (8.0 / torch.pi) ** 0.5
-B = 0.044715 * A
-LARGEST_SQUARE = 1024.0
-# In 1 - s = e s, e = exp(-z) counts at most this, as it may overflow where s is 0. There gelu is 0 as well.
-LARGEST_E = 1e30
 
 
 def _exp(g: torch.Tensor, square: torch.Tensor) -> torch.Tensor:

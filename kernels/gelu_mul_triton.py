@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from .exp_triton import expf
-from .gelu_mul import LARGEST_E, LARGEST_SQUARE, A, B
+from .gelu import LARGEST_E, LARGEST_SQUARE, A, B
 from .launch import ceil_div, dense, launch
 
 # As in silu_mul_triton.py. They decide no bit.

@@ -4,15 +4,10 @@ from typing import NamedTuple
 
 # The matrices that can have adapters, by their names in a checkpoint's layers: the linear operations "_proj".
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-# Matrices that a family has under another name, and what they are. One tensor of several has one adapter.
-_OTHER_NAMES = {
-    "qkv_proj": TARGETS[:3],
-    "gate_up_proj": TARGETS[4:6],
-    # Mixtral's experts
-    "w1": ("gate_proj",),
-    "w2": ("down_proj",),
-    "w3": ("up_proj",),
-}
+# A checkpoint may hold some of them as one tensor, which has one adapter.
+FUSED_TARGETS = {"qkv_proj": TARGETS[:3], "gate_up_proj": TARGETS[4:6]}
+# Matrices that a family has under another name, and what they are: Mixtral's experts.
+_OTHER_NAMES = FUSED_TARGETS | {"w1": ("gate_proj",), "w2": ("down_proj",), "w3": ("up_proj",)}
 
 
 def matrix_kinds(tensor: str) -> tuple[str, ...]:

@@ -177,7 +177,11 @@ def sites(engine: str, layers: int, c: Sizes = ANY_SIZES) -> Iterator[tuple[str,
     if isinstance(c, ModelConfig):
         rows = list(operations(c))
         taken = {name for name, _, _ in rows} | {(i, getattr(row, engine)) for _, i, row in rows}
-        shown = rows + [x for x in shown if not {x[0], (x[1], getattr(x[2], engine))} & taken]
+        shown = rows + [
+            (name, i, row)
+            for name, i, row in shown
+            if is_optional(row) and not {name, (i, getattr(row, engine))} & taken
+        ]
     for name, layer, row in shown:
         site: Site | None = getattr(row, engine)
         if site is None:

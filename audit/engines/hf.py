@@ -19,7 +19,7 @@ from ...engine.rollout.hf import HfGenerator
 from ...kernels.sampling_params import SamplingParams
 from ...kernels.truncation import scaled_logits
 from ...model.config import ModelConfig
-from ...model.operation import Shown
+from ...model.operation import Operation, Shown, Site
 from ...model.operations import in_order, sites
 from ...verify.operation_outputs import Trace
 from .engine import DISTRIBUTIONS, TOGETHER, Pair
@@ -112,7 +112,7 @@ class HfEngine(HfGenerator):
                 if module is None:
                     continue
                 if site.shown is Shown.OUTPUT:
-                    hooks.output(name, module, site.element)
+                    hooks.output(name, row, site, module)
                 elif site.shown is Shown.INPUT:
                     hooks.input(name, module)
                 else:
@@ -187,6 +187,7 @@ class _Hooks:
 
     def __init__(self, trace: Trace):
         self.trace, self.handles = trace, []
+        self._shown: dict[Site, int] = {}  # elements of a row that the operations before showed
 
     def __enter__(self) -> "_Hooks":
         return self
@@ -195,11 +196,15 @@ class _Hooks:
         for handle in self.handles:
             handle.remove()
 
-    def output(self, name: str, module: torch.nn.Module, element: int) -> None:
-        """Record what the module returns, or one element of it."""
+    def output(self, name: str, row: Operation, site: Site, module: torch.nn.Module) -> None:
+        """Record what the module returns, or one element of it; or the operation's part, side by side."""
+        start = self._shown.get(site, 0)
+        self._shown[site] = start + row.width
 
         def hook(_module: torch.nn.Module, _inputs: Any, out: Any) -> None:
-            self.trace[name] = _rows(output(out, element))
+            rows = _rows(output(out, site.element))
+            is_part = self._shown[site] == rows.shape[1] > row.width
+            self.trace[name] = rows[:, start : start + row.width] if is_part else rows
 
         self.handles.append(module.register_forward_hook(hook))
 

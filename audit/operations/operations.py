@@ -19,6 +19,7 @@ from ...kernels.truncation import scaled_logits_ref
 from ...model.checkpoint import load_decoder
 from ...model.config import ModelConfig
 from ...model.decoder import Decoder
+from ...model.lora import FUSED_TARGETS
 from ...model.operation import Equation
 from ...model.operations import input_names, operation, split_name
 
@@ -52,6 +53,17 @@ class Checkpoint:
         """Read a folder, on the CPU. Raises ValueError (see load_decoder)."""
         return cls.of(load_decoder(folder, dtype))
 
+    def matrix(self, name: str) -> Tensor:
+        """A weight by its name, also where the checkpoint holds it as a part of another one."""
+        if name in self.weights:
+            return self.weights[name]
+        c, (module, _, part) = self.config, name.removesuffix(".weight").rpartition(".")
+        fused = next(f for f, parts in FUSED_TARGETS.items() if part in parts)
+        heads = [n * c.head_dim for n in (c.heads, c.kv_heads, c.kv_heads)]
+        widths = heads if fused == "qkv_proj" else [c.intermediate_size] * 2
+        parts = self.weights[f"{module}.{fused}.weight"].split(widths)
+        return parts[FUSED_TARGETS[fused].index(part)]
+
     @property
     def lm_head(self) -> str:
         """The name of the weight that makes the logits."""
@@ -73,6 +85,8 @@ def weight_names(op: str, checkpoint: Checkpoint) -> tuple[str, str | None]:
     if row.equation is Equation.EMBEDDING:
         return "model.embed_tokens.weight", None
     module = row.weight or row.transformers.module
+    if module.rpartition(".")[2] in FUSED_TARGETS:
+        module = f"{module.rpartition('.')[0]}.{row.name}"
     module = f"model.{prefix}{module}" if prefix else module
     bias = f"{module}.bias"
     return f"{module}.weight", bias if bias in checkpoint.weights else None
@@ -99,7 +113,7 @@ class Operations:
 
     def weight(self, name: str) -> Tensor:
         """A weight in the dtype of the computation."""
-        return self.checkpoint.weights[name].to(self.dtype)
+        return self.checkpoint.matrix(name).to(self.dtype)
 
     def compute(self, op: str, lookup: Lookup) -> Tensor:
         """The output of an operation, [T, width], from its inputs."""
@@ -112,7 +126,7 @@ class Operations:
                 ids = torch.tensor([*self.prompt, *self.completion[:-1]], device=self.checkpoint.device)
                 return self.checkpoint.weights[name][ids].to(self.dtype) * row.factor
             case Equation.LINEAR:
-                y = linear(x[0], self.checkpoint.weights[name], self.weight(bias) if bias else None)
+                y = linear(x[0], self.checkpoint.matrix(name), self.weight(bias) if bias else None)
                 return y if row.factor == 1.0 else y * row.factor
             case Equation.NORM:
                 return self.norm(x[0], self.weight(name) + config.norm_plus_one, config.eps)

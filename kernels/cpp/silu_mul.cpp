@@ -5,7 +5,7 @@
 
 namespace {
 
-// gelu_mul.A and B, in fp64 as torch takes them, rounded as torch rounds them.
+// A and B of gelu.py, in fp64 as torch takes them, rounded as torch rounds them.
 constexpr double a = 1.5957691216057308, b = 0.044715 * a;
 
 inline float square_of(float g) {

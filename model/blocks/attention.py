@@ -57,9 +57,17 @@ class Attention(Mixer):
 
     def operations(self, c: Sizes, x: str) -> tuple[Operation, ...]:
         D, q, kv = c.hidden_size, c.heads * c.head_dim, c.kv_heads * c.head_dim
+        vllm = "self_attn.qkv_proj"
         projected = [
             projection_row(
-                f"{p}_proj", x, D, width, f"self_attn.{p}_proj", "self_attn.qkv_proj", fused="qkv", kept=width
+                f"{p}_proj",
+                x,
+                D,
+                width,
+                vllm if self.fused_names else f"self_attn.{p}_proj",
+                vllm,
+                fused="qkv",
+                kept=width,
             )
             for p, width in (("q", q), ("k", kv), ("v", kv))
         ]

@@ -59,9 +59,10 @@ class GatedMlp(Block):
             vllm=Site(f"{module}.act_fn"),
             remedy="Compare hidden_act, and the dtype of the activation (fused kernels may keep fewer bits).",
         )
+        together = f"{module}.gate_up_proj" if self.fused_names else None
         rows = (
-            projection_row(f"{name}gate_proj", x, D, I, f"{module}.gate_proj", **gate_up),
-            projection_row(f"{name}up_proj", x, D, I, f"{module}.up_proj", **gate_up),
+            projection_row(f"{name}gate_proj", x, D, I, together or f"{module}.gate_proj", **gate_up),
+            projection_row(f"{name}up_proj", x, D, I, together or f"{module}.up_proj", **gate_up),
             gated,
             projection_row(f"{name}down_proj", gated.name, I, D, f"{module}.down_proj"),
         )

@@ -16,6 +16,7 @@ from zerokl.kernels.sampling_params import SamplingParams
 from zerokl.model.blocks.attention import Attention
 from zerokl.model.blocks.block import Block, Mixer
 from zerokl.model.config import ModelConfig
+from zerokl.model.families import MODEL_TYPES
 from zerokl.model.lora import TARGETS
 from zerokl.model.operation import Equation, Operation, Site, Work
 from zerokl.model.operations import (
@@ -170,3 +171,21 @@ def test_control_another_list_is_found(tmp_path, line):
     (tmp_path / "audit").mkdir()
     (tmp_path / "audit" / "wrong.py").write_text(line)
     assert list(lists_of_operations(tmp_path, ("audit",))) == ["audit/wrong.py:1"]
+
+
+@pytest.mark.parametrize("family", MODEL_TYPES)
+def test_every_operation_of_a_family_is_shown_and_is_what_its_equation_says(family, tmp_path):
+    """Ours all of them; transformers' model those that one of its modules shows. No engine is at fault."""
+    folder = save_random(family, tmp_path)
+    config = ModelConfig.from_file(folder)
+    exact = Operations(Checkpoint.load(folder, torch.float32), *PAIR, SamplingParams())
+    for kind, has_all in ((ZeroklEngine, True), (HfEngine, False)):
+        engine = kind(folder, torch.float32)
+        trace = engine.trace(PAIR, SamplingParams())
+        names = operation_names(config)
+        assert list(trace) == (names if has_all else [name for name in names if name in trace])
+        inner = [name for name in trace if ".attention" in name or ".down_proj" in name or ".experts" in name]
+        assert len(inner) >= 2 * config.layers
+        computed = [name for name in trace if set(input_names(name, config)) <= trace.keys()]
+        faults = [error.op for error in own_errors(trace, exact, computed) if error.at_fault]
+        assert faults == []

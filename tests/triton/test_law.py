@@ -31,6 +31,7 @@ ROW_OPS = {
     "silu_mul": "_silu_mul_bwd",
     "add_shared": "_add_shared_bwd",
     "sigmoid_router": "_sigmoid_weigh_bwd",
+    "gelu_mul": "_gelu_mul_bwd",
     "rope": "_rope",
     "experts": "_combine_bwd",
 }
@@ -43,12 +44,14 @@ GRADIENT_OPS = {
 }
 ACCURATE_OPS = {
     **NORMS,
+    "rms_norm plus one": "_rms_norm_bwd",
     "value_head": "_value_head_bwd",
     **LOGPROBS,
     "linear_logprob with a bias": "_logprob_bwd",
     "silu_mul": "_silu_mul_bwd",
     "add_shared": "_add_shared_bwd",
     "sigmoid_router": "_sigmoid_weigh_bwd",
+    "gelu_mul": "_gelu_mul_bwd",
     "rope": "_rope",
     "embedding": "_embedding_bwd",
 }

@@ -1,0 +1,81 @@
+"""Runs of a small model of every family: exactly on-policy, and the same bits however the work is cut."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from zerokl.engine.config.run_config import ParallelConfig
+from zerokl.engine.runs.init import PRESETS, random_decoder
+from zerokl.engine.runs.memory import activation_bytes
+from zerokl.engine.runs.run import train
+from zerokl.kernels.sampling_params import SamplingParams
+from zerokl.model.decoder import Decoder
+from zerokl.model.families import MODEL_TYPES
+from zerokl.model.operations import layer_bytes_per_token
+from zerokl.model.prompts import Prompts
+from zerokl.model.scoring import logprobs, pack
+
+from tests.helpers import fingerprint
+from tests.random_model import TWO_LAYERS, random_model
+
+# The dtype and the settings of a run.
+SETTINGS: dict[str, dict[str, object]] = {
+    "plain": {"dtype": "float16"},
+    "adapters": {"dtype": "bfloat16", "lora__rank": 3},
+    "quantised": {"dtype": "bfloat16", "precision__weights": "float8_e4m3fn/block32"},
+    "fsdp": {"dtype": "float32"},
+}
+# How the work is cut decides no bit.
+CUT = {"micro_batch": 1, "native__max_concurrency": 2, "native__max_batch_tokens": 7, "recompute": "layer"}
+
+
+@pytest.fixture(scope="module", params=MODEL_TYPES)
+def folder(request, tmp_path_factory) -> Path:
+    widths = TWO_LAYERS | {"model_type": request.param} | dict(MODEL_TYPES[request.param].small)
+    return random_model(tmp_path_factory.mktemp(request.param), widths, 1.5)
+
+
+@pytest.mark.parametrize("settings", SETTINGS)
+def test_a_run_is_exact_and_its_bits_do_not_depend_on_the_cut(config, folder, settings, tmp_path):
+    plain = config(model=folder, steps=2, **SETTINGS[settings])
+    other = config(model=folder, steps=2, **SETTINGS[settings], **CUT)
+    if settings == "fsdp":
+        other = other.model_copy(update={"parallel": ParallelConfig(engine="fsdp")})
+    summary = train(plain, tmp_path / "plain")
+    assert (summary.tokens_unequal, summary.mismatch_max_abs) == (0, 0.0)
+    train(other, tmp_path / "cut")
+    assert fingerprint(tmp_path / "cut") == fingerprint(tmp_path / "plain")
+
+
+def test_every_family_is_a_preset_of_init_that_has_its_fields():
+    for name, family in MODEL_TYPES.items():
+        raw = random_decoder(name, 40, 0).config.raw
+        assert raw["architectures"] == [family.architecture]
+        assert {key: raw[key] for key in family.small} == dict(family.small)
+        assert name in PRESETS
+
+
+def _kept_bytes(decoder: Decoder, rows: int) -> int:
+    """Bytes of the tensors that a forward of `rows` rows keeps for its backward, weights left out."""
+    storages: dict[int, int] = {}
+
+    def keep(x: torch.Tensor) -> torch.Tensor:
+        storages[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+        return x
+
+    prompts = Prompts(decoder, [[3, 4]])
+    weights = {decoder.flat.untyped_storage().data_ptr()}
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+        logprobs(decoder, pack([([3, 4], [5] * rows)], [0]), SamplingParams(), prompts=prompts)
+    return sum(n for address, n in storages.items() if address not in weights)
+
+
+@pytest.mark.parametrize(
+    "model_type", [name for name, family in MODEL_TYPES.items() if "num_experts" not in family.small]
+)
+def test_the_predicted_activations_are_those_that_are_kept(model_type):
+    decoder, rows = random_decoder(model_type, 40, 0), 96
+    predicted = activation_bytes(decoder.layout, torch.float32, rows, recompute=False)
+    layer = layer_bytes_per_token(decoder.config, 4) * rows
+    measured = _kept_bytes(decoder, rows)
+    assert 0.8 < measured / (predicted - layer) < 1.25, (measured, predicted)
