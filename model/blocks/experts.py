@@ -79,7 +79,7 @@ def read_experts(
     """The experts of a config.json.
 
     decided: fields that the family gives a value to, whatever the file has under this name. known: fields
-    that the family reads itself. shared: fields of Experts, of what every token has.
+    that the family reads itself. shared: fields of Experts that the family decides, such as those of a shared one.
 
     Raises UnsupportedError for any other field that asks for shared experts or for another router.
     """

@@ -95,9 +95,9 @@ def test_every_family_has_adapters_of_its_linear_weights_and_of_nothing_else(arc
     linear = ("_proj.weight", ".w1.weight", ".w2.weight", ".w3.weight")
     assert adapted == {name for name in shapes if name.endswith(linear)}
     c = config.experts
-    of_sparse = 3 * (c.number + (c.shared > 0)) if c else 0
+    matrices = 3 * (c.number + (c.shared > 0)) if c else 0
     sparse = len(c.layers) if c else 0
-    assert len(adapted) == 2 * 4 + sparse * of_sparse + (2 - sparse) * 3
+    assert len(adapted) == 2 * 4 + sparse * matrices + (2 - sparse) * 3
     for module, weight, rows, a, b in layout.adapters:
         assert (b.shape[0], a.shape[1]) == shapes[f"{module}.weight"]
         assert (a.shape[0], b.shape[1]) == (2, 2)
