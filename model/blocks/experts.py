@@ -74,12 +74,12 @@ def read_experts(
     config: ConfigFile,
     decided: Mapping[str, Any] = MappingProxyType({}),
     known: Collection[str] = (),
-    **shared: Any,
+    **others: Any,
 ) -> Experts:
     """The experts of a config.json.
 
     decided: fields that the family gives a value to, whatever the file has under this name. known: fields
-    that the family reads itself. shared: fields of Experts, of what every token has.
+    that the family reads itself. others: fields of Experts that the family decides.
 
     Raises UnsupportedError for any other field that asks for shared experts or for another router.
     """
@@ -108,7 +108,7 @@ def read_experts(
             f"({_MOST_OF_ALL_LAYERS})"
         )
     size, renormalise = fields.moe_intermediate_size, fields.norm_topk_prob
-    return Experts(number, per_token, size, renormalise, sparse, **shared)
+    return Experts(number, per_token, size, renormalise, sparse, **others)
 
 
 class _DeepseekFields(Fields):

@@ -91,11 +91,16 @@ def test_every_family_has_adapters_of_its_linear_weights_and_of_nothing_else(arc
     config = ModelConfig.from_dict(MODEL.raw | others)
     lora = Lora(2, 6.0)
     layout = AdapterLayout(adapted_layout(config, lora), lora)
-    shapes = {name: view.shape for name, view in Layout(config).checkpoint_views(torch.empty(60_000)).items()}
+    whole = Layout(config)
+    shapes = {name: x.shape for name, x in whole.checkpoint_views(torch.empty(whole.numel)).items()}
     adapted = {f"{adapter.module}.weight" for adapter in layout.adapters}
-    assert adapted == {name for name in shapes if name.endswith("_proj.weight")}
-    is_fused = "fused_names" in config.values
-    assert len(adapted) == 2 * (4 if is_fused else 4 + 3 * (3 if config.experts else 1))
+    linear = ("_proj.weight", ".w1.weight", ".w2.weight", ".w3.weight")
+    assert adapted == {name for name in shapes if name.endswith(linear)}
+    c, is_fused = config.experts, "fused_names" in config.values
+    matrices = 3 * (c.number + (c.shared > 0)) if c else 0
+    sparse = len(c.layers) if c else 0
+    dense = 4 if is_fused else 4 + 3
+    assert len(adapted) == 2 * dense if not c else 2 * 4 + sparse * matrices + (2 - sparse) * 3
     for module, weight, rows, a, b in layout.adapters:
         assert (b.shape[0], a.shape[1]) == shapes[f"{module}.weight"]
         assert (a.shape[0], b.shape[1]) == (2, 2)
