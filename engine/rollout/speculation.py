@@ -92,14 +92,16 @@ class SampleGuesses:
     def next(self, n: int) -> list[int]:
         """Guesses for the next turn, of n samples.
 
-        They are ids that the model has, and fewer than the tokens that may be drawn.
+        They are ids that the model has, fewer than the tokens that may be drawn, and none from a stop id on:
+        nothing is drawn after it.
         """
         k = min(self._places(n), self._request.max_tokens - len(self._tokens) - 1)
         if self._failed or k < 1:
             self._failed = False
             return []
         guess = self._speculation.guesser.propose(self._request, self._tokens, k)[:k]
-        return list(takewhile(lambda token: 0 <= token < self._speculation.vocab, guess))
+        vocab, stop_ids = self._speculation.vocab, self._request.draw_params.stop_ids
+        return list(takewhile(lambda token: 0 <= token < vocab and token not in stop_ids, guess))
 
     def stand(self, guess: Sequence[int], drawn: Sequence[DrawnToken]) -> int:
         """How many tokens of the sample's rows stand: those before and at the first that was not guessed.
