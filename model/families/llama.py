@@ -1,4 +1,4 @@
-"""Llama: attention, and a gated MLP. Its rotary embedding may be scaled (llama3)."""
+"""Llama: attention, and a gated MLP. Its rotary embedding may be scaled."""
 
 from ..blocks.attention import Attention
 from ..blocks.mlp import GatedMlp

@@ -24,6 +24,8 @@ def predict(evidence: Evidence) -> Iterator[Prediction]:
     model = evidence.scorer.model()
     parts = {"rotary embedding": ("rope",), "activation": ("silu_mul",)}
     parts["rotary embedding and activation"] = ("rope", "silu_mul")
+    if model.config.rotary_dim != model.config.head_dim:  # the hook rotates whole heads
+        parts = {"activation": parts["activation"]}
     for dtype in (torch.bfloat16, torch.float16):
         for words, ops in parts.items():
             scores = decoder_scores(model, evidence, hook_of=_narrowing(model, ops, dtype))

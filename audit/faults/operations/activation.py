@@ -8,26 +8,33 @@ import torch
 import torch.nn.functional as F
 
 from ....model.operation import Equation
+from ....model.operations import operation
 from ...operations.operations import Tensor
 from ..changed_operation import SHORT, Change, ChangedOperation, ModelPlant, Traced
+
+_ALL: dict[str, Callable[[Tensor], Tensor]] = {
+    "gelu": F.gelu,
+    "gelu (tanh)": lambda x: F.gelu(x, approximate="tanh"),
+    "relu": F.relu,
+    "no activation": lambda x: x,
+    "silu": F.silu,
+}
+_ACTIVATIONS = {Equation.SILU_MUL: "silu", Equation.GELU_MUL: "gelu (tanh)"}
 
 
 def changes(traced: Traced) -> Iterator[Change]:
     """Another activation, one in 16 bits, a factor left out."""
     gate, up = traced.inputs
-    yield "gate and up are exchanged", F.silu(up) * gate
-    activations: dict[str, Callable[[Tensor], Tensor]] = {
-        "gelu": F.gelu,
-        "gelu (tanh)": lambda x: F.gelu(x, approximate="tanh"),
-        "relu": F.relu,
-        "no activation": lambda x: x,
-    }
-    for name, activation in activations.items():
-        yield f"the activation is {name}, the checkpoint's is silu", activation(gate) * up
+    equation = operation(traced.op, traced.exact.checkpoint.config).equation
+    usual = _ACTIVATIONS[equation]
+    yield "gate and up are exchanged", _ALL[usual](up) * gate
+    for name, activation in _ALL.items():
+        if name != usual:
+            yield f"the activation is {name}, the checkpoint's is {usual}", activation(gate) * up
     for dtype, name in SHORT.items():
-        yield f"silu is rounded to {name}", F.silu(gate.to(dtype)).double() * up
+        yield f"{usual} is rounded to {name}", _ALL[usual](gate.to(dtype)).double() * up
     yield "the gate is left out", up
-    yield "the product with up is left out", F.silu(gate)
+    yield "the product with up is left out", _ALL[usual](gate)
 
 
 def gelu(model: torch.nn.Module) -> None:
@@ -36,7 +43,7 @@ def gelu(model: torch.nn.Module) -> None:
 
 
 CHANGED = ChangedOperation(
-    equations=(Equation.SILU_MUL,),
+    equations=tuple(_ACTIVATIONS),
     changes=changes,
     plants=(ModelPlant(gelu, "layers.3.silu_mul", "the activation is gelu"),),
 )
