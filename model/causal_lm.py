@@ -31,7 +31,8 @@ from ..kernels.sampling_params import SamplingParams
 from ..kernels.upload import upload_tables
 from .blocks.block import Rotation
 from .blocks.rope import rotation_table
-from .checkpoint import read_weights, resolve_model, write_tensors
+from .checkpoint import read_weights, resolve_model
+from .checkpoint_writing import write_tensors
 from .config import ModelConfig
 from .context import Buffers, Context, Hook, PackedContext, no_hook
 from .decoder import Decoder, Forward, Stream, with_padding

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from zerokl.engine.runs import init as initialise
 from zerokl.engine.tasks.tokenizer import character_tokenizer
-from zerokl.model.checkpoint import write_checkpoint
+from zerokl.model.checkpoint_writing import write_checkpoint
 
 ONE_LAYER = dict(
     hidden_size=32,

@@ -20,13 +20,8 @@ from safetensors import SafetensorError
 from ...files.reading import read_json, shown
 from ...files.writing import manifest_damage
 from ...model.adapters import AdapterLayout
-from ...model.checkpoint import (
-    STATE_FILE,
-    read_weights,
-    write_checkpoint,
-    write_config,
-    write_folder,
-)
+from ...model.checkpoint import read_weights
+from ...model.checkpoint_writing import STATE_FILE, write_checkpoint, write_config, write_folder
 from ...model.peft import checkpoint_config, read_adapter, write_adapter
 from ...model.weight_files import open_tensors
 from ...model.weights import FlatLayout

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from ...files.writing import os_error_line
-from ...model.checkpoint import SHARD_BYTES
+from ...model.checkpoint_writing import SHARD_BYTES
 from ...model.weight_files import open_tensors, tensor_files
 from ...model.weights import FlatLayout
 from ..train.parallel.pieces import parts_of
