@@ -57,7 +57,11 @@ def audit_run(
 
 
 def audit_apart(model: Path, n: int | None, settings: AuditSettings) -> Report:
-    """Audit a model in a process of its own. Raises ValueError for bad input."""
+    """Audit a model in a process of its own. Raises ValueError for bad input.
+
+    The executor brings back the report, a tree of dataclasses, and errors with their types. A Channel of
+    engine/processes has messages of bytes, and JSON does not hold a report whole.
+    """
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as process:
         return process.submit(run_audit, str(model), "", n, settings).result()
 

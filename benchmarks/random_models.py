@@ -7,7 +7,7 @@ def make_model(preset: str, folder: Path) -> None:
     """Write a model of one of `zerokl init`'s presets to FOLDER/PRESET."""
     from zerokl.engine.runs.init import random_decoder
     from zerokl.engine.tasks.tokenizer import character_tokenizer
-    from zerokl.model.checkpoint import write_checkpoint
+    from zerokl.model.checkpoint_writing import write_checkpoint
 
     tokenizer = character_tokenizer()
     tokenizer.save_pretrained(folder / "tokenizer")

@@ -21,7 +21,7 @@ from zerokl.engine.tasks.loading import load_task
 from zerokl.engine.tasks.rewards import Reward, open_reward
 from zerokl.engine.tasks.tokenizer import character_tokenizer
 from zerokl.engine.train.step import train_step
-from zerokl.model.checkpoint import write_checkpoint
+from zerokl.model.checkpoint_writing import write_checkpoint
 
 EXAMPLES = Path(__file__).parents[1] / "docs" / "examples"
 REWARD = "mytask:closeness"

@@ -33,7 +33,7 @@ def compare(m: Machine, dtype_name: str) -> Iterator[Row]:
     from zerokl.engine.rollout.vllm import exact
     from zerokl.engine.rollout.vllm.installed import require_vllm
     from zerokl.kernels.tile_tables import tile_table
-    from zerokl.model.checkpoint import write_checkpoint
+    from zerokl.model.checkpoint_writing import write_checkpoint
     from zerokl.model.decoder import Numerics
     from zerokl.model.scoring import logprobs, pack
 

@@ -32,7 +32,8 @@ from ..kernels.upload import upload_tables
 from .blocks.block import Rotation
 from .blocks.rope import rotation_table
 from .buffers import all_as_numbers, as_bytes, as_numbers
-from .checkpoint import read_weights, resolve_model, write_tensors
+from .checkpoint import read_weights, resolve_model
+from .checkpoint_writing import write_tensors
 from .config import ModelConfig
 from .context import Buffers, Context, Hook, PackedContext, no_hook
 from .decoder import Decoder, Forward, Stream, with_padding

@@ -8,7 +8,8 @@ An audit also shows models that no family has. For these there are the known ope
 Shapes: T tokens of packed sequences. An output is [T, width], that of `logprob` [C, 1] for C drawn tokens.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
 
 import torch
 
@@ -137,13 +138,19 @@ def known_rows(
     return rows
 
 
-def is_optional(row: Operation) -> bool:
-    """Whether there are decoders without this operation."""
+@cache
+def _in_all_decoders() -> frozenset[str]:
+    """The operations that no decoder lacks."""
     in_all = set.intersection(
         *({other.name for other in layer_operations(kind, ANY_SIZES)} for kind in KINDS_OF_LAYERS)
     )
     outside = {other.name for block in (Embedding(), Head()) for other in block.operations(ANY_SIZES)}
-    return row.name not in in_all | outside
+    return frozenset(in_all | outside)
+
+
+def is_optional(row: Operation) -> bool:
+    """Whether there are decoders without this operation."""
+    return row.name not in _in_all_decoders()
 
 
 def known(layers: int, c: Sizes = ANY_SIZES) -> Iterator[tuple[str, int | None, Operation]]:
@@ -151,10 +158,14 @@ def known(layers: int, c: Sizes = ANY_SIZES) -> Iterator[tuple[str, int | None, 
     return _numbered(Embedding().operations(c), [known_rows(c)] * layers, Head().operations(c))
 
 
+@cache
+def _known_by_name() -> Mapping[str, Operation]:
+    return {row.name: row for _, _, row in known(1)}
+
+
 def known_operation(name: str) -> Operation:
     """A known operation, by its name in a trace. Its sizes are no model's. Raises KeyError."""
-    rest = split_name(name)[1]
-    return next(row for _, _, row in known(1) if row.name == rest)
+    return _known_by_name()[split_name(name)[1]]
 
 
 def in_order(trace: Trace, layers: int, config: ModelConfig | None = None) -> Trace:

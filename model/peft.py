@@ -15,7 +15,8 @@ from safetensors.torch import save_file
 
 from ..files.reading import read_json, shown
 from .adapters import AdapterLayout
-from .checkpoint import DTYPES, write_folder
+from .checkpoint import DTYPES
+from .checkpoint_writing import write_folder
 from .config import ModelConfig
 from .lora import TARGETS, Lora, matrix_kinds
 from .tensor_checks import but_for_the_prefix, check_finite
@@ -162,7 +163,7 @@ def write_adapter(
     """Write the adapters `flat` [layout.numel] fp32 as a PEFT folder `target`.
 
     base: folder or hub name of the model that they belong to; its config.json is written to trainer/. The
-    others, and the errors: see checkpoint.write_checkpoint.
+    others, and the errors: see checkpoint_writing.write_checkpoint.
     """
 
     def fill(folder: Path) -> None:

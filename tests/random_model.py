@@ -8,7 +8,7 @@ import pytest
 from zerokl.engine.runs import init as initialise
 from zerokl.engine.tasks.tokenizer import character_tokenizer
 from zerokl.model.buffers import BYTES, as_bytes
-from zerokl.model.checkpoint import write_checkpoint
+from zerokl.model.checkpoint_writing import write_checkpoint
 
 from tests.helpers import randn
 

@@ -19,7 +19,7 @@ from ..run_report import RunReport
 from ..sections import TraceSection
 from ..sentence import begun
 from .charts import operations_chart, positions_chart, ratios_chart, steps_chart
-from .gradient import LEGEND, LOSSES, drawn_from, layer_headings, layer_rows, loss_rows
+from .gradient_tables import LEGEND, LOSSES, drawn_from, layer_headings, layer_rows, loss_rows
 from .numbers import logprob
 from .rows import (
     AGAINST,

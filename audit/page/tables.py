@@ -9,7 +9,7 @@ from ...pages.html import visible
 from ...verify.bias_figures import DrawnBias
 from ..report import Report
 from ..run_report import RunReport
-from .gradient import LEGEND, LOSSES, drawn_from, loss_rows
+from .gradient_tables import LEGEND, LOSSES, drawn_from, loss_rows
 from .rows import (
     AGAINST,
     HYPOTHESES,

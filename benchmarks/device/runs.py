@@ -17,7 +17,7 @@ from zerokl.engine.tasks.rewards import Reward
 from zerokl.engine.tasks.tokenizer import character_tokenizer
 from zerokl.engine.train.recorder import Recorder
 from zerokl.engine.train.step import train_step
-from zerokl.model.checkpoint import write_checkpoint
+from zerokl.model.checkpoint_writing import write_checkpoint
 from zerokl.model.decoder import Decoder
 from zerokl.model.weights import fingerprint
 

@@ -6,7 +6,8 @@ others. It leaves nothing behind, however it or its owner ends.
 No pool of a library does that. A pool of multiprocessing's, or loky's, imports the caller's script again in
 each process. None that we know ends what a call has started in its turn, or says of what a process died.
 
-Programs that are not ours begin elsewhere: the model's, which is confined first (tasks/run_python.py), and
+What is no run's process begins elsewhere, and says why there: the model's programs, which are confined first
+(tasks/run_python.py), trials of a tokenizer (tasks/limits.py), audits of checkpoints (audit/over_run.py), and
 tools that end by themselves, such as a compiler.
 
 Nothing here loads torch or numpy, so a process that needs neither starts in a few hundredths of a second.

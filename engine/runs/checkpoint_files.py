@@ -14,7 +14,7 @@ from ...files.bitwise import equal
 from ...files.reading import one_line, read_json, shown
 from ...files.writing import MANIFEST
 from ...model.adapters import AdapterLayout
-from ...model.checkpoint import COMPANIONS, STATE_FILE, config_fields, different_companion
+from ...model.checkpoint_writing import COMPANIONS, STATE_FILE, config_fields, different_companion
 from ...model.config import ModelConfig
 from ...model.peft import CONFIG, WEIGHTS, adapter_fields, checkpoint_config
 from ...model.weight_files import INDEX, open_tensors, tensor_files

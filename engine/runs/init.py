@@ -22,7 +22,7 @@ import torch
 from ...files.writing import check_writable
 from ...kernels.philox import Stream, uniform_range
 from ...kernels.sampling_params import SamplingParams
-from ...model.checkpoint import write_checkpoint
+from ...model.checkpoint_writing import write_checkpoint
 from ...model.config import ModelConfig
 from ...model.context import Buffers
 from ...model.decoder import Decoder

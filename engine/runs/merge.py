@@ -3,7 +3,8 @@
 from pathlib import Path
 
 from ...model.adapters import AdapterLayout, adapted_layout, merge_all
-from ...model.checkpoint import DTYPES, read_weights, resolve_model, write_checkpoint
+from ...model.checkpoint import DTYPES, read_weights, resolve_model
+from ...model.checkpoint_writing import write_checkpoint
 from ...model.config import ModelConfig
 from ...model.peft import read_adapter, read_adapter_config, stored_lora
 from ...verify.compare_runs import open_run

@@ -10,7 +10,7 @@ from typing import Any
 
 from ...files.reading import json_ready
 from ...files.writing import first_free, hold_folder, os_error_line
-from ...model.checkpoint import write_checkpoint
+from ...model.checkpoint_writing import write_checkpoint
 from ...model.weights import fingerprint
 from ...verify.ledger import LEDGER
 from ..config.compatibility import check_settings

@@ -24,14 +24,8 @@ from safetensors import SafetensorError
 
 from ...files.writing import os_error_line
 from ...model.adapters import AdapterLayout
-from ...model.checkpoint import (
-    SHARD_BYTES,
-    STATE_FILE,
-    read_weights,
-    write_checkpoint,
-    write_config,
-    write_folder,
-)
+from ...model.checkpoint import read_weights
+from ...model.checkpoint_writing import SHARD_BYTES, STATE_FILE, write_checkpoint, write_config, write_folder
 from ...model.peft import read_adapter, write_adapter
 from ...model.weight_files import open_tensors, tensor_files
 from ...model.weights import FlatLayout

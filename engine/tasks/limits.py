@@ -4,6 +4,9 @@ A tokenizer.json can hold a rule that doubles a text a hundred times, and a temp
 can be stopped from within: the one runs in a library, the other may compute one huge number. So each is
 tried once in a process of its own, with limits. The trial has one text of all printable characters. What
 goes wrong with another prompt only is not found.
+
+The trial is a program, and no function in a Process (engine/processes): it starts nothing, says all it has to
+say by its exit code, and ends by itself at its limit of processor time, also where this process was killed.
 """
 
 import os

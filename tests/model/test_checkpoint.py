@@ -5,10 +5,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
-from zerokl.model import checkpoint
-from zerokl.model.checkpoint import check_weights, load_decoder, resolve_model, write_checkpoint
+from zerokl.model import checkpoint_writing
+from zerokl.model.checkpoint import check_weights, load_decoder, resolve_model
+from zerokl.model.checkpoint_writing import write_checkpoint
 from zerokl.model.weights import FLAT_TILE, Layout, fingerprint
 
 from tests.helpers import total_unequal
@@ -59,7 +60,7 @@ def _fuse(folder: Path) -> None:
 
     tensors[experts + "gate_up_proj"] = torch.cat([stack("gate"), stack("up")], 1)
     tensors[experts + "down_proj"] = stack("down")
-    checkpoint.save_file(tensors, file)
+    save_file(tensors, file)
 
 
 def test_experts_in_one_tensor_load_as_those_in_many(tmp_path):
@@ -75,9 +76,7 @@ def test_experts_in_one_tensor_and_in_many_are_refused(tmp_path):
     one = load_file(folder / "model.safetensors")["model.layers.1.mlp.experts.3.up_proj.weight"]
     _fuse(folder)
     tensors = load_file(folder / "model.safetensors")
-    checkpoint.save_file(
-        tensors | {"model.layers.1.mlp.experts.3.up_proj.weight": one}, folder / "model.safetensors"
-    )
+    save_file(tensors | {"model.layers.1.mlp.experts.3.up_proj.weight": one}, folder / "model.safetensors")
     with pytest.raises(ValueError, match="which a Qwen3MoeForCausalLM of this config has no place for"):
         load_decoder(folder, torch.float32)
 
@@ -101,7 +100,7 @@ def test_tied_head_stored_under_its_own_name_is_accepted(tmp_path):
     expected = load_decoder(folder, torch.float32).flat
     tensors = load_file(folder / "model.safetensors")
     tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
-    checkpoint.save_file(tensors, folder / "model.safetensors")
+    save_file(tensors, folder / "model.safetensors")
     assert total_unequal([load_decoder(folder, torch.float32).flat], [expected]) == 0
 
 
@@ -110,7 +109,7 @@ def test_buffers_that_follow_from_the_config_are_passed_over(tmp_path):
     expected = load_decoder(folder, torch.float32).flat
     tensors = load_file(folder / "model.safetensors")
     tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(8)
-    checkpoint.save_file(tensors, folder / "model.safetensors")
+    save_file(tensors, folder / "model.safetensors")
     assert total_unequal([load_decoder(folder, torch.float32).flat], [expected]) == 0
 
 
@@ -162,7 +161,7 @@ def test_nothing_is_left_of_a_checkpoint_that_could_not_be_written(tmp_path, mon
         path.write_bytes(b"half")
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(checkpoint, "save_file", full_disk)
+    monkeypatch.setattr(checkpoint_writing, "save_file", full_disk)
     with pytest.raises(OSError, match=r"could not be written.*No space left"):
         write_checkpoint(tmp_path / "target", decoder.layout, decoder.flat)
     assert [p.name for p in tmp_path.iterdir()] == ["source"]

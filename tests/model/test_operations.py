@@ -13,6 +13,7 @@ from zerokl.audit.operations.operation_errors import own_errors
 from zerokl.audit.operations.operations import Checkpoint, Operations
 from zerokl.engine.train.performance import training_flops
 from zerokl.kernels.sampling_params import SamplingParams
+from zerokl.model import operations
 from zerokl.model.blocks.attention import Attention
 from zerokl.model.blocks.block import Block, Mixer
 from zerokl.model.config import ModelConfig
@@ -115,6 +116,15 @@ AGAIN = Operation(
 )
 
 
+@pytest.fixture
+def fresh_table():
+    """The table of the known operations is built anew before a test that changes a block, and after it."""
+    operations._known_by_name.cache_clear()
+    yield
+    operations._known_by_name.cache_clear()
+
+
+@pytest.mark.usefixtures("fresh_table")
 def test_a_new_operation_is_one_row(folder, monkeypatch):
     config, rows = ModelConfig.from_file(folder), Attention.operations
     before = training_flops(config, [(4, 3, 3, True, False)]), layer_bytes_per_token(config, 2)

@@ -20,7 +20,7 @@ from zerokl.engine.config.config_file import load_config
 from zerokl.engine.runs.init import random_decoder
 from zerokl.engine.runs.run import train
 from zerokl.engine.tasks.tokenizer import character_tokenizer
-from zerokl.model.checkpoint import write_checkpoint
+from zerokl.model.checkpoint_writing import write_checkpoint
 folder = Path(sys.argv[1])
 if not (folder / "model").exists():
     decoder = random_decoder("tiny", 64, 0)

@@ -10,7 +10,7 @@ import torch
 from zerokl.engine.rollout.native import NativeSampler
 from zerokl.engine.rollout.types import GenerationParams, RngKey, Rollout, complete
 from zerokl.kernels.sampling_params import SamplingParams
-from zerokl.model.checkpoint import write_checkpoint
+from zerokl.model.checkpoint_writing import write_checkpoint
 from zerokl.model.decoder import Decoder
 from zerokl.model.scoring import logprobs, pack
 

@@ -14,7 +14,8 @@ from zerokl.engine.rollout.types import Rollout
 from zerokl.engine.runs.merge import merge_adapter
 from zerokl.model.adapters import AdapterLayout, adapted_layout
 from zerokl.model.blocks import attention, mlp
-from zerokl.model.checkpoint import load_decoder, stored_dtype, write_checkpoint
+from zerokl.model.checkpoint import load_decoder, stored_dtype
+from zerokl.model.checkpoint_writing import write_checkpoint
 from zerokl.model.decoder import Decoder
 from zerokl.model.lora import Lora
 from zerokl.model.peft import write_adapter

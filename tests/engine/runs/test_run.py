@@ -18,7 +18,8 @@ from zerokl.engine.runs.run import train
 from zerokl.engine.runs.setup import settled
 from zerokl.engine.runs.summary import summarise
 from zerokl.engine.tasks.loading import load_task
-from zerokl.model.checkpoint import load_decoder, write_checkpoint
+from zerokl.model.checkpoint import load_decoder
+from zerokl.model.checkpoint_writing import write_checkpoint
 from zerokl.model.config import ModelConfig
 from zerokl.model.weights import Layout, fingerprint
 

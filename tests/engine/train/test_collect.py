@@ -21,7 +21,8 @@ from zerokl.engine.tasks.tokenizer import Tokenizer
 from zerokl.engine.train.collect import collect, step_problems
 from zerokl.engine.train.parallel.scorer import frozen
 from zerokl.kernels.sampling_params import SamplingParams
-from zerokl.model.checkpoint import load_decoder, write_checkpoint
+from zerokl.model.checkpoint import load_decoder
+from zerokl.model.checkpoint_writing import write_checkpoint
 
 from tests.helpers import total_unequal
 from tests.presets import DRAWN_PRESETS

@@ -12,7 +12,7 @@ from zerokl.engine.config.config_file import to_toml
 from zerokl.engine.config.run_config import ParallelConfig
 from zerokl.engine.train.parallel.pieces import parts_of
 from zerokl.engine.train.parallel.spread import _overlap
-from zerokl.model.checkpoint import write_checkpoint
+from zerokl.model.checkpoint_writing import write_checkpoint
 from zerokl.model.weights import Layout
 
 from tests.engine.train.parallel.test_ranks import _process
