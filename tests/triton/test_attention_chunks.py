@@ -184,6 +184,7 @@ def test_chunks_that_samples_share_are_computed_once_with_the_same_bits(dtype):
     assert [total_unequal([o[i]], [expected[i]]) > 0 for i in range(4)] == [True, True, True, False]
 
 
+@pytest.mark.full
 def test_control_another_chunk_or_tile_has_other_bits(monkeypatch):
     case = make_case([150, 140], 2, 1, 32, torch.float32, seed=4)
     o, _ = packed(case)
@@ -235,6 +236,7 @@ def test_no_result_is_a_negative_zero():
     assert total_unequal([split, walked], [o[[39, 139]]] * 2) == 0
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_accuracy(dtype):
     assert_accurate(dtype, head_dim=64, rule=AttentionRule(64), lengths=[150, 40])

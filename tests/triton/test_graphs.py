@@ -225,6 +225,7 @@ def test_graphs_draw_the_same_with_other_numerics(dtype, numerics):
         assert device.cuda.timeline.faults == []
 
 
+@pytest.mark.full
 def test_graphs_draw_the_same_where_samples_share_chunks_of_attention():
     with interpreted_gpu() as device:
         pair = Pair(device, numerics=Numerics(attention=AttentionRule(64)))
