@@ -1,11 +1,11 @@
 """Which knob explains a column: all of them screened, the best ones refined, by layer, and two at once.
 
 1. Every knob in all layers, on few tokens. Those that do the same are one class.
-2. The best classes are refined on more tokens, then by kinds of layers and by single layers.
+2. The best classes are refined, also in single layers and in kinds of layers; the best fits on more tokens.
 3. Where none of them leaves rounding alone, a second knob is fitted on what the best ones leave.
 
-A knob fits as a hypothesis does (hypotheses/fit.py): the difference follows what it predicts with a slope of
-1, far from 0 beside its error, and what is left is rounding.
+A knob fits where the difference follows what it predicts with a slope of 1, far from 0 beside its error, and
+what is left is what bf16 rounds and the smaller part of the difference.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -15,7 +15,7 @@ from itertools import groupby
 import numpy as np
 
 from ...engine.display.progress import silent
-from ..hypotheses.judgement import ERRORS, EXACT, LESS, SLOPE
+from ..hypotheses.judgement import ERRORS, SLOPE
 from ..hypotheses.noise import Noise, is_rounding
 from ..hypotheses.slope import slope
 from .fit import REFUSALS, Fitted, effect_on, refined, screened
@@ -35,6 +35,9 @@ _SAME, _ALIKE = 0.995, 1.03
 # Times the noise up to which rounding of one output may make the difference, and that a fit leaves at most.
 # A wrong knob that takes a true one's place was seen to leave 1.7 times it, true ones 0.8 to 1.0.
 _ROUNDS, _LEAVES = 1.5, 1.4
+# The share of the difference that a fit leaves at most: of a difference that is little more than rounding,
+# many knobs explain a part.
+_SHARE = 0.4
 
 
 @dataclass(frozen=True)
@@ -217,10 +220,9 @@ class Knobs:
         ]
         left = [x for x in left if not np.isnan(x).all()]
         base = [x for x, y in zip(t.by_line(t.base), t.by_line(t.known), strict=True) if y.any()]
-        follows = SLOPE[0] <= angle <= SLOPE[1] and errors >= ERRORS and share <= LESS
+        follows = SLOPE[0] <= angle <= SLOPE[1] and errors >= ERRORS and share <= _SHARE
         is_small = fit.left <= _LEAVES * self.noise.size and is_rounding(self.noise, left, base, signed=False)
-        fits = follows and (share <= EXACT or is_small)
-        return Answer(fit, (), bool(fits), angle, float(min(errors, 1e9)))
+        return Answer(fit, (), bool(follows and is_small), angle, float(min(errors, 1e9)))
 
     # --- two at once ---
 
