@@ -188,7 +188,8 @@ class Knobs:
             least = min(x.left for x in kept)
             alike = _each_once([x for x in kept if x.left <= _ALIKE * least])
             alike.sort(key=lambda x: knobs.index(x.last.knob))
-            answers.append(replace(self.judged(alike[0]), alike=tuple(alike[1:])))
+            if not any(_is_told(alike[0], x) for x in answers):
+                answers.append(replace(self.judged(alike[0]), alike=tuple(alike[1:])))
         return answers
 
     def _as(self, turn: Turn, first_turn: Turn, fit: Fitted) -> Fitted | None:
