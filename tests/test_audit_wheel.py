@@ -34,6 +34,7 @@ ROOMS = {
     "audit.formats",
     "audit.frameworks",
     "audit.hypotheses",
+    "audit.knobs",
     "audit.logs",
     "audit.operations",
     "audit.page",
