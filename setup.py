@@ -41,6 +41,7 @@ setup(
         "zerokl.audit.formats",
         "zerokl.audit.frameworks",
         "zerokl.audit.hypotheses",
+        "zerokl.audit.knobs",
         "zerokl.audit.logs",
         "zerokl.audit.operations",
         "zerokl.audit.page",

@@ -37,6 +37,7 @@ ROOMS = {
     "audit.formats",
     "audit.frameworks",
     "audit.hypotheses",
+    "audit.knobs",
     "audit.logs",
     "audit.operations",
     "audit.page",

@@ -1,11 +1,11 @@
 """Which knob explains a column: all of them screened, the best ones refined, by layer, and two at once.
 
 1. Every knob in all layers, on few tokens. Those that do the same are one class.
-2. The best classes are refined on more tokens, then by kinds of layers and by single layers.
+2. The best classes are refined, also in single layers and in kinds of layers; the best fits on more tokens.
 3. Where none of them leaves rounding alone, a second knob is fitted on what the best ones leave.
 
-A knob fits as a hypothesis does (hypotheses/fit.py): the difference follows what it predicts with a slope of
-1, far from 0 beside its error, and what is left is rounding.
+A knob fits where the difference follows what it predicts with a slope of 1, far from 0 beside its error, and
+what is left is what bf16 rounds and the smaller part of the difference.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -15,7 +15,7 @@ from itertools import groupby
 import numpy as np
 
 from ...engine.display.progress import silent
-from ..hypotheses.judgement import ERRORS, EXACT, LESS, SLOPE
+from ..hypotheses.judgement import ERRORS, SLOPE
 from ..hypotheses.noise import Noise, is_rounding
 from ..hypotheses.slope import slope
 from .fit import REFUSALS, Fitted, effect_on, refined, screened
@@ -31,9 +31,13 @@ _REFINED, _LOOKED_AT, _BY_LAYER, _FINAL, _FIRSTS, _SECONDS = 4, 12, 6, 3, 2, 3
 _FEW_LAYERS = 8
 # The cosine of two effects from which two knobs do the same; the share of what noise leaves up to which two
 # fits cannot be told apart.
-_SAME, _ALIKE = 0.98, 1.03
-# Times the noise up to which rounding of one output may be what is left.
-_ROUNDS = 1.5
+_SAME, _ALIKE = 0.995, 1.03
+# Times the noise up to which rounding of one output may make the difference, and that a fit leaves at most.
+# A wrong knob that takes a true one's place was seen to leave 1.7 times it, true ones 0.8 to 1.0.
+_ROUNDS, _LEAVES = 1.5, 1.4
+# The share of the difference that a fit leaves at most: of a difference that is little more than rounding,
+# many knobs explain a part.
+_SHARE = 0.4
 
 
 @dataclass(frozen=True)
@@ -68,7 +72,7 @@ class Knobs:
             self.stage(f"trying a number at every operation: {knob.name}")
             if fit := screened(self.few, knob):
                 fits.append(fit)
-        classes = self._classes(sorted(fits, key=lambda x: x.left), knobs)
+        classes = self._classes(sorted(fits, key=lambda x: x.left))
         leads = [x[0].last for x in classes[:_REFINED]] + self._layer_leads(
             [x[0] for x in classes[:_LOOKED_AT]]
         )
@@ -92,17 +96,17 @@ class Knobs:
         except REFUSALS:
             return None
 
-    def _classes(self, fits: Sequence[Fitted], knobs: Sequence[Knob]) -> list[list[Fitted]]:
-        """Fits whose effects are alike, the best class first, the simplest knob of each first."""
+    def _classes(self, fits: Sequence[Fitted]) -> list[list[Fitted]]:
+        """Fits whose effects are alike, the best class first, and the best fit of each. fits: best first."""
         classes: list[list[Fitted]] = []
         for fit in fits:
             effect = self._effect(fit)
-            same = next((x for x in classes if abs(_cosine(self._effect(x[0]), effect)) > _SAME), None)
+            same = next((x for x in classes if _cosine(self._effect(x[0]), effect) > _SAME), None)
             if same is None:
                 classes.append([fit])
             else:
                 same.append(fit)
-        return [sorted(x, key=lambda fit: knobs.index(fit.last.knob)) for x in classes]
+        return classes
 
     def _effect(self, fit: Fitted) -> np.ndarray:
         """What a fit changes, over w, [N] of few tokens."""
@@ -177,21 +181,27 @@ class Knobs:
             if any(_is_told(fit, x) for x in answers):
                 continue
             members = next((x for x in classes if any(y.last.knob is fit.last.knob for y in x)), [])
-            others = [self._as(x.last, fit) for x in members if x.last.knob is not fit.last.knob]
+            first_turn = next((x.last for x in members if x.last.knob is fit.last.knob), fit.last)
+            others = [self._as(x.last, first_turn, fit) for x in members if x.last.knob is not fit.last.knob]
             near = [x for x in best if x is not fit and x.last.knob is not fit.last.knob]
             kept = [x for x in (fit, *others, *near) if x]
             least = min(x.left for x in kept)
             alike = _each_once([x for x in kept if x.left <= _ALIKE * least])
             alike.sort(key=lambda x: knobs.index(x.last.knob))
-            answers.append(replace(self.judged(alike[0]), alike=tuple(alike[1:])))
+            if not any(_is_told(alike[0], x) for x in answers):
+                answers.append(replace(self.judged(alike[0]), alike=tuple(alike[1:])))
         return answers
 
-    def _as(self, turn: Turn, fit: Fitted) -> Fitted | None:
-        """Another knob in the layers of a fit: at its value where both are scales, else fitted."""
+    def _as(self, turn: Turn, first_turn: Turn, fit: Fitted) -> Fitted | None:
+        """Another knob in the layers of a fit: at its value where both are one scale, else fitted.
+
+        turn, first_turn: what the other knob, and the fit's, were on few tokens in all layers.
+        """
         knob, last = turn.knob, fit.last
         layers = last.layers if set(last.layers) <= set(knob.place.layers) else knob.place.layers
         scales = ("scale", "scores", "values")
-        if {knob.what, last.knob.what} <= set(scales):
+        is_one = abs(turn.value - first_turn.value) <= 0.02 * abs(first_turn.value)
+        if is_one and {knob.what, last.knob.what} <= set(scales):
             turns = (Turn(knob, last.value, layers),)
             scores = self.tokens.scores(turns)
             return Fitted(turns, self.tokens.left(scores), scores, fit.error)
@@ -211,9 +221,9 @@ class Knobs:
         ]
         left = [x for x in left if not np.isnan(x).all()]
         base = [x for x, y in zip(t.by_line(t.base), t.by_line(t.known), strict=True) if y.any()]
-        follows = SLOPE[0] <= angle <= SLOPE[1] and errors >= ERRORS and share <= LESS
-        fits = share <= EXACT or (follows and is_rounding(self.noise, left, base, signed=False))
-        return Answer(fit, (), bool(fits and follows), angle, float(min(errors, 1e9)))
+        follows = SLOPE[0] <= angle <= SLOPE[1] and errors >= ERRORS and share <= _SHARE
+        is_small = fit.left <= _LEAVES * self.noise.size and is_rounding(self.noise, left, base, signed=False)
+        return Answer(fit, (), bool(follows and is_small), angle, float(min(errors, 1e9)))
 
     # --- two at once ---
 
