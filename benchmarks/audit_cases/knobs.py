@@ -190,8 +190,10 @@ def _told(where: str, value: float, *operations: str) -> tuple[Told, ...]:
 
 
 _SCORES, _VALUES = "attention's scores", "attention's values"
-_Q_NORM, _K_NORM, _V, _O = (f"self_attn.{x}" for x in ("q_norm", "k_norm", "v_proj", "o_proj"))
-_UP, _GATE, _DOWN, _ACT = (f"mlp.{x}" for x in ("up_proj", "gate_proj", "down_proj", "act_fn"))
+# Modules of a layer in transformers.
+_Q_NORM, _K_NORM = "self_attn.q_norm", "self_attn.k_norm"
+_V, _O = "self_attn.v_proj", "self_attn.o_proj"
+_UP, _GATE, _DOWN, _ACT = "mlp.up_proj", "mlp.gate_proj", "mlp.down_proj", "mlp.act_fn"
 _IN, _POST = "input_layernorm", "post_attention_layernorm"
 _QKV, _DENSE, _H, _OUT = (
     "attention.query_key_value",
