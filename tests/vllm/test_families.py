@@ -1,0 +1,30 @@
+"""Every family in bf16: `vllm-zerokl` gives the fingerprint of the native sampler."""
+
+import pytest
+from zerokl.engine.runs.run import train
+from zerokl.model.families import MODEL_TYPES
+
+from tests.engine.conftest import _toy_module, config, model
+from tests.helpers import fingerprint
+from tests.random_model import TWO_LAYERS, random_model
+
+pytestmark = pytest.mark.vllm
+
+__all__ = ["_toy_module", "config", "model"]
+
+# Those whose blocks differ most; all others in `make test-vllm` without --quick.
+QUICK = ("olmo2", "glm4_moe")
+
+
+@pytest.mark.parametrize(
+    "family", [x if x in QUICK else pytest.param(x, marks=pytest.mark.full) for x in sorted(MODEL_TYPES)]
+)
+def test_a_familys_fingerprint_is_that_of_the_native_sampler(config, family, tmp_path):
+    widths = TWO_LAYERS | {"model_type": family} | dict(MODEL_TYPES[family].small)
+    folder = random_model(tmp_path, widths, 1.5)
+    ends = []
+    for sampler in ("native", "vllm-zerokl"):
+        summary = train(config(model=folder, dtype="bfloat16", sampler=sampler), tmp_path / sampler)
+        assert (summary.tokens_unequal, summary.mismatch_max_abs) == (0, 0.0)
+        ends.append((fingerprint(tmp_path / sampler), summary.weights))
+    assert ends[0] == ends[1]
