@@ -12,6 +12,14 @@ class AttentionRule(NamedTuple):
 
     chunk: int = 0
 
+    def state_bytes(self, rows: int, heads: int, head_dim: int, keys: int) -> int:
+        """Of the chunks' states in a decoding turn on a GPU (attention_split_triton.py).
+
+        rows: with room for so many keys each.
+        """
+        chunks = -(-keys // self.chunk) if self.chunk else 1
+        return rows * heads * chunks * (head_dim + 2) * 4 if chunks > 1 else 0
+
 
 WALK = AttentionRule()
 # The values of precision.attention.

@@ -82,7 +82,7 @@ def heads_to_cache(
         )
     if norm_on_cpp(qkv) and heads_cpp.fit(qkv, norm, cos, sin, *slots):
         return heads_cpp.heads_to_cache(qkv, norm, cos, sin, heads, *slots)
-    if not on_triton(qkv) or 2 * cos.shape[1] < qkv.shape[2]:  # a part of each head is rotated
+    if not on_triton(qkv):
         return heads_to_cache_ref(qkv, norm, cos, sin, heads, slots)
     from .decode_heads_triton import HEAD_COLUMNS
     from .decode_heads_triton import heads_to_cache as on_gpu

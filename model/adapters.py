@@ -42,10 +42,26 @@ def adapted_layout(config: ModelConfig, lora: Lora) -> Layout:
     """The layout of a model whose weights with adapters come first.
 
     The others are `frozen`. A matrix of which one part has an adapter is adapted as a whole.
+
+    Raises ValueError for targets that are some of the matrices of one tensor.
     """
     layout = Layout(config)
+    for entry in layout.entries.values():
+        for part, _ in entry.parts:
+            _refuse_a_part(config, part, lora)
     frozen = [e.name for e in layout.entries.values() if not any(_is_target(p, lora) for p, _ in e.parts)]
     return Layout(config, frozen)
+
+
+def _refuse_a_part(config: ModelConfig, name: str, lora: Lora) -> None:
+    """Raise ValueError where some of the matrices of a checkpoint's tensor have an adapter, and not all."""
+    kinds = matrix_kinds(name)
+    chosen = [kind for kind in kinds if kind in lora.targets]
+    if chosen and len(chosen) < len(kinds):
+        raise ValueError(
+            f"lora: targets has {', '.join(chosen)}, and a {config.architecture} holds {', '.join(kinds)} as "
+            f"one tensor ({name.split('.')[-2]}), which has one adapter; name all of them or none"
+        )
 
 
 def _is_target(name: str, lora: Lora) -> bool:

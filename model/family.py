@@ -25,6 +25,7 @@ class Family:
     partial_rotary: whether partial_rotary_factor may be below 1.
     norm_plus_one: whether a norm multiplies by 1 + its weight.
     embedding, head: what lies outside of layers, from config.json.
+    vllm_exact: whether vLLM's own model of it was compared with ours, in batch-invariant mode.
     small: fields of config.json of the small model of `zerokl init --preset MODEL_TYPE`, beside its sizes.
     """
 
@@ -36,4 +37,5 @@ class Family:
     norm_plus_one: bool = False
     embedding: Callable[[ConfigFile], Embedding] = lambda config: Embedding()
     head: Callable[[ConfigFile], Head] = lambda config: Head()
+    vllm_exact: bool = False
     small: Mapping[str, Any] = field(default_factory=lambda: _NONE)

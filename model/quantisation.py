@@ -75,4 +75,4 @@ def _parsed(text: str, scales: Collection[str]) -> tuple[str, str, bool]:
 
 def is_quantised(name: str) -> bool:
     """Whether the tensor of a checkpoint with this name is quantised."""
-    return name.startswith("model.layers.") and (name.endswith("_proj.weight") or bool(matrix_kinds(name)))
+    return name.startswith("model.layers.") and bool(matrix_kinds(name))

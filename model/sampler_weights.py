@@ -21,9 +21,16 @@ ROUNDED = {
 }
 
 
-def rounded_weights(weights: torch.Tensor, dtype: str) -> torch.Tensor:
-    """The weights rounded to a dtype, a key of ROUNDED, in the dtype that they have."""
-    return weights.to(ROUNDED[dtype]).to(weights.dtype)
+@torch.no_grad()
+def rounded_weights(layout: FlatLayout, weights: torch.Tensor, dtype: str) -> torch.Tensor:
+    """The weights rounded to a dtype, a key of ROUNDED, in the dtype that they have.
+
+    Buffers are left alone: an fp8 does not hold their bytes (buffers.py).
+    """
+    rounded, exact = weights.to(ROUNDED[dtype]).to(weights.dtype), layout.checkpoint_views(weights)
+    for name in layout.buffers:
+        layout.checkpoint_views(rounded)[name].copy_(exact[name])
+    return rounded
 
 
 @torch.no_grad()

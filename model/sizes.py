@@ -99,8 +99,10 @@ class Sizes:
             )
         if self.head_dim % 16:
             raise ValueError(f"model: {source}: head_dim ({self.head_dim}) must be a multiple of 16")
-        if self.rotary_dim % 2:
-            raise ValueError(f"model: {source}: the rotated part of a head ({self.rotary_dim}) must be even")
+        if self.rotary_dim % 2 or self.rotary_dim < 2:
+            raise ValueError(
+                f"model: {source}: the rotated part of a head ({self.rotary_dim}) must be 2 or more, and even"
+            )
         short = self.rope_scaling.get("short_factor") if self.rope_scaling else None
         if short is not None and len(short) != self.rotary_dim // 2:
             raise ValueError(

@@ -36,7 +36,7 @@ def sampled_weights(config: Config, layout: Layout, master: torch.Tensor) -> tor
     precision, perturb = config.precision, config.perturb
     dtype = DTYPES[precision.sampler_dtype or config.dtype]
     if perturb.round_weights:
-        return _moved(perturb, master, rounded_weights(master, perturb.round_weights))
+        return _moved(perturb, master, rounded_weights(layout, master, perturb.round_weights))
     if perturb.weights:
         source = master if perturb.weights_of == "masters" else master.to(dtype).float()
         how = Quantisation.parse(perturb.weights)

@@ -289,7 +289,9 @@ def _native_cache_bytes(run: RunShape, calls: list[tuple[int, int]], free: int, 
     block_bytes = BlockCache.bytes_per_block(run.layout.config, dtype)
     # The sampler refuses to run with less than one sample. One block is of the rows that pad a graph.
     one = wanted_blocks([size], 1, 1) + 1
-    return block_bytes * max(one, min(wanted + 1, limit // block_bytes))
+    c = run.layout.config
+    states = numerics.attention.state_bytes(min(most, max(at_once)), c.heads, c.head_dim, sum(size))
+    return states + block_bytes * max(one, min(wanted + 1, limit // block_bytes))
 
 
 def _hf_bytes(run: RunShape) -> int:

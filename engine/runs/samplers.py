@@ -26,6 +26,7 @@ import torch
 from ...model.checkpoint import DTYPES
 from ...model.config import ModelConfig
 from ...model.decoder import Decoder
+from ...model.families import FAMILIES
 from ...model.numerics import Numerics, named_numerics
 from ..config.run_config import Config
 from ..config.sampler_names import EXTERNAL
@@ -106,6 +107,16 @@ class _Run(NamedTuple):
     weights: SlicedWeights
 
 
+def refuse_uncompared(architecture: str) -> None:
+    """Raise ValueError for a family whose model in vLLM was not compared with ours."""
+    if not FAMILIES[architecture].vllm_exact:
+        compared = ", ".join(name for name, family in FAMILIES.items() if family.vllm_exact)
+        raise ValueError(
+            f"sampler \"vllm-exact\": nobody has compared vLLM's own {architecture} with the trainer's "
+            f'operations; those of {compared} were. Set sampler = "vllm-zerokl"'
+        )
+
+
 def _over_weights_of(workers: Workers, run: _Run) -> Sampler:
     """The sampler that is not external, over the weights of these workers."""
     config, layout, flat = run.config, run.weights.decoder.layout, workers.host.decoder.flat
@@ -120,6 +131,7 @@ def _over_weights_of(workers: Workers, run: _Run) -> Sampler:
             value_head=layout.value_head,
         )
     if config.sampler == "vllm-exact":
+        refuse_uncompared(run.model_config.architecture)
         return VllmExactSampler(run.model, run.model_config, layout, flat, config.vllm)
     return ParallelSampler(workers)
 

@@ -22,7 +22,7 @@ from ..context import Context, KeepingContext, no_hook
 from ..kv_rounding import rounded_kv
 from ..operation import Equation, Operation, Shown, Site, Work, norm_row, projection_row
 from ..sizes import Sizes
-from .block import LayerRun, LayerWeights, Mixer, Rotation, Rows, Weight
+from .block import LayerRun, LayerWeights, Mixer, Rows, Weight
 
 
 @dataclass(frozen=True)
@@ -152,7 +152,7 @@ class Attention(Mixer):
         if self.wide_qk_norm:
             qk = self._wide_norm(w, qk, layer, context)
         if not self.no_rope:
-            qk = _rotated(qk, c, layer.rotation)
+            qk = rope(qk, *layer.rotation)
             layer.show("rope", qk)
         q, k = qk.split([c.heads, c.kv_heads], dim=1)
         return q, rounded_kv(k, layer.numerics), rounded_kv(v, layer.numerics)
@@ -174,11 +174,3 @@ class Attention(Mixer):
         """x [T, D] -> [T, Hq + 2 Hkv, D of a head]."""
         qkv = linear(x, w["qkv"], w.get("qkv_bias"), context.in_pass, layer.numerics.tiles)
         return qkv.view(x.shape[0], -1, layer.config.head_dim)
-
-
-def _rotated(qk: torch.Tensor, c: Sizes, rotation: Rotation) -> torch.Tensor:
-    """rope of the first elements of each head, [T, H, D] -> the same."""
-    if c.rotary_dim == c.head_dim:
-        return rope(qk, *rotation)
-    turned, rest = qk.split([c.rotary_dim, c.head_dim - c.rotary_dim], dim=2)
-    return torch.cat([rope(turned.contiguous(), *rotation), rest], dim=2)

@@ -91,6 +91,9 @@ def read_experts(
                 raw[field],
                 "only experts that a softmax chooses for each token are, without shared ones",
             )
+    numbers = {raw.get(name) for name in ("num_experts", "num_local_experts")} - {None}
+    if len(numbers) > 1:
+        config.wrong("num_experts and num_local_experts differ, and libraries differ in which they read")
     named = {"num_experts": raw.get("num_local_experts")}
     named |= {name: value for name, value in raw.items() if value is not None}
     fields = config.read(_ExpertFields, named | dict(decided))
@@ -220,7 +223,10 @@ class MixtureOfExperts(Block):
         return {"router": self._logits_dtype(numerics, compute)}
 
     def _logits_dtype(self, numerics: Numerics, compute: torch.dtype) -> torch.dtype | None:
-        """The dtype of the router's logits; None is the compute dtype. Scores of experts are never narrow."""
+        """The dtype of the router's logits; None is the compute dtype.
+
+        Those of a sigmoid router are in fp32 always, from a weight in the compute dtype.
+        """
         return accumulate_dtype(compute) if self.experts.sigmoid else numerics.router
 
     def operations(self, c: Sizes, x: str) -> tuple[Operation, ...]:
@@ -235,7 +241,8 @@ class MixtureOfExperts(Block):
             number,
             f"{_MODULE}.gate",
             weight=f"{self.names.module}.gate",
-            kept_fp32=number,
+            # Logits in fp32 keep what they are computed from in fp32.
+            kept_fp32=number + (D if self.experts.sigmoid else 0),
             remedy="Compare the router's weight in the engine's memory with the checkpoint's, and its dtype.",
         )
         experts = Operation(

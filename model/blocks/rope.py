@@ -86,7 +86,7 @@ def read_rope(config: ConfigFile, types: dict[str, str], partial: bool) -> Rope:
     """
     common = config.fields
     raw = common.rope_parameters or common.rope_scaling
-    if raw | common.rope_scaling != raw:
+    if common.rope_scaling and common.rope_scaling != raw:
         config.wrong(
             f"rope_scaling ({shown(common.rope_scaling)}) differs from rope_parameters, and libraries differ "
             "in which they read; keep one"
@@ -110,6 +110,8 @@ def read_rope(config: ConfigFile, types: dict[str, str], partial: bool) -> Rope:
     config.value(_ORIGINAL)  # the other types read it, and it computes nothing without them
     scaling = readers[kind](nested, config)
     nested.refuse_unknown()
+    if kind == "yarn" and not theta > 1.0:
+        config.wrong(f"rope_theta ({theta}) must be above 1 with rope_type yarn")
     return Rope(theta, scaling, share)
 
 
@@ -149,7 +151,9 @@ def _read_yarn(nested: ConfigFile, config: ConfigFile) -> dict[str, Any]:
         "original_max_position_embeddings": original,
     }
     _check_positive("yarn", nested, **numbers)
-    return {"rope_type": "yarn", **numbers, "truncate": values.truncate}
+    # transformers takes a null as false.
+    truncate = values.truncate and nested.raw.get("truncate", True) is not None
+    return {"rope_type": "yarn", **numbers, "truncate": truncate}
 
 
 def _mscale(factor: float, scale: float) -> float:
@@ -167,7 +171,8 @@ def _read_longrope(nested: ConfigFile, config: ConfigFile) -> dict[str, Any]:
             "longrope",
             f"with max_position_embeddings ({positions}) above {_ORIGINAL} ({original}) the frequencies of a "
             f"token change when its sequence grows beyond {original}; for shorter sequences, with the short "
-            f"factors, set max_position_embeddings to {original} and the scaling's factor to {factor:g}",
+            f"factors, set max_position_embeddings to {original} and the scaling's factor to {factor:g} "
+            "(vLLM's own model does not read that factor, so it then computes another rotation)",
         )
     inferred = math.sqrt(1.0 + math.log(factor) / math.log(original)) if factor > 1.0 else 1.0
     attention = inferred if values.attention_factor is None else values.attention_factor

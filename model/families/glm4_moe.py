@@ -31,7 +31,7 @@ def layers(config: ConfigFile) -> list[Layer]:
 FAMILY = Family(
     "Glm4MoeForCausalLM",
     layers,
-    defaults={"num_key_value_heads": 8, "partial_rotary_factor": 0.5, "norm_topk_prob": True},
+    defaults={"num_key_value_heads": 8, "partial_rotary_factor": 0.5},
     partial_rotary=True,
     small={
         "partial_rotary_factor": 0.5,

@@ -14,4 +14,4 @@ def layers(config: ConfigFile) -> list[Layer]:
     return [layer] * config.fields.num_hidden_layers
 
 
-FAMILY = Family("LlamaForCausalLM", layers)
+FAMILY = Family("LlamaForCausalLM", layers, vllm_exact=True)

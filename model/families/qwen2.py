@@ -12,4 +12,9 @@ def layers(config: ConfigFile) -> list[Layer]:
     return [pre_norm(Attention(qkv_bias=True), GatedMlp())] * config.fields.num_hidden_layers
 
 
-FAMILY = Family("Qwen2ForCausalLM", layers, defaults={"num_key_value_heads": 32, "use_sliding_window": False})
+FAMILY = Family(
+    "Qwen2ForCausalLM",
+    layers,
+    defaults={"num_key_value_heads": 32, "use_sliding_window": False},
+    vllm_exact=True,
+)

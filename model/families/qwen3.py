@@ -18,4 +18,5 @@ FAMILY = Family(
     "Qwen3ForCausalLM",
     layers,
     defaults={"head_dim": 128, "num_key_value_heads": 32, "use_sliding_window": False},
+    vllm_exact=True,
 )

@@ -21,4 +21,5 @@ FAMILY = Family(
     layers,
     defaults={"num_key_value_heads": 4, "use_sliding_window": False},
     small={"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 224, "norm_topk_prob": True},
+    vllm_exact=True,
 )

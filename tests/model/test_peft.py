@@ -11,7 +11,7 @@ from zerokl.files.writing import manifest_damage
 from zerokl.model.adapters import AdapterLayout, adapted_layout
 from zerokl.model.config import ModelConfig
 from zerokl.model.families import FAMILIES
-from zerokl.model.lora import Lora
+from zerokl.model.lora import TARGETS, Lora
 from zerokl.model.peft import (
     CONFIG,
     WEIGHTS,
@@ -181,6 +181,17 @@ def test_names_of_a_state_dict_are_no_adapter(folder):
     save_file(tensors, folder / WEIGHTS)
     with pytest.raises(ValueError, match=r"holds no adapter of q_proj.*first tensor is .*\.default\.weight"):
         stored_lora(folder)
+
+
+@pytest.mark.parametrize("targets", [("q_proj", "o_proj"), ("up_proj",)])
+def test_a_part_of_a_fused_matrix_has_no_adapter_of_its_own(targets):
+    config = ModelConfig.from_dict(MODEL.raw | {"architectures": ["Phi3ForCausalLM"]})
+    with pytest.raises(
+        ValueError, match=r"targets has .*_proj, and a Phi3ForCausalLM holds .* as one tensor"
+    ):
+        adapted_layout(config, Lora(2, 6.0, targets))
+    whole = AdapterLayout(adapted_layout(config, Lora(2, 6.0, TARGETS[:3])), Lora(2, 6.0, TARGETS[:3]))
+    assert {adapter.module.split(".")[-1] for adapter in whole.adapters} == {"qkv_proj"}
 
 
 def test_damage_is_named(folder, tmp_path):

@@ -189,6 +189,7 @@ GLM4_MOE = QWEN2 | {
         (MIXTRAL | {"sliding_window": 4096}, "sliding_window = 4096 is not supported"),
         (MIXTRAL | {"router_jitter_noise": 0.1}, "router_jitter_noise = 0.1 is not supported"),
         (MIXTRAL | {"num_local_experts": None}, "lacks the field num_experts"),
+        (MIXTRAL | {"num_experts": 8}, "num_experts and num_local_experts differ"),
         (GLM4_MOE | {"scoring_func": "softmax"}, "scoring_func = 'softmax' is not supported; only sigmoid"),
         (GLM4_MOE | {"topk_method": "greedy"}, "topk_method = 'greedy' is not supported; only noaux_tc"),
         (GLM4_MOE | {"n_group": 3}, r"n_group \(3\) must divide n_routed_experts \(8\)"),
@@ -202,12 +203,43 @@ GLM4_MOE = QWEN2 | {
         (GLM4_MOE | {"n_shared_experts": None}, "lacks the field n_shared_experts"),
         (GLM4_MOE | {"router_jitter_noise": 0.1}, "router_jitter_noise = 0.1 is not supported"),
         (GLM4_MOE | {"partial_rotary_factor": 1.5}, r"partial_rotary_factor \(1.5\) must be above 0"),
+        (
+            GLM4_MOE | {"partial_rotary_factor": 0.01},
+            r"the rotated part of a head \(0\) must be 2 or more, and even",
+        ),
     ],
 )
 def test_what_a_family_with_experts_does_not_compute_is_refused(change, message):
     raw = {name: value for name, value in change.items() if value is not None}
     with pytest.raises(ValueError, match=message):
         ModelConfig.from_dict(raw)
+
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 5e5}}
+            | {"rope_scaling": {"rope_type": "linear", "factor": 2.0}},
+            "differs from rope_parameters",
+        ),
+        (
+            {"rope_theta": 1.0, "rope_scaling": YARN},
+            r"rope_theta \(1.0\) must be above 1 with rope_type yarn",
+        ),
+    ],
+)
+def test_a_rotation_that_libraries_read_otherwise_or_nobody_computes_is_refused(change, message):
+    with pytest.raises(ValueError, match=message):
+        ModelConfig.from_dict(QWEN2 | change)
+
+
+@pytest.mark.parametrize(("truncate", "read"), [({}, True), ({"truncate": None}, False)])
+def test_a_null_for_truncate_is_no_truncation_as_in_transformers(truncate, read):
+    assert ModelConfig.from_dict(QWEN2 | {"rope_scaling": YARN | truncate}).rope_scaling["truncate"] is read
 
 
 def test_control_the_families_with_experts_are_accepted_with_what_they_read():

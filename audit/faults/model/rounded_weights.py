@@ -23,9 +23,10 @@ def predict(evidence: Evidence) -> Iterator[Prediction]:
 
     A merge of an adapter in bf16 leaves such weights, and so does a sync in a narrower dtype.
     """
-    exact = evidence.scorer.model().flat.detach()
+    decoder = evidence.scorer.model()
+    exact = decoder.flat.detach()
     for name in ("bfloat16", "float16"):
-        rounded = rounded_weights(exact, name)
+        rounded = rounded_weights(decoder.layout, exact, name)
         if not torch.equal(rounded, exact):
             yield Prediction(
                 f"the sampler's weights are rounded to {name}, the trainer's are not",

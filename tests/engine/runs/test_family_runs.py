@@ -8,6 +8,7 @@ from zerokl.engine.config.run_config import ParallelConfig
 from zerokl.engine.runs.init import PRESETS, random_decoder
 from zerokl.engine.runs.memory import activation_bytes
 from zerokl.engine.runs.run import train
+from zerokl.engine.runs.samplers import refuse_uncompared
 from zerokl.kernels.sampling_params import SamplingParams
 from zerokl.model.decoder import Decoder
 from zerokl.model.families import MODEL_TYPES
@@ -53,6 +54,16 @@ def test_every_family_is_a_preset_of_init_that_has_its_fields():
         assert raw["architectures"] == [family.architecture]
         assert {key: raw[key] for key in family.small} == dict(family.small)
         assert name in PRESETS
+
+
+@pytest.mark.parametrize("model_type", MODEL_TYPES)
+def test_vllms_own_model_of_a_family_is_refused_where_nobody_compared_it(model_type):
+    architecture = MODEL_TYPES[model_type].architecture
+    if model_type in ("llama", "qwen2", "qwen3", "qwen3_moe"):
+        refuse_uncompared(architecture)
+    else:
+        with pytest.raises(ValueError, match=f"nobody has compared vLLM's own {architecture} .*vllm-zerokl"):
+            refuse_uncompared(architecture)
 
 
 def _kept_bytes(decoder: Decoder, rows: int) -> int:

@@ -201,3 +201,15 @@ def test_a_cpu_takes_one_shard_at_a_time_and_what_is_named_stays():
     cpu = torch.device("cpu")
     assert fit(RunShape(Config(), SMALL), cpu) == (CPU_MICRO_BATCH, 1, 8)
     assert fit(RunShape(Config(micro_batch=3, shards_in_flight=16), SMALL, 2), cpu) == (3, 4, 4)
+
+
+@pytest.mark.parametrize(("context", "chunks"), [(500, 0), (8192 + 200, 17)])
+def test_the_states_of_chunks_are_counted_where_a_row_has_several(context, chunks):
+    """m, l and acc in fp32, of each row that is drawn, each head and each chunk of 512 keys."""
+    sizes = dict(prompts=1, num_generations=8, sampling={"max_tokens": context - 200}, dtype="bfloat16")
+    sizes |= dict(recompute="layer", micro_batch=1, shards_in_flight=1, evaluation={"every": 0})
+    caches, free = [], int(79.1 * GIB)
+    for order in ("vllm", "chunked-512"):
+        run = RunShape(Config(precision={"attention": order}, **sizes), LARGE, 1, 200)
+        caches.append(footprint(run, fit_into(run, free), free).cache)
+    assert caches[1] - caches[0] == 8 * LARGE.config.heads * chunks * (LARGE.config.head_dim + 2) * 4
