@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ...files.inputs import check_folder
 from ...files.reading import read_json
 from ...model.config import ModelConfig
 from ...model.config_file import UnsupportedError
@@ -80,6 +81,7 @@ def _is_of_another_family(folder: Path, error: ValueError) -> bool:
 def _of_transformers(folder: Path, refusal: str) -> AuditedModel:
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, __version__
 
+    check_folder(folder)
     try:
         whole = AutoConfig.from_pretrained(folder, trust_remote_code=False)
         config = whole.get_text_config()

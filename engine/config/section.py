@@ -13,12 +13,12 @@ from functools import cache
 from inspect import cleandoc, signature
 from itertools import pairwise
 from operator import attrgetter
-from pathlib import Path
 from typing import Annotated, Any, ClassVar, NamedTuple
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator
 from pydantic.fields import FieldInfo
 
+from ...files.inputs import read_text
 from ...kernels.sampling_params import SamplingParams
 from .sampler_names import EXTERNAL
 
@@ -128,7 +128,7 @@ def _texts(file: str) -> dict[tuple[str, str], str]:
     the 0.6 s in which a command starts.
     """
     texts = {}
-    classes = (node for node in ast.walk(ast.parse(Path(file).read_text())) if isinstance(node, ast.ClassDef))
+    classes = (node for node in ast.walk(ast.parse(read_text(file))) if isinstance(node, ast.ClassDef))
     for node in classes:
         for field, below in pairwise(node.body):
             if isinstance(field, ast.AnnAssign) and isinstance(below, ast.Expr):

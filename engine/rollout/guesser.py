@@ -45,7 +45,7 @@ class _Group(NamedTuple):
     prompt: int
 
 
-class _Text:
+class _Passage:
     """Ids of one text. prompt: the hash of the prompt that it belongs to."""
 
     def __init__(self, number: int, prompt: int, request: Request):
@@ -63,11 +63,11 @@ class TextGuesser:
 
     def __init__(self, tokens: int = 1 << 21, slots: int = 1 << 22):
         self._limit, self._held, self._next_number = tokens, 0, 1
-        self._texts: dict[int, _Text] = {}  # by number, the oldest first
+        self._texts: dict[int, _Passage] = {}  # by number, the oldest first
         self._slots = memoryview(np.zeros(slots, np.int64))  # 0 is no place: no text has the number 0
-        self._open: dict[RngKey, _Text] = {}  # of trajectories that may go on
+        self._open: dict[RngKey, _Passage] = {}  # of trajectories that may go on
         self._groups: dict[_Group, int] = {}  # the hash of each one's prompt, the oldest first
-        self._prompts: dict[int, _Text] = {}  # by their hash
+        self._prompts: dict[int, _Passage] = {}  # by their hash
 
     def propose(self, request: Request, tokens: Sequence[int], k: int) -> Sequence[int]:
         text = self._with(request, tokens)
@@ -84,7 +84,7 @@ class TextGuesser:
         if not request.trajectory_tokens:
             self._open.pop(request.rng_key, None)
 
-    def _with(self, request: Request, tokens: Sequence[int]) -> _Text:
+    def _with(self, request: Request, tokens: Sequence[int]) -> _Passage:
         """The text of the request's trajectory, with these tokens after the request's ids."""
         text = self._open.get(request.rng_key)
         if text is None or text.request is not request:
@@ -95,7 +95,7 @@ class TextGuesser:
         self._add(text, tokens[text.read - len(request.ids) :])
         return text
 
-    def _begin(self, request: Request) -> _Text:
+    def _begin(self, request: Request) -> _Passage:
         """A new text, without the prompt but for its end: the prompt is a text of its own."""
         key = request.rng_key
         group = _Group(key.seed, key.stream, key.step, key.prompt)
@@ -110,13 +110,13 @@ class TextGuesser:
         text.read = max(0, len(request.ids) - _ENDS[0])
         return text
 
-    def _new(self, prompt: int, request: Request) -> _Text:
+    def _new(self, prompt: int, request: Request) -> _Passage:
         number = self._next_number
         self._next_number += 1
-        text = self._texts[number] = _Text(number, prompt, request)
+        text = self._texts[number] = _Passage(number, prompt, request)
         return text
 
-    def _add(self, text: _Text, new: Sequence[int]) -> None:
+    def _add(self, text: _Passage, new: Sequence[int]) -> None:
         """Append ids. An end is found from the moment on at which an id follows it."""
         ids, slots, slot, number = text.ids, self._slots, self._slot, text.number << _PLACE_BITS
         for place, token in enumerate(new, len(ids)):
@@ -130,7 +130,7 @@ class TextGuesser:
         while self._held > self._limit:
             self._forget(next(iter(self._texts.values())))
 
-    def _forget(self, text: _Text) -> None:
+    def _forget(self, text: _Passage) -> None:
         """Its places stay in their slots, and lead nowhere."""
         del self._texts[text.number]
         self._held -= len(text.ids)

@@ -31,6 +31,7 @@ READERS = {
         "engine/tasks/tokenizer.py",
         "engine/runs/checks/variants.py",
         "engine/rollout/hf.py",
+        "audit/engines/audited_model.py",
         # model folders that a plant's world has made itself
         "audit/faults/planting/sampling.py",
         "audit/faults/planting/world.py",

@@ -86,9 +86,9 @@ def test_turns_with_noise_upload_the_noise_and_are_not_captured():
 
 # A new memory: its padding page. A new kind of requests: the ids that stop. Then two prompts, each with two
 # samples, which begin and end together: the blocks to fill with zeros; all that the reading of the prompts
-# needs; the blocks to copy for the samples; the rows of the first draw; the rows of the turns. A look: ids
-# and log-probabilities.
-UPLOADS = ["memory", "stop ids", "zeros", "prompts", "copies", "first rows", "rows"]
+# needs; the blocks to copy for the samples; the rows of the first draw; the padding with which a graph is
+# captured; the rows of the turns. A look: ids and log-probabilities.
+UPLOADS = ["memory", "stop ids", "zeros", "prompts", "copies", "first rows", "padding", "rows"]
 
 
 def uploads(device: Device) -> tuple[int, int]:

@@ -189,7 +189,7 @@ def test_an_actor_that_hangs_is_replaced(config, actors, tmp_path, read_jsonl):
         ),
         (LAGGED | {"perturb__delay": 1, "exact": False}, "both make weights late"),
         ({"max_staleness": 1} | POOL, 'needs staleness_schedule = "lagged"'),
-        ({"sampler": "hf", "exact": False} | POOL, 'needs sampler = "native"'),
+        ({"sampler": "hf", "exact": False} | POOL | {"native__speculate": 0}, 'needs sampler = "native"'),
     ],
 )
 def test_what_does_not_go_together_is_refused(config, settings, message):

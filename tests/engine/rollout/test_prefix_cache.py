@@ -149,14 +149,24 @@ def test_without_a_fault_the_game_is_equal(decoder, blocks):
     assert not shows_a_fault(decoder, blocks)
 
 
+def _keeps_blocks(plain, self, version):
+    self.version = version
+
+
+def _shares_what_is_not_full(plain, sample):
+    return (*sample.prefix.ids, *sample.tokens)
+
+
+def _adds_no_owner(plain, self, blocks):
+    taken = plain(self, blocks)
+    self._cache.release(blocks)
+    return taken
+
+
 FAULTS = {
-    "blocks are kept over a change of the weights": (native, "        self.end_turns()\n", "        pass\n"),
-    "a block that is not full is shared": (generation, "*self.tokens)[:-2]", "*self.tokens)"),
-    "a block is given back while it is in use": (
-        prefix_cache,
-        "return self._cache.share(blocks)",
-        "return list(blocks)",
-    ),
+    "blocks are kept over a change of the weights": (native.NativeSampler, "sync_weights", _keeps_blocks),
+    "a block that is not full is shared": (generation.Sample, "written", _shares_what_is_not_full),
+    "a block is given back while it is in use": (prefix_cache.PrefixCache, "take", _adds_no_owner),
 }
 
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from zerokl.engine.rollout import generation, native
+from zerokl.engine.rollout import decode, generation
 from zerokl.engine.rollout.native import NativeSampler
 from zerokl.engine.rollout.types import Completion, DrawParams, Request, RngKey, serve_in_waves
 from zerokl.kernels.attention_plan import KEY_TILE
@@ -151,22 +151,23 @@ def test_a_request_that_needs_a_larger_memory_gets_one(decoder):
     assert len(script.drawn) == 7
 
 
+def _counts_anew(plain, sample):
+    return plain(sample)._replace(drawn=len(sample.tokens))
+
+
+def _takes_every_kind(plain, self, *args):
+    plain(self, *args)
+    self.fits = lambda request: True
+
+
+def _in_the_first_ones_place(plain, self, rows):
+    plain(self, [row._replace(pages=rows[0].pages) for row in rows])
+
+
 FAULTS = {
-    "a turn that counts its random numbers anew": (
-        generation,
-        "return self.request.drawn + len",
-        "return len",
-    ),
-    "a request of another kind beside the others": (
-        native,
-        "return _kind(request) == kind and memory",
-        "return memory",
-    ),
-    "a row that joins without its place in the cache": (
-        generation,
-        "self.decoding.load([sample.row for sample in self.running])",
-        "self.decoding.load([sample.row._replace(pages=self.running[0].blocks) for sample in self.running])",
-    ),
+    "a turn that counts its random numbers anew": (generation.Sample, "row", _counts_anew),
+    "a request of another kind beside the others": (generation.Generation, "__init__", _takes_every_kind),
+    "a row that joins without its place in the cache": (decode.DecodeRows, "load", _in_the_first_ones_place),
 }
 
 

@@ -238,7 +238,12 @@ def test_mfu_is_the_trainers_work_over_its_time_and_the_peak(monkeypatch, config
     for overrides, gradient in (({}, False), ({"loss__kl_coef": 0.1}, True)):
         settings = config(updates_per_rollout=2, **overrides)
         state = SimpleNamespace(
-            policy=policy, config=settings, ranks=SimpleNamespace(size=4), sampler=sampler, ahead=None
+            policy=policy,
+            config=settings,
+            ranks=SimpleNamespace(size=4),
+            sampler=sampler,
+            ahead=None,
+            stopwatch=Stopwatch(torch.device("cpu")),
         )
         metrics = performance.performance(state, shard, times)
         flops = 2 * training_flops(model, [(4, 3, 3, True, True), (4, 6, 6, False, gradient)])

@@ -76,7 +76,7 @@ def test_a_flipped_bit_of_a_weight_is_found(plain, good, tmp_path, monkeypatch, 
         metrics = update(self, *args)
         if self.updates == step + 1:
             with torch.no_grad():
-                flipped.append(_flip(self.master, draw, self.layout))
+                flipped.append(_flip(self.weights.master, draw, self.layout))
         return metrics
 
     monkeypatch.setattr(Optimizer, "update", planted)
