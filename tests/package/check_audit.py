@@ -20,7 +20,7 @@ from check import compare, wheel_files
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "wheels" / "audit"))
-from shipped import DATA, shipped  # noqa: E402
+from shipped import DATA, shipped, text  # noqa: E402
 
 SAMPLES = ROOT / "tests" / "audit" / "log_samples"
 # Bytes of the wheel, and seconds of an audit, at most.
@@ -29,7 +29,7 @@ MOST_BYTES, MOST_S = 2_000_000, 10.0
 
 def check_files(wheel: Path) -> None:
     """Exit where the wheel holds other files than shipped.py lists, or other bytes."""
-    expected = {str(file.relative_to(ROOT)): file.read_bytes() for file in shipped().values()}
+    expected = {str(file.relative_to(ROOT)): text(file).encode() for file in shipped().values()}
     for package, patterns in DATA.items():
         folder = ROOT.joinpath(*package.split("."))
         files = [file for pattern in patterns for file in folder.glob(pattern)]
