@@ -105,7 +105,7 @@ def _row(answer: Answer, tokens: Tokens, places: Places, side: str, count: int) 
     distance, left = float(np.nanmean(before)), float(np.nanmean(after))
     return Row(
         name="knob: " + " and ".join(dict.fromkeys(x.knob.name for x in fit.turns)),
-        what=_words(answer, tokens.model.config.get_text_config(), side),
+        what=_words(answer, tokens.model.config.get_text_config(), places.lm_head, side),
         remedy=REMEDY,
         distance=distance,
         left=left,
@@ -121,14 +121,14 @@ def _row(answer: Answer, tokens: Tokens, places: Places, side: str, count: int) 
     )
 
 
-def _words(answer: Answer, config: object, side: str) -> str:
+def _words(answer: Answer, config: object, lm_head: str, side: str) -> str:
     """The knobs of an answer with their values, what they mean, and the knobs that do the same."""
     turned = "; and ".join(
         f"{turn.knob.words(turn.value)}{_error(answer.fit) if turn is answer.fit.last else ''}{_where(turn)}"
         for turn in answer.fit.turns
     )
     text = f"the {side} computes with {turned}"
-    if known := meaning(answer.fit, config):
+    if known := meaning(answer.fit, config, lm_head):
         text += f" ({known})"
     if answer.alike:
         same = [f"{x.last.knob.words(x.last.value)}{_where(x.last)}" for x in answer.alike[:_LISTED]]
