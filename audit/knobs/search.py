@@ -2,7 +2,8 @@
 
 1. Every knob in all layers, on few tokens. Those that do the same are one class.
 2. The best classes are refined, also in single layers and in kinds of layers; the best fits on more tokens.
-3. Where none of them leaves rounding alone, a second knob is fitted on what the best ones leave.
+3. Where none of them leaves rounding alone, a second knob is fitted on what the best ones leave. It is told
+   where both leave clearly less than the best one alone.
 
 A knob fits where the difference follows what it predicts with a slope of 1, far from 0 beside its error, and
 what is left is what bf16 rounds and the smaller part of the difference.
@@ -15,7 +16,7 @@ from itertools import groupby
 import numpy as np
 
 from ...engine.display.progress import silent
-from ..hypotheses.judgement import ERRORS, SLOPE
+from ..hypotheses.judgement import ERRORS, SECOND, SLOPE
 from ..hypotheses.noise import Noise, is_rounding
 from ..hypotheses.slope import slope
 from .fit import REFUSALS, Fitted, effect_on, refined, screened
@@ -81,7 +82,7 @@ class Knobs:
         best = sorted(self._all_refined(self.tokens, finalists), key=lambda x: x.left)
         answers = self._answers(best, classes, knobs)
         if small and not rounds and not any(x.fits for x in answers):
-            answers += self._pairs(small, fits)
+            answers += self._pairs(small, fits, min((x.left for x in best), default=np.inf))
         return sorted(answers, key=lambda x: (not x.fits, len(x.fit.turns), x.fit.left)), len(knobs)
 
     # --- one knob ---
@@ -227,8 +228,11 @@ class Knobs:
 
     # --- two at once ---
 
-    def _pairs(self, best: Sequence[Fitted], fits: Sequence[Fitted]) -> list[Answer]:
-        """A second knob on what each of the best first ones leaves; the best pair."""
+    def _pairs(self, best: Sequence[Fitted], fits: Sequence[Fitted], single: float) -> list[Answer]:
+        """A second knob on what each of the best first ones leaves; the best pair.
+
+        None where it leaves little less than `single`, what the best knob alone leaves of all tokens.
+        """
         pairs = []
         for first in _each_kind(best)[:_FIRSTS]:
             r = np.nan_to_num(self.few.difference(first.scores) / self.few.w)
@@ -244,7 +248,7 @@ class Knobs:
         both = min(pairs, key=lambda x: x.left)
         first, second = both.turns
         again = self._refined(self.tokens, second, (first,))
-        return [self.judged(again)] if again else []
+        return [self.judged(again)] if again and again.left <= SECOND * single else []
 
     def _small_effect(self, turn: Turn) -> np.ndarray:
         """What a knob's step changes in the layers of a turn, [N] of few tokens."""
