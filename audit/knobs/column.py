@@ -1,6 +1,6 @@
 """The knobs of a column of a log: when they are tried, on which lines, and what is told."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -15,15 +15,17 @@ from ..hypotheses.noise import Noise, measured
 from ..hypotheses.tried import Row, Tried
 from .dictionary import meaning
 from .fit import Fitted
-from .forward import Tokens, chosen
+from .forward import Tokens, chosen, sampled
 from .knob import Turn
 from .places import Places, places_of
-from .search import Answer, Knobs
+from .search import Answer, Knobs, leaves_rounding
 
 # Products of a weight and a token in a screening forward and in one of a fit; tokens of these at most.
 # Two cores of a CPU take about a second for the first.
 _SCREEN, _FIT = 3e10, 1.2e11
 _SCREEN_TOKENS, _FIT_TOKENS = 800, 2000
+# Batches of a fit's size on which its value is checked, of lines by chance.
+_CHECKS = 4
 # Weights of a model up to which its knobs are tried without being asked for.
 _MOST_WEIGHTS = 1e9
 # Answers and equal knobs that a report lists.
@@ -69,15 +71,20 @@ def with_knobs(
     weights = sum(x.numel() for x in model.parameters())
     if weights > _MOST_WEIGHTS and not knob_model.always:
         return tried
-    lines = chosen(evidence.lines, min(_FIT_TOKENS, int(_FIT / weights)))
+    most = min(_FIT_TOKENS, int(_FIT / weights))
+    lines = chosen(evidence.lines, most)
     few = chosen(evidence.lines, min(_SCREEN_TOKENS, int(_SCREEN / weights)))
     if not lines:
         return tried
     tokens, places = Tokens(model, lines), places_of(model)
     types = getattr(model.config.get_text_config(), "layer_types", None) or ()
-    search = Knobs(Tokens(model, few), tokens, places, _noise(tokens, knob_model), types, stage)
+    noise = _noise(tokens, knob_model)
+    search = Knobs(Tokens(model, few), tokens, places, noise, types, stage)
     answers, count = search.answer()
     rows = [_row(x, tokens, places, evidence.side, count) for x in answers[:_LISTED]]
+    stage("trying what was fitted on other lines")
+    checks = [Tokens(model, x) for x in sampled(evidence.lines, most, _CHECKS)]
+    rows = [_checked(row, x, checks, noise) if x.fits else row for row, x in zip(rows, answers, strict=False)]
     best = next((x for x in rows if x.fits), None)
     return replace(tried, best=tried.best or best, rows=[*rows, *tried.rows])
 
@@ -90,18 +97,27 @@ def _noise(tokens: Tokens, knob_model: KnobModel) -> Noise:
     return measured("bfloat16", [rounded[known]], [tokens.base[known]])
 
 
+def _checked(row: Row, answer: Answer, checks: Sequence[Tokens], noise: Noise) -> Row:
+    """The row of an answer that fits some lines: it fits where it leaves rounding in others, too."""
+    scored = [(t, t.scores(answer.fit.turns)) for t in checks]
+    nearer = sum(_nearer(t, scores) for t, scores in scored)
+    total = sum(len(t.lines) for t in checks)
+    if leaves_rounding(noise, scored):
+        return replace(row, lines=nearer, lines_tried=total)
+    what = f"{row.what}; so in {nearer} of {total} lines"
+    return replace(row, what=what, lines=nearer, lines_tried=total, fits=False)
+
+
+def _nearer(tokens: Tokens, scores: np.ndarray) -> int:
+    """The lines that some scores come nearer to than the model's own do."""
+    gaps = (tokens.by_line(np.abs(tokens.difference(x))) for x in (tokens.base, scores))
+    return sum(bool(np.nansum(after) < np.nansum(before)) for before, after in zip(*gaps, strict=True))
+
+
 def _row(answer: Answer, tokens: Tokens, places: Places, side: str, count: int) -> Row:
     """The row of an answer. The figures are of the lines that were fitted."""
     fit, known = answer.fit, tokens.known
     before, after = (np.abs(tokens.difference(x))[known] for x in (tokens.base, fit.scores))
-    gaps = [
-        (np.nansum(np.abs(x)), np.nansum(np.abs(y)))
-        for x, y in zip(
-            tokens.by_line(tokens.difference(tokens.base)),
-            tokens.by_line(tokens.difference(fit.scores)),
-            strict=True,
-        )
-    ]
     distance, left = float(np.nanmean(before)), float(np.nanmean(after))
     return Row(
         name="knob: " + " and ".join(dict.fromkeys(x.knob.name for x in fit.turns)),
@@ -112,7 +128,7 @@ def _row(answer: Answer, tokens: Tokens, places: Places, side: str, count: int) 
         explained=distance - left,
         share_left=left / distance if distance else 1.0,
         tokens=int(known.sum()),
-        lines=sum(bool(y < x) for x, y in gaps),
+        lines=_nearer(tokens, fit.scores),
         lines_tried=len(tokens.lines),
         slope=answer.slope,
         errors=answer.errors,

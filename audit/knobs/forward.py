@@ -84,8 +84,26 @@ def chosen(lines: Sequence[Line], most_tokens: int) -> list[Line]:
 
     A completion is cut where it would be too long: later tokens change no earlier one.
     """
-    known = [x for x in lines if np.isfinite(x.logged.astype(np.float64) - x.scored).any() and x.prompt_ids]
-    order = sorted(known, key=_distance, reverse=True)
+    return _packed(sorted(_known(lines), key=_distance, reverse=True), most_tokens)
+
+
+def sampled(lines: Sequence[Line], most_tokens: int, batches: int) -> list[list[Line]]:
+    """Lines by chance, cut as those of `chosen` are: all of them where so many batches hold them."""
+    known = _known(lines)
+    order, result = [known[i] for i in np.random.default_rng(0).permutation(len(known))], []
+    while order and len(result) < batches:
+        result.append(_packed(order, most_tokens))
+        order = order[len(result[-1]) :]
+    return result
+
+
+def _known(lines: Sequence[Line]) -> list[Line]:
+    """The lines of which some token has both numbers."""
+    return [x for x in lines if np.isfinite(x.logged.astype(np.float64) - x.scored).any() and x.prompt_ids]
+
+
+def _packed(order: Sequence[Line], most_tokens: int) -> list[Line]:
+    """The first lines, cut, up to so many tokens in all."""
     each = max(24, most_tokens // max(4, min(len(order), 16)))
     kept, used = [], 0
     for line in order:

@@ -216,15 +216,9 @@ class Knobs:
         moved = np.where(t.known & np.isfinite(effect), effect, np.nan)
         angle, errors = slope(*(t.by_line(x) for x in (moved, r, t.base)))
         share = fit.left / t.left(t.base)
-        left = [
-            np.where(k, x, np.nan)
-            for k, x in zip(t.by_line(t.known), t.by_line(t.difference(fit.scores)), strict=True)
-        ]
-        left = [x for x in left if not np.isnan(x).all()]
-        base = [x for x, y in zip(t.by_line(t.base), t.by_line(t.known), strict=True) if y.any()]
         follows = SLOPE[0] <= angle <= SLOPE[1] and errors >= ERRORS and share <= _SHARE
-        is_small = fit.left <= _LEAVES * self.noise.size and is_rounding(self.noise, left, base, signed=False)
-        return Answer(fit, (), bool(follows and is_small), angle, float(min(errors, 1e9)))
+        fits = follows and leaves_rounding(self.noise, [(t, fit.scores)])
+        return Answer(fit, (), bool(fits), angle, float(min(errors, 1e9)))
 
     # --- two at once ---
 
@@ -270,6 +264,19 @@ class Knobs:
                 return None
             first, second = again.last, both.last
         return Fitted((first, second), again.left, again.scores)
+
+
+def leaves_rounding(noise: Noise, scored: Sequence[tuple[Tokens, np.ndarray]]) -> bool:
+    """Whether what scores leave of some tokens is what a sampler rounds, in all of their lines."""
+    left, base, total, tokens = [], [], 0.0, 0
+    for t, scores in scored:
+        total, tokens = total + t.left(scores) * t.known.sum(), tokens + t.known.sum()
+        for known, d, logp in zip(*map(t.by_line, (t.known, t.difference(scores), t.base)), strict=True):
+            if (known & ~np.isnan(d)).any():
+                left.append(np.where(known, d, np.nan))
+                base.append(logp)
+    is_small = total <= _LEAVES * noise.size * tokens
+    return bool(left and is_small and is_rounding(noise, left, base, signed=False))
 
 
 def _quarters(layers: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
