@@ -156,7 +156,7 @@ def _nearest(tried: Tried) -> Finding:
         text += f" of the difference{chosen_among(nearest)}."
     else:
         text += ", and none explains a tenth of the difference."
-    text += _sits(tried)
+    text += _sits(tried) + (f" {tried.untried}" if tried.untried else "")
     if tried.need_a_model:
         remedy = f"Name the model with --model: {tried.need_a_model} further hypotheses need it."
     else:

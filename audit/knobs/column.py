@@ -1,5 +1,6 @@
 """The knobs of a column of a log: when they are tried, on which lines, and what is told."""
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -9,6 +10,7 @@ import torch
 
 from ...engine.display.progress import silent
 from ...engine.rollout.hf import load_model
+from ...model.weight_files import stored_tensors
 from ..hypotheses.evidence import Evidence
 from ..hypotheses.judgement import FEWEST_TOKENS
 from ..hypotheses.noise import Noise, measured
@@ -45,6 +47,10 @@ class KnobModel:
     always: bool = False  # whether they are tried though a hypothesis fits
     _loaded: list[torch.nn.Module] = field(default_factory=list)
 
+    def weights(self) -> int:
+        """How many the files hold, by their headers. Raises ValueError for files that cannot be read."""
+        return sum(math.prod(x.part().get_shape()) for x in stored_tensors(self.folder))
+
     def model(self) -> torch.nn.Module:
         """The model, read once."""
         if not self._loaded:
@@ -67,10 +73,13 @@ def with_knobs(
     if not wanted or not tried.distance or tried.tokens < FEWEST_TOKENS:
         return tried
     stage("trying a number at every operation")
-    model = knob_model.model()
-    weights = sum(x.numel() for x in model.parameters())
+    weights = knob_model.weights()
     if weights > _MOST_WEIGHTS and not knob_model.always:
-        return tried
+        return _untried(
+            tried,
+            f"the model has {weights:.2g} weights, and {_MOST_WEIGHTS:.0e} are the most without --knobs",
+        )
+    model = knob_model.model()
     most = min(_FIT_TOKENS, int(_FIT / weights))
     lines = chosen(evidence.lines, most)
     few = chosen(evidence.lines, min(_SCREEN_TOKENS, int(_SCREEN / weights)))
@@ -87,6 +96,10 @@ def with_knobs(
     rows = [_checked(row, x, checks, noise) if x.fits else row for row, x in zip(rows, answers, strict=False)]
     best = next((x for x in rows if x.fits), None)
     return replace(tried, best=tried.best or best, rows=[*rows, *tried.rows])
+
+
+def _untried(tried: Tried, reason: str) -> Tried:
+    return replace(tried, untried=f"No number at an operation was fitted: {reason}.")
 
 
 def _noise(tokens: Tokens, knob_model: KnobModel) -> Noise:
