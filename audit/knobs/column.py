@@ -13,19 +13,20 @@ from ...engine.rollout.hf import load_model
 from ...model.weight_files import stored_tensors
 from ..hypotheses.evidence import Evidence
 from ..hypotheses.judgement import FEWEST_TOKENS
+from ..hypotheses.lines import Line
 from ..hypotheses.noise import Noise, measured
 from ..hypotheses.tried import Row, Tried
 from .dictionary import meaning
 from .fit import Fitted
-from .forward import Tokens, chosen, sampled
+from .forward import Tokens, chosen, sampled, usable
 from .knob import Turn
 from .places import Places, places_of
 from .search import Answer, Knobs, leaves_rounding
 
 # Products of a weight and a token in a screening forward and in one of a fit; tokens of these at most.
-# Two cores of a CPU take about a second for the first.
+# Two cores of a CPU take about a second for the first. Where knobs are asked for, so many times the products.
 _SCREEN, _FIT = 3e10, 1.2e11
-_SCREEN_TOKENS, _FIT_TOKENS = 800, 2000
+_SCREEN_TOKENS, _FIT_TOKENS, _ASKED = 800, 2000, 16
 # Batches of a fit's size on which its value is checked, of lines by chance.
 _CHECKS = 4
 # Weights of a model up to which its knobs are tried without being asked for.
@@ -73,29 +74,42 @@ def with_knobs(
     if not wanted or not tried.distance or tried.tokens < FEWEST_TOKENS:
         return tried
     stage("trying a number at every operation")
-    weights = knob_model.weights()
-    if weights > _MOST_WEIGHTS and not knob_model.always:
-        return _untried(
-            tried,
-            f"the model has {weights:.2g} weights, and {_MOST_WEIGHTS:.0e} are the most without --knobs",
-        )
-    model = knob_model.model()
-    most = min(_FIT_TOKENS, int(_FIT / weights))
-    lines = chosen(evidence.lines, most)
-    few = chosen(evidence.lines, min(_SCREEN_TOKENS, int(_SCREEN / weights)))
-    if not lines:
-        return tried
-    tokens, places = Tokens(model, lines), places_of(model)
-    types = getattr(model.config.get_text_config(), "layer_types", None) or ()
-    noise = _noise(tokens, knob_model)
-    search = Knobs(Tokens(model, few), tokens, places, noise, types, stage)
-    answers, count = search.answer()
-    rows = [_row(x, tokens, places, evidence.side, count) for x in answers[:_LISTED]]
-    stage("trying what was fitted on other lines")
-    checks = [Tokens(model, x) for x in sampled(evidence.lines, most, _CHECKS)]
-    rows = [_checked(row, x, checks, noise) if x.fits else row for row, x in zip(rows, answers, strict=False)]
+    weights, is_asked = knob_model.weights(), knob_model.always
+    if weights > _MOST_WEIGHTS and not is_asked:
+        most = f"{_MOST_WEIGHTS:.0e} are the most without --knobs"
+        return _untried(tried, f"the model has {weights:.2g} weights, and {most}")
+    share = (_ASKED if is_asked else 1) / weights
+    most = min(_FIT_TOKENS, int(_FIT * share))
+    if not (lines := usable(evidence.lines, most)):
+        asked = " without --knobs" if most < _FIT_TOKENS and not is_asked else ""
+        return _untried(tried, f"no prompt leaves room within the {most} tokens of a forward{asked}")
+    few = chosen(lines, min(_SCREEN_TOKENS, int(_SCREEN * share)))
+    rows, _ = _fitted(lines, few, most, evidence.side, knob_model, stage)
     best = next((x for x in rows if x.fits), None)
     return replace(tried, best=tried.best or best, rows=[*rows, *tried.rows])
+
+
+def _fitted(
+    lines: Sequence[Line],
+    few: Sequence[Line],
+    most: int,
+    side: str,
+    knob_model: KnobModel,
+    stage: Callable[[str], None],
+) -> tuple[list[Row], int]:
+    """The rows of the best knobs, and how many were tried. few, most: lines of a screen, tokens of a fit."""
+    model = knob_model.model()
+    tokens, places = Tokens(model, chosen(lines, most)), places_of(model)
+    types = getattr(model.config.get_text_config(), "layer_types", None) or ()
+    noise = _noise(tokens, knob_model)
+    answers, count = Knobs(Tokens(model, few), tokens, places, noise, types, stage).answer()
+    stage("trying what was fitted on other lines")
+    checks = [Tokens(model, x) for x in sampled(lines, most, _CHECKS)]
+    rows = []
+    for x in answers[:_LISTED]:
+        row = _row(x, tokens, places, side, count)
+        rows.append(_checked(row, x, checks, noise) if x.fits else row)
+    return rows, count
 
 
 def _untried(tried: Tried, reason: str) -> Tried:

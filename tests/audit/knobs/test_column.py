@@ -10,6 +10,7 @@ from zerokl.audit.hypotheses.lines import Line
 from zerokl.audit.hypotheses.tried import Tried
 from zerokl.audit.knobs import column
 from zerokl.audit.knobs.column import KnobModel, with_knobs
+from zerokl.audit.knobs.forward import chosen, sampled, usable
 
 from tests.audit.families import write_family
 
@@ -40,3 +41,24 @@ def test_a_model_that_is_too_large_is_never_loaded(folder, monkeypatch):
     assert replace(tried, untried="") == TRIED
     assert "weights" in tried.untried
     assert "--knobs" in tried.untried
+
+
+def test_a_prompt_that_no_forward_holds_is_left_out():
+    long, short = line(9, 8000), line(1, 6)
+    assert usable([long, short], 2000) == [short]
+    assert usable([long], 2000) == []
+    assert usable([line(0, 0)], 2000) == [], "the first token of no prompt has no probability"
+    for some in (chosen([line(2, 1900), *LINES], 2000), sampled([line(2, 1900), *LINES], 2000, 1)[0]):
+        assert len(some) * max(len(x.prompt_ids) + len(x.completion_ids) for x in some) <= 2000
+
+
+def test_long_prompts_alone_are_said_and_no_model_is_loaded(folder, monkeypatch):
+    monkeypatch.setattr(column, "load_model", lambda *_: pytest.fail("loaded"))
+    evidence = Evidence([line(0, 8000)])
+    for always in (False, True):
+        tried = with_knobs(TRIED, evidence, knob_model(folder, always))
+        assert replace(tried, untried="") == TRIED
+        assert "prompt" in tried.untried
+        assert "--knobs" not in tried.untried, "it would not help"
+    monkeypatch.setattr(column, "_FIT", 1e6)
+    assert "--knobs" in with_knobs(TRIED, evidence, knob_model(folder)).untried
