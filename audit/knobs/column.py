@@ -17,7 +17,7 @@ from ..hypotheses.lines import Line
 from ..hypotheses.noise import Noise, measured
 from ..hypotheses.tried import Row, Tried
 from .dictionary import meaning
-from .fit import Fitted
+from .fit import REFUSALS, Fitted
 from .forward import Tokens, chosen, sampled, usable
 from .knob import Turn
 from .places import Places, places_of
@@ -31,6 +31,8 @@ _SCREEN_TOKENS, _FIT_TOKENS, _ASKED = 800, 2000, 16
 _CHECKS = 4
 # Weights of a model up to which its knobs are tried without being asked for.
 _MOST_WEIGHTS = 1e9
+# What a library may raise for a model or a machine that it does not take: memory, files, fields, shapes.
+_FAILURES = (*REFUSALS, MemoryError, OSError, ImportError)
 # Answers and equal knobs that a report lists.
 _LISTED = 4
 REMEDY = (
@@ -68,12 +70,22 @@ def with_knobs(
 ) -> Tried:
     """What was tried on a column, and its knobs: where no hypothesis fits, and where they are asked for.
 
-    A knob that fits is the best row where there is none yet. Others are rows that do not fit.
+    A knob that fits is the best row where there is none yet. Others are rows that do not fit. The search is
+    no part of what an audit promises: where a library fails in it, the report says so.
     """
     wanted = knob_model.always or (tried.best is None and not tried.is_within_rounding)
     if not wanted or not tried.distance or tried.tokens < FEWEST_TOKENS:
         return tried
     stage("trying a number at every operation")
+    try:
+        return _searched(tried, evidence, knob_model, stage)
+    except _FAILURES as error:
+        reason = (str(error).strip().splitlines() or [""])[0]
+        return _untried(tried, f"the search ended with {type(error).__name__}{reason and f' ({reason})'}")
+
+
+def _searched(tried: Tried, evidence: Evidence, knob_model: KnobModel, stage: Callable[[str], None]) -> Tried:
+    """What was tried, and the knobs, as far as the size of the model and the prompts allow for them."""
     weights, is_asked = knob_model.weights(), knob_model.always
     if weights > _MOST_WEIGHTS and not is_asked:
         most = f"{_MOST_WEIGHTS:.0e} are the most without --knobs"
@@ -84,9 +96,10 @@ def with_knobs(
         asked = " without --knobs" if most < _FIT_TOKENS and not is_asked else ""
         return _untried(tried, f"no prompt leaves room within the {most} tokens of a forward{asked}")
     few = chosen(lines, min(_SCREEN_TOKENS, int(_SCREEN * share)))
-    rows, _ = _fitted(lines, few, most, evidence.side, knob_model, stage)
+    rows, count = _fitted(lines, few, most, evidence.side, knob_model, stage)
     best = next((x for x in rows if x.fits), None)
-    return replace(tried, best=tried.best or best, rows=[*rows, *tried.rows])
+    rows = sorted([*rows, *tried.rows], key=lambda x: (not x.fits, x.share_left))
+    return replace(tried, tried=tried.tried + count, best=tried.best or best, rows=rows)
 
 
 def _fitted(

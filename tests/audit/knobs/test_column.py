@@ -7,7 +7,7 @@ import pytest
 import torch
 from zerokl.audit.hypotheses.evidence import Evidence
 from zerokl.audit.hypotheses.lines import Line
-from zerokl.audit.hypotheses.tried import Tried
+from zerokl.audit.hypotheses.tried import Row, Tried
 from zerokl.audit.knobs import column
 from zerokl.audit.knobs.column import KnobModel, with_knobs
 from zerokl.audit.knobs.forward import chosen, sampled, usable
@@ -62,3 +62,35 @@ def test_long_prompts_alone_are_said_and_no_model_is_loaded(folder, monkeypatch)
         assert "--knobs" not in tried.untried, "it would not help"
     monkeypatch.setattr(column, "_FIT", 1e6)
     assert "--knobs" in with_knobs(TRIED, evidence, knob_model(folder)).untried
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("no room\nat all"), MemoryError(), KeyError("x")])
+def test_an_error_of_a_library_ends_the_search_and_no_audit(folder, monkeypatch, error):
+    def fails(*_):
+        raise error
+
+    monkeypatch.setattr(column, "load_model", fails)
+    tried = with_knobs(TRIED, Evidence(LINES), knob_model(folder))
+    assert replace(tried, untried="") == TRIED
+    assert type(error).__name__ in tried.untried
+    assert "\n" not in tried.untried
+
+
+def test_a_stop_by_the_user_is_no_error_of_a_library(folder, monkeypatch):
+    monkeypatch.setattr(column, "load_model", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        with_knobs(TRIED, Evidence(LINES), knob_model(folder))
+
+
+def row(name: str, share_left: float, fits: bool = False) -> Row:
+    return Row(name, "", "", 1.0, share_left, 1 - share_left, share_left, 100, 1, 1, 1.0, 99.0, fits)
+
+
+def test_rows_are_the_nearest_first_and_numbers_at_operations_are_counted(folder, monkeypatch):
+    rows = [row("knob: a", 0.9), row("knob: b", 0.2, fits=True), row("knob: c", 0.4)]
+    monkeypatch.setattr(column, "_fitted", lambda *_: (rows, 56))
+    before = replace(TRIED, rows=[row("x", 0.5), row("y", 0.95)])
+    tried = with_knobs(before, Evidence(LINES), knob_model(folder))
+    assert [x.name for x in tried.rows] == ["knob: b", "knob: c", "x", "knob: a", "y"]
+    assert tried.best is rows[1]
+    assert tried.tried == 44 + 56
