@@ -105,7 +105,8 @@ def test_a_log_is_scored_by_transformers_and_a_setting_is_named(folder_of, tmp_p
     assert report.trainer == "hf"
     # Where the engine repeats its own bits, the sampler's dtype explains the difference exactly.
     assert report.outcome.passed or report.cause.kind == "another dtype", report.cause
-    assert any("not zerokl's decoder" in note for note in report.log_notes)
+    note = next(x for x in report.log_notes if "not zerokl's decoder" in x)
+    assert len(note) < 200, "it lists no families"
     hotter = write_log(tmp_path / "hotter.jsonl", folder_of(name), 0.7, 1.0)
     report = audited(hotter, model=str(folder_of(name)), dtype="float32")
     assert "temperature" in f"{report.cause.kind} {report.cause.text}", report.cause
@@ -125,3 +126,9 @@ def test_a_family_that_transformers_does_not_know_is_refused_in_a_sentence(folde
         with pytest.raises(ValueError, match=match) as error:
             audited(folder, sampler="hf", trainer="hf")
         assert "\n" not in str(error.value)
+
+
+def test_a_trainer_that_is_named_is_not_changed_for_a_log_of_another_family(folder_of, tmp_path):
+    log = write_log(tmp_path / "log.jsonl", folder_of("Mamba"), 1.0, 1.0)
+    with pytest.raises(ValueError, match=r"zerokl cannot compute with it"):
+        audited(log, model=str(folder_of("Mamba")), dtype="float32", trainer="zerokl")
