@@ -80,7 +80,7 @@ class Knobs:
         small = sorted(self._all_refined(self.few, leads), key=lambda x: x.left)
         finalists = [x.last for x in _each_once(small)[:_FINAL]]
         best = sorted(self._all_refined(self.tokens, finalists), key=lambda x: x.left)
-        answers = self._answers(best, classes, knobs)
+        answers = self._answers(best, classes, knobs, small)
         if small and not rounds and not any(x.fits for x in answers):
             answers += self._pairs(small, fits, min((x.left for x in best), default=np.inf))
         return sorted(answers, key=lambda x: (not x.fits, len(x.fit.turns), x.fit.left)), len(knobs)
@@ -174,9 +174,16 @@ class Knobs:
     # --- what fits ---
 
     def _answers(
-        self, best: Sequence[Fitted], classes: Sequence[Sequence[Fitted]], knobs: Sequence[Knob]
+        self,
+        best: Sequence[Fitted],
+        classes: Sequence[Sequence[Fitted]],
+        knobs: Sequence[Knob],
+        small: Sequence[Fitted],
     ) -> list[Answer]:
-        """The best fits, each with the knobs that do the same in the same layers."""
+        """The best fits, each with the knobs that do the same in the same layers, and with its other layers.
+
+        small: fits of few tokens.
+        """
         answers: list[Answer] = []
         for fit in best:
             if any(_is_told(fit, x) for x in answers):
@@ -184,14 +191,24 @@ class Knobs:
             members = next((x for x in classes if any(y.last.knob is fit.last.knob for y in x)), [])
             first_turn = next((x.last for x in members if x.last.knob is fit.last.knob), fit.last)
             others = [self._as(x.last, first_turn, fit) for x in members if x.last.knob is not fit.last.knob]
-            near = [x for x in best if x is not fit and x.last.knob is not fit.last.knob]
-            kept = [x for x in (fit, *others, *near) if x]
+            near = [x for x in best if x is not fit]
+            kept = [x for x in (fit, *others, *near, *self._in_other_layers(fit, best, small)) if x]
             least = min(x.left for x in kept)
             alike = _each_once([x for x in kept if x.left <= _ALIKE * least])
-            alike.sort(key=lambda x: knobs.index(x.last.knob))
+            alike.sort(key=lambda x: (knobs.index(x.last.knob), x.left))
             if not any(_is_told(alike[0], x) for x in answers):
                 answers.append(replace(self.judged(alike[0]), alike=tuple(alike[1:])))
         return answers
+
+    def _in_other_layers(
+        self, fit: Fitted, best: Sequence[Fitted], small: Sequence[Fitted]
+    ) -> list[Fitted | None]:
+        """The same knob in other layers that left as little of few tokens, fitted where `best` has it not."""
+        done = {(x.last.knob, x.last.layers) for x in best}
+        same = [x for x in small if x.last.knob is fit.last.knob]
+        least = min((x.left for x in same), default=0.0)
+        turns = [x.last for x in same if x.left <= _ALIKE * least]
+        return [self._refined(self.tokens, x) for x in turns if (x.knob, x.layers) not in done]
 
     def _as(self, turn: Turn, first_turn: Turn, fit: Fitted) -> Fitted | None:
         """Another knob in the layers of a fit: at its value where both are one scale, else fitted.

@@ -1,5 +1,7 @@
 """The search over one column: what it tells beside one knob, and what it does not."""
 
+import copy
+
 import numpy as np
 import pytest
 import torch
@@ -61,3 +63,14 @@ def test_a_second_knob_that_explains_is_told(model):
     assert len(told[0].fit.turns) == 2
     assert told[0].fits
     assert {x.knob.name for x in told[0].fit.turns} == {"attention's scores", "mlp.dense_4h_to_h"}
+
+
+def test_other_layers_of_the_same_knob_that_leave_as_little_are_told(model):
+    """In a model whose second MLP gives nothing: what is turned in both is turned in the first."""
+    model = copy.deepcopy(model)
+    for x in model.gpt_neox.layers[1].mlp.dense_4h_to_h.parameters():
+        x.data.zero_()
+    told = answers(tokens_of(model, ("mlp.dense_4h_to_h", "scale", 0.7, (0,)), noise=0.001), 0.001)[0]
+    assert told.fits
+    turns = [(x.last.knob.name, x.last.knob.what, x.last.layers, x.left) for x in (told.fit, *told.alike)]
+    assert {x[2] for x in turns} >= {(0,), (0, 1)}, turns
