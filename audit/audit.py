@@ -141,6 +141,7 @@ def _audit_log(setup: _Setup, given: _OfLog) -> Measurements:
         given.adapters,
         None if setup.model.config else setup.model,
         cfg.knobs,
+        cfg.sampler_dtype,
     )
     source = Source(log=cfg.sampler, weight_version=log.rollouts[0][0].weight_version)
     with library_errors(cfg, "compare"):

@@ -10,9 +10,10 @@ import torch
 
 from ...engine.display.progress import silent
 from ...engine.rollout.hf import load_model
+from ...model.checkpoint import DTYPES
 from ...model.weight_files import stored_tensors
 from ..hypotheses.evidence import Evidence
-from ..hypotheses.judgement import FEWEST_TOKENS
+from ..hypotheses.judgement import FEWEST_TOKENS, FP32, FP32_OF_BF16
 from ..hypotheses.lines import Line
 from ..hypotheses.noise import Noise, measured
 from ..hypotheses.tried import Row, Tried
@@ -48,6 +49,7 @@ class KnobModel:
     folder: Path
     device: torch.device
     always: bool = False  # whether they are tried though a hypothesis fits
+    sampler_dtype: str = ""  # where it was given
     _loaded: list[torch.nn.Module] = field(default_factory=list)
 
     def weights(self) -> int:
@@ -60,9 +62,9 @@ class KnobModel:
             self._loaded.append(load_model(self.folder, torch.float32, "eager").to(self.device))
         return self._loaded[0]
 
-    def bf16(self) -> torch.nn.Module:
-        """The same in bf16, whose rounding is measured."""
-        return load_model(self.folder, torch.bfloat16, "eager").to(self.device)
+    def rounded(self, dtype: torch.dtype) -> torch.nn.Module:
+        """The same in a dtype, whose rounding is measured."""
+        return load_model(self.folder, dtype, "eager").to(self.device)
 
 
 def with_knobs(
@@ -114,7 +116,7 @@ def _fitted(
     model = knob_model.model()
     tokens, places = Tokens(model, chosen(lines, most)), places_of(model)
     types = getattr(model.config.get_text_config(), "layer_types", None) or ()
-    noise = _noise(tokens, knob_model)
+    noise = noise_beside(tokens, knob_model, side)
     answers, count = Knobs(Tokens(model, few), tokens, places, noise, types, stage).answer()
     stage("trying what was fitted on other lines")
     checks = [Tokens(model, x) for x in sampled(lines, most, _CHECKS)]
@@ -129,12 +131,15 @@ def _untried(tried: Tried, reason: str) -> Tried:
     return replace(tried, untried=f"No number at an operation was fitted: {reason}.")
 
 
-def _noise(tokens: Tokens, knob_model: KnobModel) -> Noise:
-    """What a sampler in bf16 rounds beside the exact scores."""
+def noise_beside(tokens: Tokens, knob_model: KnobModel, side: str) -> Noise:
+    """What a side rounds beside the exact scores: in the sampler's dtype where it was given, else in bf16."""
+    given = knob_model.sampler_dtype if side == "sampler" else ""
+    dtype = "float16" if given == "float16" else "bfloat16"
     with torch.no_grad():
-        rounded = replace(tokens, model=knob_model.bf16()).scores(())
+        rounded = replace(tokens, model=knob_model.rounded(DTYPES[dtype])).scores(())
     known = tokens.known & np.isfinite(rounded)
-    return measured("bfloat16", [rounded[known]], [tokens.base[known]])
+    noise = measured(dtype, [rounded[known]], [tokens.base[known]])
+    return Noise("float32", max(noise.size * FP32_OF_BF16, FP32)) if given == "float32" else noise
 
 
 def _checked(row: Row, answer: Answer, checks: Sequence[Tokens], noise: Noise) -> Row:

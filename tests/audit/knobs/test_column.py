@@ -9,8 +9,8 @@ from zerokl.audit.hypotheses.evidence import Evidence
 from zerokl.audit.hypotheses.lines import Line
 from zerokl.audit.hypotheses.tried import Row, Tried
 from zerokl.audit.knobs import column
-from zerokl.audit.knobs.column import KnobModel, with_knobs
-from zerokl.audit.knobs.forward import chosen, sampled, usable
+from zerokl.audit.knobs.column import KnobModel, noise_beside, with_knobs
+from zerokl.audit.knobs.forward import Tokens, chosen, sampled, usable
 
 from tests.audit.families import write_family
 
@@ -94,3 +94,15 @@ def test_rows_are_the_nearest_first_and_numbers_at_operations_are_counted(folder
     assert [x.name for x in tried.rows] == ["knob: b", "knob: c", "x", "knob: a", "y"]
     assert tried.best is rows[1]
     assert tried.tried == 44 + 56
+
+
+def test_a_sampler_of_a_narrower_rounding_gets_no_room_for_that_of_bf16(folder):
+    """The noise of a dtype that was given; the trainer's column of a log is in another one."""
+    models = {x: replace(knob_model(folder), sampler_dtype=x) for x in ("", "bfloat16", "float16", "float32")}
+    tokens = Tokens(models[""].model(), LINES)
+    noises = {x: noise_beside(tokens, m, "sampler") for x, m in models.items()}
+    assert noises["bfloat16"] == noises[""]
+    assert noises["float16"].size < noises["bfloat16"].size / 4
+    assert noises["float32"].size < noises["float16"].size / 10
+    assert noises["float32"].dtype == "float32"
+    assert noise_beside(tokens, models["float32"], "trainer") == noises[""]
