@@ -166,7 +166,7 @@ def _row(answer: Answer, tokens: Tokens, places: Places, side: str, count: int) 
     distance, left = float(np.nanmean(before)), float(np.nanmean(after))
     return Row(
         name="knob: " + " and ".join(dict.fromkeys(x.knob.name for x in fit.turns)),
-        what=_words(answer, tokens.model.config.get_text_config(), places.lm_head, side),
+        what=words_of(answer, tokens.model.config.get_text_config(), places.lm_head, side),
         remedy=REMEDY,
         distance=distance,
         left=left,
@@ -182,23 +182,22 @@ def _row(answer: Answer, tokens: Tokens, places: Places, side: str, count: int) 
     )
 
 
-def _words(answer: Answer, config: object, lm_head: str, side: str) -> str:
+def words_of(answer: Answer, config: object, lm_head: str, side: str) -> str:
     """The knobs of an answer with their values, what they mean, and the knobs that do the same."""
-    turned = "; and ".join(
-        f"{turn.knob.words(turn.value)}{_error(answer.fit) if turn is answer.fit.last else ''}{_where(turn)}"
-        for turn in answer.fit.turns
-    )
+    turned = "; and ".join(_one(answer.fit, turn, config, lm_head) for turn in answer.fit.turns)
     text = f"the {side} computes with {turned}"
-    if known := meaning(answer.fit, config, lm_head):
-        text += f" ({known})"
     if answer.alike:
         same = [f"{x.last.knob.words(x.last.value)}{_where(x.last)}" for x in answer.alike[:_LISTED]]
         text += f"; not told from {', or '.join(same)}"
     return text
 
 
-def _error(fit: Fitted) -> str:
-    return f" ± {fit.error:.2g}" if fit.error else ""
+def _one(fit: Fitted, turn: Turn, config: object, lm_head: str) -> str:
+    """A knob of a fit, its layers, and what its value means. The error is of the last one."""
+    error = fit.error if turn is fit.last else 0.0
+    known = meaning(replace(fit, turns=(turn,), error=error), config, lm_head)
+    plus_minus = f" ± {error:.2g}" if error else ""
+    return f"{turn.knob.words(turn.value)}{plus_minus}{_where(turn)}{known and f' ({known})'}"
 
 
 def _where(turn: Turn) -> str:

@@ -1,6 +1,7 @@
 """When the knobs of a column are tried, on which lines, and that the search never ends an audit."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -9,8 +10,13 @@ from zerokl.audit.hypotheses.evidence import Evidence
 from zerokl.audit.hypotheses.lines import Line
 from zerokl.audit.hypotheses.tried import Row, Tried
 from zerokl.audit.knobs import column
-from zerokl.audit.knobs.column import KnobModel, noise_beside, with_knobs
+from zerokl.audit.knobs.column import KnobModel, noise_beside, with_knobs, words_of
+from zerokl.audit.knobs.fit import Fitted
 from zerokl.audit.knobs.forward import Tokens, chosen, sampled, usable
+from zerokl.audit.knobs.knob import Turn
+from zerokl.audit.knobs.knobs import knobs_of
+from zerokl.audit.knobs.places import places_of
+from zerokl.audit.knobs.search import Answer
 
 from tests.audit.families import write_family
 
@@ -106,3 +112,15 @@ def test_a_sampler_of_a_narrower_rounding_gets_no_room_for_that_of_bf16(folder):
     assert noises["float32"].size < noises["float16"].size / 10
     assert noises["float32"].dtype == "float32"
     assert noise_beside(tokens, models["float32"], "trainer") == noises[""]
+
+
+def test_each_of_two_knobs_has_its_meaning(folder):
+    places = places_of(knob_model(folder).model())
+    by_what = {x.what: x for x in knobs_of(places, 30, False)}
+    scores, stretch = by_what["scores"], by_what["positions"]
+    turns = Turn(scores, 1.459, scores.place.layers), Turn(stretch, 0.25, stretch.place.layers)
+    answer = Answer(Fitted(turns, 0.1, np.empty(0), 0.001), (), True, 1.0, 99.0)
+    config = SimpleNamespace(head_dim=8, hidden_size=32, num_attention_heads=4)
+    first, second = words_of(answer, config, "lm_head", "sampler").split("; and ")
+    assert "in all layers (near 1.459, YaRN's attention factor for a scaling of 8, squared)" in first
+    assert "± 0.001 (linear scaling by 4)" in second
