@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from zerokl.audit.conclusion.log_findings import fitting, none_fits
 from zerokl.audit.hypotheses.evidence import Evidence
 from zerokl.audit.hypotheses.lines import Line
 from zerokl.audit.hypotheses.tried import Row, Tried
@@ -54,8 +55,8 @@ def test_a_prompt_that_no_forward_holds_is_left_out():
     assert usable([long, short], 2000) == [short]
     assert usable([long], 2000) == []
     assert usable([line(0, 0)], 2000) == [], "the first token of no prompt has no probability"
-    for some in (chosen([line(2, 1900), *LINES], 2000), sampled([line(2, 1900), *LINES], 2000, 1)[0]):
-        assert len(some) * max(len(x.prompt_ids) + len(x.completion_ids) for x in some) <= 2000
+    for kept in (chosen([line(2, 1900), *LINES], 2000), sampled([line(2, 1900), *LINES], 2000, 1)[0]):
+        assert len(kept) * max(len(x.prompt_ids) + len(x.completion_ids) for x in kept) <= 2000
 
 
 def test_long_prompts_alone_are_said_and_no_model_is_loaded(folder, monkeypatch):
@@ -124,3 +125,10 @@ def test_each_of_two_knobs_has_its_meaning(folder):
     first, second = words_of(answer, config, "lm_head", "sampler").split("; and ")
     assert "in all layers (near 1.459, YaRN's attention factor for a scaling of 8, squared)" in first
     assert "± 0.001 (linear scaling by 4)" in second
+
+
+def test_the_cause_says_that_no_number_was_fitted():
+    for best, find in ((None, none_fits), (row("x", 0.1, fits=True), fitting)):
+        tried = replace(TRIED, rows=[row("x", 0.1)], best=best, untried="No number was fitted: so.")
+        measured = SimpleNamespace(log=SimpleNamespace(hypotheses=tried), columns_alone=False)
+        assert "No number was fitted: so." in find(measured).text
