@@ -98,8 +98,11 @@ def _set_up(cfg: AuditConfig, stage: Callable[[str], None]) -> _Setup:
 
 
 def _with_trainer_of(cfg: AuditConfig, folder: Path) -> AuditConfig:
-    """The settings for a model's family: of one that zerokl has no decoder of, transformers scores a log."""
-    if not cfg.reads_log or cfg.trainer != "zerokl" or audited_model(folder, ()).config:
+    """The settings for a model's family: of one that zerokl has no decoder of, transformers scores a log.
+
+    A trainer that was named stays, and is refused where it cannot compute.
+    """
+    if not cfg.reads_log or "trainer" in cfg.model_fields_set or audited_model(folder, ()).config:
         return cfg
     return cfg.model_copy(update={"trainer": "hf"})
 
@@ -138,6 +141,7 @@ def _audit_log(setup: _Setup, given: _OfLog) -> Measurements:
         given.adapters,
         None if setup.model.config else setup.model,
         cfg.knobs,
+        cfg.sampler_dtype,
     )
     source = Source(log=cfg.sampler, weight_version=log.rollouts[0][0].weight_version)
     with library_errors(cfg, "compare"):
@@ -216,7 +220,8 @@ def _refused(model: AuditedModel) -> list[str]:
     """That transformers scored a log in zerokl's place, and why, as a note; none where zerokl scored it."""
     if model.config:
         return []
-    return [f"transformers scored this log, not zerokl's decoder: {model.refusal.removeprefix('model: ')}."]
+    reason = model.refusal.removeprefix("model: ").partition("; ")[0]
+    return [f"transformers scored this log, not zerokl's decoder: {reason}."]
 
 
 def _unread(folders: Sequence[Path]) -> list[str]:

@@ -78,7 +78,8 @@ def run_audit(
             version, given = settings.weight_version, settings.given_params
             return audit_columns(log, settings.format, n or 0, version, given, settings.tolerances)
     source = {"sampler": str(log)} if log else {"model": target, "trainer_model": trainer_model}
-    cfg = AuditConfig(**settings.model_dump() | source, n=n or COMPLETIONS)
+    # What was not given stays so: a default may then follow the model.
+    cfg = AuditConfig(**settings.model_dump(exclude_unset=True) | source, n=n or COMPLETIONS)
     if log is not None:
         check(cfg)
         stage(f"reading the first rows of {log}")

@@ -113,6 +113,7 @@ def fitting(measured: Measurements) -> Finding | None:
     sits = _sits(measured.log.hypotheses) if row.searched else ""
     also = measured.log.hypotheses.also
     other = f" As near: {'; '.join(also[:2])}." if also else ""
+    other += _untried(measured.log.hypotheses)
     return Finding(
         row.name,
         f"{row.name}: {row.what}. It {'may explain' if measured.columns_alone else 'explains'} "
@@ -146,6 +147,11 @@ def none_fits(measured: Measurements) -> Finding | None:
     return _nearest(tried) if tried.rows else None
 
 
+def _untried(tried: Tried) -> str:
+    """That no number at an operation was fitted, where that was wanted, as a further sentence."""
+    return f" {tried.untried}" if tried.untried else ""
+
+
 def _nearest(tried: Tried) -> Finding:
     """The hypothesis that comes nearest, where none fits."""
     text = f"none of {tried.tried} hypotheses fits"
@@ -156,7 +162,7 @@ def _nearest(tried: Tried) -> Finding:
         text += f" of the difference{chosen_among(nearest)}."
     else:
         text += ", and none explains a tenth of the difference."
-    text += _sits(tried)
+    text += _sits(tried) + _untried(tried)
     if tried.need_a_model:
         remedy = f"Name the model with --model: {tried.need_a_model} further hypotheses need it."
     else:

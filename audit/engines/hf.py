@@ -37,7 +37,7 @@ def cache_argument(model: torch.nn.Module, cache: Any) -> dict[str, Any]:
 class HfEngine(HfGenerator):
     """AutoModelForCausalLM in one dtype; its logits are in `head` where that is given.
 
-    attention: "eager" or "sdpa".
+    attention: "eager" or "sdpa". by_modules: trace modules by transformers' names, also of a known family.
     """
 
     traced_outside = False
@@ -49,10 +49,11 @@ class HfEngine(HfGenerator):
         attention: str = "sdpa",
         head: torch.dtype | None = None,
         device: torch.device | None = None,
+        by_modules: bool = False,
     ):
         super().__init__(folder, dtype, attention, device)
         self.name = "hf-eager" if attention == "eager" else "hf"
-        self._config = _known_config(folder)
+        self._config = None if by_modules else known_config(folder)
         if head not in (None, dtype):
             lm_head = self.model.get_output_embeddings()
             self.model.set_output_embeddings(_WideLmHead(lm_head, head))
@@ -141,7 +142,7 @@ def _cache_of(model: torch.nn.Module, out: Any) -> dict[str, Any]:
     return {} if cache is None else cache_argument(model, cache)
 
 
-def _known_config(folder: Path) -> ModelConfig | None:
+def known_config(folder: Path) -> ModelConfig | None:
     """The config of a folder; None for a model that zerokl has no decoder of."""
     try:
         return ModelConfig.from_file(folder)

@@ -13,7 +13,7 @@ from ...model.checkpoint import DTYPES, check_values
 from ...model.config import ModelConfig
 from ..config import AuditConfig
 from .engine import Engine, ZeroklEngine
-from .hf import HfEngine
+from .hf import HfEngine, known_config
 from .vllm import VllmEngine, VllmZeroklEngine
 
 # Engines in which a library computes.
@@ -23,17 +23,20 @@ _LIBRARIES = ("hf", "hf-eager", "vllm", "vllm-zerokl")
 def make_engines(
     cfg: AuditConfig, folders: Sequence[Path], device: torch.device
 ) -> tuple[Engine | None, Engine]:
-    """The sampler (None where it is a log) and the trainer."""
+    """The sampler (None where it is a log) and the trainer.
+
+    Where zerokl has no decoder of one folder, both sides are traced by the modules of transformers.
+    """
     dtype, head, *sampler_dtypes = (DTYPES[name] for name in vars(cfg.dtypes).values())
     tiles = tiles_of(cfg)
     if cfg.sampler == cfg.trainer == "vllm":
         engine = _engine("vllm", folders[0], device, tiles, dtype, head)
         return engine, engine
-    sampler = None
+    sampler, by_modules = None, any(known_config(x) is None for x in folders)
     if not cfg.reads_log:
         beside_vllm = cfg.trainer == "vllm"
-        sampler = _engine(cfg.sampler, folders[0], device, tiles, *sampler_dtypes, beside_vllm)
-    return sampler, _engine(cfg.trainer, folders[1], device, tiles, dtype, head)
+        sampler = _engine(cfg.sampler, folders[0], device, tiles, *sampler_dtypes, beside_vllm, by_modules)
+    return sampler, _engine(cfg.trainer, folders[1], device, tiles, dtype, head, by_modules=by_modules)
 
 
 def tiles_of(cfg: AuditConfig) -> TileTable:
@@ -76,6 +79,7 @@ def _engine(
     dtype: torch.dtype,
     head: torch.dtype,
     beside_vllm: bool = False,
+    by_modules: bool = False,
 ) -> Engine:
     if name in ("native", "zerokl"):
         return ZeroklEngine(folder, dtype, head, device, name, tiles)
@@ -86,7 +90,7 @@ def _engine(
     if name == "vllm-zerokl":
         # A process holds one vLLM engine.
         return VllmZeroklEngine(folder, dtype, head, device, beside_vllm, tiles)
-    return HfEngine(folder, dtype, "eager" if name == "hf-eager" else "sdpa", head, device)
+    return HfEngine(folder, dtype, "eager" if name == "hf-eager" else "sdpa", head, device, by_modules)
 
 
 @contextmanager

@@ -76,7 +76,7 @@ def log_causes(
         distribution = check(_both_columns(rollouts, lines))
         trainer_column = TrainerColumn(**vars(column), distribution=distribution)
     hypotheses = _in_their_dtype(explain(evidence, faults, stage), evidence, lines)
-    knob_model = KnobModel(scorer.folder, scorer.device, scorer.knobs)
+    knob_model = KnobModel(scorer.folder, scorer.device, scorer.knobs, scorer.sampler_dtype)
     hypotheses = with_knobs(hypotheses, evidence, knob_model, stage)
     if trainer_column:
         trainer_column = with_knobs(trainer_column, _of_trainer(evidence, lines), knob_model, stage)

@@ -51,6 +51,7 @@ class Scorer:
     adapters: ModelAdapters | None = None
     audited: AuditedModel | None = None  # of the folder, where zerokl has no decoder of its family
     knobs: bool = False  # whether knobs are tried though a hypothesis fits
+    sampler_dtype: str = ""  # of the log's sampler, where it was given
     _loaded: list[Forward] = field(default_factory=list)
     _bases: dict[Path, torch.Tensor] = field(default_factory=dict)
 

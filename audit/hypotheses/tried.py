@@ -53,6 +53,7 @@ class Tried:
     best: Row | None = field(default=None, metadata={"json": "found"})  # the one that fits best
     also: list[str] = field(default_factory=list)  # others that fit as well, in words
     rows: list[Row] = field(default_factory=list)  # the nearest first
+    untried: str = ""  # that no number at an operation was fitted, and why, where that was wanted
 
     @property
     def is_exact(self) -> bool:

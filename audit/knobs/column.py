@@ -1,6 +1,7 @@
 """The knobs of a column of a log: when they are tried, on which lines, and what is told."""
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -9,23 +10,30 @@ import torch
 
 from ...engine.display.progress import silent
 from ...engine.rollout.hf import load_model
+from ...model.checkpoint import DTYPES
+from ...model.weight_files import stored_tensors
 from ..hypotheses.evidence import Evidence
-from ..hypotheses.judgement import FEWEST_TOKENS
+from ..hypotheses.judgement import FEWEST_TOKENS, FP32, FP32_OF_BF16
+from ..hypotheses.lines import Line
 from ..hypotheses.noise import Noise, measured
 from ..hypotheses.tried import Row, Tried
 from .dictionary import meaning
-from .fit import Fitted
-from .forward import Tokens, chosen
+from .fit import REFUSALS, Fitted
+from .forward import Tokens, chosen, sampled, usable
 from .knob import Turn
 from .places import Places, places_of
-from .search import Answer, Knobs
+from .search import Answer, Knobs, leaves_rounding
 
 # Products of a weight and a token in a screening forward and in one of a fit; tokens of these at most.
-# Two cores of a CPU take about a second for the first.
+# Two cores of a CPU take about a second for the first. Where knobs are asked for, so many times the products.
 _SCREEN, _FIT = 3e10, 1.2e11
-_SCREEN_TOKENS, _FIT_TOKENS = 800, 2000
+_SCREEN_TOKENS, _FIT_TOKENS, _ASKED = 800, 2000, 16
+# Batches of a fit's size on which its value is checked, of lines by chance.
+_CHECKS = 4
 # Weights of a model up to which its knobs are tried without being asked for.
 _MOST_WEIGHTS = 1e9
+# What a library may raise for a model or a machine that it does not take: memory, files, fields, shapes.
+_FAILURES = (*REFUSALS, MemoryError, OSError, ImportError)
 # Answers and equal knobs that a report lists.
 _LISTED = 4
 REMEDY = (
@@ -41,7 +49,12 @@ class KnobModel:
     folder: Path
     device: torch.device
     always: bool = False  # whether they are tried though a hypothesis fits
+    sampler_dtype: str = ""  # where it was given
     _loaded: list[torch.nn.Module] = field(default_factory=list)
+
+    def weights(self) -> int:
+        """How many the files hold, by their headers. Raises ValueError for files that cannot be read."""
+        return sum(math.prod(x.part().get_shape()) for x in stored_tensors(self.folder))
 
     def model(self) -> torch.nn.Module:
         """The model, read once."""
@@ -49,9 +62,9 @@ class KnobModel:
             self._loaded.append(load_model(self.folder, torch.float32, "eager").to(self.device))
         return self._loaded[0]
 
-    def bf16(self) -> torch.nn.Module:
-        """The same in bf16, whose rounding is measured."""
-        return load_model(self.folder, torch.bfloat16, "eager").to(self.device)
+    def rounded(self, dtype: torch.dtype) -> torch.nn.Module:
+        """The same in a dtype, whose rounding is measured."""
+        return load_model(self.folder, dtype, "eager").to(self.device)
 
 
 def with_knobs(
@@ -59,60 +72,108 @@ def with_knobs(
 ) -> Tried:
     """What was tried on a column, and its knobs: where no hypothesis fits, and where they are asked for.
 
-    A knob that fits is the best row where there is none yet. Others are rows that do not fit.
+    A knob that fits is the best row where there is none yet. Others are rows that do not fit. The search is
+    no part of what an audit promises: where a library fails in it, the report says so.
     """
     wanted = knob_model.always or (tried.best is None and not tried.is_within_rounding)
     if not wanted or not tried.distance or tried.tokens < FEWEST_TOKENS:
         return tried
     stage("trying a number at every operation")
-    model = knob_model.model()
-    weights = sum(x.numel() for x in model.parameters())
-    if weights > _MOST_WEIGHTS and not knob_model.always:
-        return tried
-    lines = chosen(evidence.lines, min(_FIT_TOKENS, int(_FIT / weights)))
-    few = chosen(evidence.lines, min(_SCREEN_TOKENS, int(_SCREEN / weights)))
-    if not lines:
-        return tried
-    tokens, places = Tokens(model, lines), places_of(model)
-    types = getattr(model.config.get_text_config(), "layer_types", None) or ()
-    search = Knobs(Tokens(model, few), tokens, places, _noise(tokens, knob_model), types, stage)
-    answers, count = search.answer()
-    rows = [_row(x, tokens, places, evidence.side, count) for x in answers[:_LISTED]]
+    try:
+        return _searched(tried, evidence, knob_model, stage)
+    except _FAILURES as error:
+        reason = (str(error).strip().splitlines() or [""])[0]
+        return _untried(tried, f"the search ended with {type(error).__name__}{reason and f' ({reason})'}")
+
+
+def _searched(tried: Tried, evidence: Evidence, knob_model: KnobModel, stage: Callable[[str], None]) -> Tried:
+    """What was tried, and the knobs, as far as the size of the model and the prompts allow for them."""
+    weights, is_asked = knob_model.weights(), knob_model.always
+    if weights > _MOST_WEIGHTS and not is_asked:
+        most = f"{_MOST_WEIGHTS:.0e} are the most without --knobs"
+        return _untried(tried, f"the model has {weights:.2g} weights, and {most}")
+    share = (_ASKED if is_asked else 1) / weights
+    most = min(_FIT_TOKENS, int(_FIT * share))
+    if not (lines := usable(evidence.lines, most)):
+        asked = " without --knobs" if most < _FIT_TOKENS and not is_asked else ""
+        return _untried(tried, f"no prompt leaves room within the {most} tokens of a forward{asked}")
+    few = chosen(lines, min(_SCREEN_TOKENS, int(_SCREEN * share)))
+    rows, count = _fitted(lines, few, most, evidence.side, knob_model, stage)
     best = next((x for x in rows if x.fits), None)
-    return replace(tried, best=tried.best or best, rows=[*rows, *tried.rows])
+    rows = sorted([*rows, *tried.rows], key=lambda x: (not x.fits, x.share_left))
+    return replace(tried, tried=tried.tried + count, best=tried.best or best, rows=rows)
 
 
-def _noise(tokens: Tokens, knob_model: KnobModel) -> Noise:
-    """What a sampler in bf16 rounds beside the exact scores."""
+def _fitted(
+    lines: Sequence[Line],
+    few: Sequence[Line],
+    most: int,
+    side: str,
+    knob_model: KnobModel,
+    stage: Callable[[str], None],
+) -> tuple[list[Row], int]:
+    """The rows of the best knobs, and how many were tried. few, most: lines of a screen, tokens of a fit."""
+    model = knob_model.model()
+    tokens, places = Tokens(model, chosen(lines, most)), places_of(model)
+    types = getattr(model.config.get_text_config(), "layer_types", None) or ()
+    noise = noise_beside(tokens, knob_model, side)
+    answers, count = Knobs(Tokens(model, few), tokens, places, noise, types, stage).answer()
+    stage("trying what was fitted on other lines")
+    checks = [Tokens(model, x) for x in sampled(lines, most, _CHECKS)]
+    rows = []
+    for x in answers[:_LISTED]:
+        row = _row(x, tokens, places, side, count)
+        rows.append(_checked(row, x, checks, noise) if x.fits else row)
+    return rows, count
+
+
+def _untried(tried: Tried, reason: str) -> Tried:
+    return replace(tried, untried=f"No number at an operation was fitted: {reason}.")
+
+
+def noise_beside(tokens: Tokens, knob_model: KnobModel, side: str) -> Noise:
+    """What a side rounds beside the exact scores: in the sampler's dtype where it was given, else in bf16."""
+    given = knob_model.sampler_dtype if side == "sampler" else ""
+    dtype = "float16" if given == "float16" else "bfloat16"
     with torch.no_grad():
-        rounded = replace(tokens, model=knob_model.bf16()).scores(())
+        rounded = replace(tokens, model=knob_model.rounded(DTYPES[dtype])).scores(())
     known = tokens.known & np.isfinite(rounded)
-    return measured("bfloat16", [rounded[known]], [tokens.base[known]])
+    noise = measured(dtype, [rounded[known]], [tokens.base[known]])
+    return Noise("float32", max(noise.size * FP32_OF_BF16, FP32)) if given == "float32" else noise
+
+
+def _checked(row: Row, answer: Answer, checks: Sequence[Tokens], noise: Noise) -> Row:
+    """The row of an answer that fits some lines: it fits where it leaves rounding in others, too."""
+    scored = [(t, t.scores(answer.fit.turns)) for t in checks]
+    nearer = sum(_nearer(t, scores) for t, scores in scored)
+    total = sum(len(t.lines) for t in checks)
+    if leaves_rounding(noise, scored):
+        return replace(row, lines=nearer, lines_tried=total)
+    what = f"{row.what}; so in {nearer} of {total} lines"
+    return replace(row, what=what, lines=nearer, lines_tried=total, fits=False)
+
+
+def _nearer(tokens: Tokens, scores: np.ndarray) -> int:
+    """The lines that some scores come nearer to than the model's own do."""
+    gaps = (tokens.by_line(np.abs(tokens.difference(x))) for x in (tokens.base, scores))
+    return sum(bool(np.nansum(after) < np.nansum(before)) for before, after in zip(*gaps, strict=True))
 
 
 def _row(answer: Answer, tokens: Tokens, places: Places, side: str, count: int) -> Row:
     """The row of an answer. The figures are of the lines that were fitted."""
     fit, known = answer.fit, tokens.known
     before, after = (np.abs(tokens.difference(x))[known] for x in (tokens.base, fit.scores))
-    gaps = [
-        (np.nansum(np.abs(x)), np.nansum(np.abs(y)))
-        for x, y in zip(
-            tokens.by_line(tokens.difference(tokens.base)),
-            tokens.by_line(tokens.difference(fit.scores)),
-            strict=True,
-        )
-    ]
     distance, left = float(np.nanmean(before)), float(np.nanmean(after))
     return Row(
         name="knob: " + " and ".join(dict.fromkeys(x.knob.name for x in fit.turns)),
-        what=_words(answer, tokens.model.config.get_text_config(), side),
+        what=words_of(answer, tokens.model.config.get_text_config(), places.lm_head, side),
         remedy=REMEDY,
         distance=distance,
         left=left,
         explained=distance - left,
         share_left=left / distance if distance else 1.0,
         tokens=int(known.sum()),
-        lines=sum(bool(y < x) for x, y in gaps),
+        lines=_nearer(tokens, fit.scores),
         lines_tried=len(tokens.lines),
         slope=answer.slope,
         errors=answer.errors,
@@ -121,23 +182,22 @@ def _row(answer: Answer, tokens: Tokens, places: Places, side: str, count: int) 
     )
 
 
-def _words(answer: Answer, config: object, side: str) -> str:
+def words_of(answer: Answer, config: object, lm_head: str, side: str) -> str:
     """The knobs of an answer with their values, what they mean, and the knobs that do the same."""
-    turned = "; and ".join(
-        f"{turn.knob.words(turn.value)}{_error(answer.fit) if turn is answer.fit.last else ''}{_where(turn)}"
-        for turn in answer.fit.turns
-    )
+    turned = "; and ".join(_one(answer.fit, turn, config, lm_head) for turn in answer.fit.turns)
     text = f"the {side} computes with {turned}"
-    if known := meaning(answer.fit, config):
-        text += f" ({known})"
     if answer.alike:
         same = [f"{x.last.knob.words(x.last.value)}{_where(x.last)}" for x in answer.alike[:_LISTED]]
         text += f"; not told from {', or '.join(same)}"
     return text
 
 
-def _error(fit: Fitted) -> str:
-    return f" ± {fit.error:.2g}" if fit.error else ""
+def _one(fit: Fitted, turn: Turn, config: object, lm_head: str) -> str:
+    """A knob of a fit, its layers, and what its value means. The error is of the last one."""
+    error = fit.error if turn is fit.last else 0.0
+    known = meaning(replace(fit, turns=(turn,), error=error), config, lm_head)
+    plus_minus = f" ± {error:.2g}" if error else ""
+    return f"{turn.knob.words(turn.value)}{plus_minus}{_where(turn)}{known and f' ({known})'}"
 
 
 def _where(turn: Turn) -> str:

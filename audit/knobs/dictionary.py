@@ -10,26 +10,34 @@ from .knob import Turn
 # Scalings of YaRN and of linear interpolation that models ship with.
 _SCALINGS = (2.0, 4.0, 8.0, 16.0, 32.0, 40.0, 64.0)
 _EPSILONS = (1e-5, 1e-6, 1e-8, 1e-12)
-# A value is a known one up to so many of its errors, and up to such a share of it in any case.
-_ERRORS, _SHARE = 3.0, 0.02
+# A value is near a known one up to so many of its errors, and within these shares of the known one (of 1
+# where that is 0): the least, since an error counts chance alone, and the most.
+_ERRORS, _LEAST, _MOST = 3.0, 0.002, 0.02
 
 
-def meaning(fit: Fitted, config: Any) -> str:
+def meaning(fit: Fitted, config: Any, lm_head: str) -> str:
     """What the value of the last knob usually means, in words; empty where it is no known number.
 
-    config: of the model in transformers.
+    config: of the model in transformers. lm_head: the kind of the module that makes the logits.
     """
     turn = fit.last
-    if turn.knob.what == "scale" and _is_temperature(turn):
-        return f"as a temperature of {1 / turn.value:.3g} is" if turn.value else ""
-    room = max(_SHARE * abs(turn.value), _ERRORS * fit.error)
-    near = [(abs(turn.value - x), words) for x, words in _known(turn, config) if abs(turn.value - x) <= room]
-    return min(near)[1] if near else ""
+    if turn.knob.what == "scale" and turn.knob.place.kind == lm_head:
+        is_other = turn.value and abs(turn.value - 1.0) > _ERRORS * fit.error
+        return f"as a temperature of {1 / turn.value:.3g} is" if is_other else ""
+    gaps = [(abs(turn.value - x), x, words) for x, words in _known(turn, config)]
+    near = [x for x in gaps if x[0] <= _room(fit, x[1])]
+    if not near:
+        return ""
+    gap, known, words = min(near)
+    return f"near {known:.4g}, {words}" if gap else words
 
 
-def _is_temperature(turn: Turn) -> bool:
-    """Whether the scale is that of the logits, or of the last norm before them."""
-    return turn.knob.place.layers == (-1,) and not turn.knob.place.is_embedding
+def _room(fit: Fitted, known: float) -> float:
+    """How far a value may be from a known one. A search without a slope has no error, and goes so far."""
+    size = abs(known) or 1.0
+    if not fit.last.knob.step:
+        return _MOST * size
+    return min(max(_ERRORS * fit.error, _LEAST * size), _MOST * size)
 
 
 def _known(turn: Turn, config: Any) -> Iterator[tuple[float, str]]:
@@ -38,15 +46,15 @@ def _known(turn: Turn, config: Any) -> Iterator[tuple[float, str]]:
     if what == "scores" and turn.is_everywhere:
         for s in _SCALINGS:
             factor = (0.1 * math.log(s) + 1.0) ** 2
-            yield factor, f"as YaRN's attention factor for a scaling of {s:g} is, squared"
-            yield 1 / factor, f"as without YaRN's attention factor for a scaling of {s:g}"
+            yield factor, f"YaRN's attention factor for a scaling of {s:g}, squared"
+            yield 1 / factor, f"without YaRN's attention factor for a scaling of {s:g}"
         head = _head_dim(config)
-        yield head**0.5, "as without the division by the root of the head's width"
-        yield head**-0.5, "as divided by the root of the head's width twice"
+        yield head**0.5, "without the division by the root of the head's width"
+        yield head**-0.5, "divided by the root of the head's width twice"
     if what == "positions":
         for s in _SCALINGS:
-            yield 1 / s, f"as linear scaling by {s:g} is"
-            yield s, f"as without linear scaling by {s:g}"
+            yield 1 / s, f"linear scaling by {s:g}"
+            yield s, f"without linear scaling by {s:g}"
     if what == "scale":
         yield 0.0, "left out"
         if place.is_embedding:

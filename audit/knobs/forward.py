@@ -16,6 +16,9 @@ from ..hypotheses.lines import Line
 from ..hypotheses.noise import weight
 from .knob import Turn, turned
 
+# Tokens that a completion is cut to at least.
+_SHORTEST = 16
+
 
 @dataclass(frozen=True)
 class Tokens:
@@ -79,19 +82,41 @@ class Tokens:
         return np.split(x, np.cumsum([len(line.completion_ids) for line in self.lines])[:-1])
 
 
+def usable(lines: Sequence[Line], most_tokens: int) -> list[Line]:
+    """The lines of which some token has both numbers, and whose prompt leaves room within so many tokens."""
+    return [
+        x
+        for x in lines
+        if 0 < len(x.prompt_ids) <= most_tokens - _SHORTEST
+        and np.isfinite(x.logged.astype(np.float64) - x.scored).any()
+    ]
+
+
 def chosen(lines: Sequence[Line], most_tokens: int) -> list[Line]:
-    """The lines that are fitted: those that differ most for their length, up to so many tokens in all.
+    """Of usable lines those that are fitted: they differ most for their length, up to so many tokens in all.
 
     A completion is cut where it would be too long: later tokens change no earlier one.
     """
-    known = [x for x in lines if np.isfinite(x.logged.astype(np.float64) - x.scored).any() and x.prompt_ids]
-    order = sorted(known, key=_distance, reverse=True)
+    return _packed(sorted(lines, key=_distance, reverse=True), most_tokens)
+
+
+def sampled(lines: Sequence[Line], most_tokens: int, batches: int) -> list[list[Line]]:
+    """Usable lines by chance, cut as those of `chosen` are: all where so many batches hold them."""
+    order, result = [lines[i] for i in np.random.default_rng(0).permutation(len(lines))], []
+    while order and len(result) < batches:
+        result.append(_packed(order, most_tokens))
+        order = order[len(result[-1]) :]
+    return result
+
+
+def _packed(order: Sequence[Line], most_tokens: int) -> list[Line]:
+    """The first lines, cut, up to so many tokens in all, those of padding included; one at least."""
     each = max(24, most_tokens // max(4, min(len(order), 16)))
-    kept, used = [], 0
+    kept, longest = [], 0
     for line in order:
-        line = _cut(line, max(each - len(line.prompt_ids), 16))
-        used += len(line.prompt_ids) + len(line.completion_ids)
-        if kept and used > most_tokens:
+        line = _cut(line, max(each - len(line.prompt_ids), _SHORTEST))
+        longest = max(longest, len(line.prompt_ids) + len(line.completion_ids))
+        if kept and (len(kept) + 1) * longest > most_tokens:
             break
         kept.append(line)
     return kept

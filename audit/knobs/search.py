@@ -2,7 +2,8 @@
 
 1. Every knob in all layers, on few tokens. Those that do the same are one class.
 2. The best classes are refined, also in single layers and in kinds of layers; the best fits on more tokens.
-3. Where none of them leaves rounding alone, a second knob is fitted on what the best ones leave.
+3. Where none of them leaves rounding alone, a second knob is fitted on what the best ones leave. It is told
+   where both leave clearly less than the best one alone.
 
 A knob fits where the difference follows what it predicts with a slope of 1, far from 0 beside its error, and
 what is left is what bf16 rounds and the smaller part of the difference.
@@ -15,7 +16,7 @@ from itertools import groupby
 import numpy as np
 
 from ...engine.display.progress import silent
-from ..hypotheses.judgement import ERRORS, SLOPE
+from ..hypotheses.judgement import ERRORS, SECOND, SLOPE
 from ..hypotheses.noise import Noise, is_rounding
 from ..hypotheses.slope import slope
 from .fit import REFUSALS, Fitted, effect_on, refined, screened
@@ -79,9 +80,9 @@ class Knobs:
         small = sorted(self._all_refined(self.few, leads), key=lambda x: x.left)
         finalists = [x.last for x in _each_once(small)[:_FINAL]]
         best = sorted(self._all_refined(self.tokens, finalists), key=lambda x: x.left)
-        answers = self._answers(best, classes, knobs)
+        answers = self._answers(best, classes, knobs, small)
         if small and not rounds and not any(x.fits for x in answers):
-            answers += self._pairs(small, fits)
+            answers += self._pairs(small, fits, min((x.left for x in best), default=np.inf))
         return sorted(answers, key=lambda x: (not x.fits, len(x.fit.turns), x.fit.left)), len(knobs)
 
     # --- one knob ---
@@ -173,9 +174,16 @@ class Knobs:
     # --- what fits ---
 
     def _answers(
-        self, best: Sequence[Fitted], classes: Sequence[Sequence[Fitted]], knobs: Sequence[Knob]
+        self,
+        best: Sequence[Fitted],
+        classes: Sequence[Sequence[Fitted]],
+        knobs: Sequence[Knob],
+        small: Sequence[Fitted],
     ) -> list[Answer]:
-        """The best fits, each with the knobs that do the same in the same layers."""
+        """The best fits, each with the knobs that do the same in the same layers, and with its other layers.
+
+        small: fits of few tokens.
+        """
         answers: list[Answer] = []
         for fit in best:
             if any(_is_told(fit, x) for x in answers):
@@ -183,14 +191,24 @@ class Knobs:
             members = next((x for x in classes if any(y.last.knob is fit.last.knob for y in x)), [])
             first_turn = next((x.last for x in members if x.last.knob is fit.last.knob), fit.last)
             others = [self._as(x.last, first_turn, fit) for x in members if x.last.knob is not fit.last.knob]
-            near = [x for x in best if x is not fit and x.last.knob is not fit.last.knob]
-            kept = [x for x in (fit, *others, *near) if x]
+            near = [x for x in best if x is not fit]
+            kept = [x for x in (fit, *others, *near, *self._in_other_layers(fit, best, small)) if x]
             least = min(x.left for x in kept)
             alike = _each_once([x for x in kept if x.left <= _ALIKE * least])
-            alike.sort(key=lambda x: knobs.index(x.last.knob))
+            alike.sort(key=lambda x: (knobs.index(x.last.knob), x.left))
             if not any(_is_told(alike[0], x) for x in answers):
                 answers.append(replace(self.judged(alike[0]), alike=tuple(alike[1:])))
         return answers
+
+    def _in_other_layers(
+        self, fit: Fitted, best: Sequence[Fitted], small: Sequence[Fitted]
+    ) -> list[Fitted | None]:
+        """The same knob in other layers that left as little of few tokens, fitted where `best` has it not."""
+        done = {(x.last.knob, x.last.layers) for x in best}
+        same = [x for x in small if x.last.knob is fit.last.knob]
+        least = min((x.left for x in same), default=0.0)
+        turns = [x.last for x in same if x.left <= _ALIKE * least]
+        return [self._refined(self.tokens, x) for x in turns if (x.knob, x.layers) not in done]
 
     def _as(self, turn: Turn, first_turn: Turn, fit: Fitted) -> Fitted | None:
         """Another knob in the layers of a fit: at its value where both are one scale, else fitted.
@@ -215,20 +233,17 @@ class Knobs:
         moved = np.where(t.known & np.isfinite(effect), effect, np.nan)
         angle, errors = slope(*(t.by_line(x) for x in (moved, r, t.base)))
         share = fit.left / t.left(t.base)
-        left = [
-            np.where(k, x, np.nan)
-            for k, x in zip(t.by_line(t.known), t.by_line(t.difference(fit.scores)), strict=True)
-        ]
-        left = [x for x in left if not np.isnan(x).all()]
-        base = [x for x, y in zip(t.by_line(t.base), t.by_line(t.known), strict=True) if y.any()]
         follows = SLOPE[0] <= angle <= SLOPE[1] and errors >= ERRORS and share <= _SHARE
-        is_small = fit.left <= _LEAVES * self.noise.size and is_rounding(self.noise, left, base, signed=False)
-        return Answer(fit, (), bool(follows and is_small), angle, float(min(errors, 1e9)))
+        fits = follows and leaves_rounding(self.noise, [(t, fit.scores)])
+        return Answer(fit, (), bool(fits), angle, float(min(errors, 1e9)))
 
     # --- two at once ---
 
-    def _pairs(self, best: Sequence[Fitted], fits: Sequence[Fitted]) -> list[Answer]:
-        """A second knob on what each of the best first ones leaves; the best pair."""
+    def _pairs(self, best: Sequence[Fitted], fits: Sequence[Fitted], single: float) -> list[Answer]:
+        """A second knob on what each of the best first ones leaves; the best pair.
+
+        None where it leaves little less than `single`, what the best knob alone leaves of all tokens.
+        """
         pairs = []
         for first in _each_kind(best)[:_FIRSTS]:
             r = np.nan_to_num(self.few.difference(first.scores) / self.few.w)
@@ -244,7 +259,7 @@ class Knobs:
         both = min(pairs, key=lambda x: x.left)
         first, second = both.turns
         again = self._refined(self.tokens, second, (first,))
-        return [self.judged(again)] if again else []
+        return [self.judged(again)] if again and again.left <= SECOND * single else []
 
     def _small_effect(self, turn: Turn) -> np.ndarray:
         """What a knob's step changes in the layers of a turn, [N] of few tokens."""
@@ -266,6 +281,19 @@ class Knobs:
                 return None
             first, second = again.last, both.last
         return Fitted((first, second), again.left, again.scores)
+
+
+def leaves_rounding(noise: Noise, scored: Sequence[tuple[Tokens, np.ndarray]]) -> bool:
+    """Whether what scores leave of some tokens is what a sampler rounds, in all of their lines."""
+    left, base, total, tokens = [], [], 0.0, 0
+    for t, scores in scored:
+        total, tokens = total + t.left(scores) * t.known.sum(), tokens + t.known.sum()
+        for known, d, logp in zip(*map(t.by_line, (t.known, t.difference(scores), t.base)), strict=True):
+            if (known & ~np.isnan(d)).any():
+                left.append(np.where(known, d, np.nan))
+                base.append(logp)
+    is_small = total <= _LEAVES * noise.size * tokens
+    return bool(left and is_small and is_rounding(noise, left, base, signed=False))
 
 
 def _quarters(layers: tuple[int, ...]) -> Iterator[tuple[int, ...]]:

@@ -3,8 +3,8 @@
 python benchmarks/audit_cases/knobs.py plants --root R [--only NAME]     faulty samplers in bf16, two families
 python benchmarks/audit_cases/knobs.py sound --root R --logs 40          sound logs, with --knobs
 
-located  the operation is told, its layers, and its value within a tenth      seen    no cause is told
-missed   the headline is rounding                                             wrong   another cause is told
+located  each operation is told, its layers, and its value within a tenth     seen    no cause is told
+missed   the headline is rounding           wrong   another cause, one of two alone, or another known value
 
 Nothing of audit/knobs/ plants: a plant changes a weight, a field of a module, or is a hook of its own.
 """
@@ -38,12 +38,17 @@ Told = tuple[str, str, float]  # operation, layers and value, as a report tells 
 
 @dataclass(frozen=True)
 class Plant:
-    """A change of the sampler's model, and what may be told of it, any of which is right."""
+    """A change of the sampler's model, and what may be told of each part of it, any of which is right."""
 
     name: str
     family: str
     change: Callable[[torch.nn.Module], None]
-    told: tuple[Told, ...]
+    told: tuple[tuple[Told, ...], ...]
+
+    @property
+    def means(self) -> str:
+        """What its value is known as; empty where it is no known number."""
+        return _MEANS.get(self.name, "")
 
 
 def layers(model):
@@ -201,7 +206,15 @@ _QKV, _DENSE, _H, _OUT = (
     "mlp.dense_h_to_4h",
     "mlp.dense_4h_to_h",
 )
-_Table = dict[str, tuple[Callable, tuple[Told, ...]]]
+# A change, and for each part of it what may be told.
+_Table = dict[str, tuple[Callable, *tuple[tuple[Told, ...], ...]]]
+# What the values of some plants are known as. The values of the others are no known numbers.
+_MEANS = {
+    "scores by YaRN's factor": "YaRN's attention factor for a scaling of 8, squared",
+    "an MLP left out": "left out",
+    "positions halved": "linear scaling by 2",
+    "positions stretched": "linear scaling by 4",
+}
 
 
 def _of_qwen3() -> _Table:
@@ -225,7 +238,11 @@ def _of_qwen3() -> _Table:
             fp8_weights(_DOWN),
             _told(ALL, 0.0, f"weight of {_DOWN} rounded to fp8"),
         ),
-        "two at once": (both(scaling(1.6), times(0.7, _DOWN, 2)), _told(ALL, 1.6, *scores)),
+        "two at once": (
+            both(scaling(1.6), times(0.7, _DOWN, 2)),
+            _told(ALL, 1.6, *scores),
+            _told("in layer 2", 0.7, *mlp),
+        ),
     }
 
 
@@ -251,8 +268,8 @@ def _of_gpt_neox() -> _Table:
 def plants() -> Iterator[Plant]:
     """All plants: kinds that no file of audit/faults/ has."""
     for family, table in (("qwen3", _of_qwen3()), ("gpt_neox", _of_gpt_neox())):
-        for name, (change, told) in table.items():
-            yield Plant(name, family, change, told)
+        for name, (change, *told) in table.items():
+            yield Plant(name, family, change, tuple(told))
 
 
 def judged(plant: Plant, report: dict) -> str:
@@ -262,13 +279,22 @@ def judged(plant: Plant, report: dict) -> str:
         return "missed"
     if kind in UNKNOWN_KINDS:
         return "seen"
-    return "located" if any(_is_told(told, text) for told in plant.told) else "wrong"
+    text, brackets = text.split(" It explains")[0], r" \(([^()]*)\)"
+    known = [x for x in re.findall(brackets, text) if not x.startswith("e4m3")]
+    text = re.sub(brackets, "", text)
+    is_whole = all(any(_is_told(x, text) for x in part) for part in plant.told)
+    return "located" if is_whole and all(_is_meant(plant, x) for x in known) else "wrong"
+
+
+def _is_meant(plant: Plant, known: str) -> bool:
+    """Whether the words of a known value are those of the plant."""
+    return bool(plant.means) and re.sub(r"^near [^,]*, ", "", known) == plant.means
 
 
 def _is_told(told: Told, text: str) -> bool:
     """Whether a text tells an operation, its layers and its value."""
     operation, where, value = told
-    for part in re.split(r"; and |, or |; not told from | \(", text.split(" It explains")[0]):
+    for part in re.split(r"; and |, or |; not told from ", text):
         if operation not in part or (where and not re.search(rf"{where}\b", part)):
             continue
         numbers = [

@@ -105,7 +105,8 @@ def test_a_log_is_scored_by_transformers_and_a_setting_is_named(folder_of, tmp_p
     assert report.trainer == "hf"
     # Where the engine repeats its own bits, the sampler's dtype explains the difference exactly.
     assert report.outcome.passed or report.cause.kind == "another dtype", report.cause
-    assert any("not zerokl's decoder" in note for note in report.log_notes)
+    note = next(x for x in report.log_notes if "not zerokl's decoder" in x)
+    assert len(note) < 200, "it lists no families"
     hotter = write_log(tmp_path / "hotter.jsonl", folder_of(name), 0.7, 1.0)
     report = audited(hotter, model=str(folder_of(name)), dtype="float32")
     assert "temperature" in f"{report.cause.kind} {report.cause.text}", report.cause
@@ -125,3 +126,24 @@ def test_a_family_that_transformers_does_not_know_is_refused_in_a_sentence(folde
         with pytest.raises(ValueError, match=match) as error:
             audited(folder, sampler="hf", trainer="hf")
         assert "\n" not in str(error.value)
+
+
+def test_a_trainer_that_is_named_is_not_changed_for_a_log_of_another_family(folder_of, tmp_path):
+    log = write_log(tmp_path / "log.jsonl", folder_of("Mamba"), 1.0, 1.0)
+    with pytest.raises(ValueError, match=r"zerokl cannot compute with it"):
+        audited(log, model=str(folder_of("Mamba")), dtype="float32", trainer="zerokl")
+
+
+def test_both_sides_are_traced_by_modules_where_one_folder_has_no_decoder(tmp_path, monkeypatch):
+    """The same Qwen2, and one whose window, longer than any sequence, no decoder here computes."""
+    monkeypatch.setitem(
+        FAMILIES, "Qwen2", FAMILIES["Olmo2"] | dict(num_attention_heads=2, num_key_value_heads=2)
+    )
+    folder = write_family("Qwen2", tmp_path / "plain")
+    shutil.copytree(folder, other := tmp_path / "window")
+    config = json.loads((folder / "config.json").read_text())
+    config |= dict(use_sliding_window=True, sliding_window=4096, layer_types=["sliding_attention"] * 2)
+    (other / "config.json").write_text(json.dumps(config))
+    report = audited(folder, sampler="hf", trainer=str(other), dtype="float32", max_tokens=4)
+    assert not any(report.trace.one_sided.values())
+    assert any("mlp.down_proj" in str(x) for x in report.trace.operations)

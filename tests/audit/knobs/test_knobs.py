@@ -12,6 +12,7 @@ from zerokl.audit.conclusion.verdict import verdict
 from zerokl.audit.config import AuditSettings
 from zerokl.audit.engines.hf import HfEngine
 from zerokl.audit.hypotheses.lines import Line
+from zerokl.audit.knobs import column
 from zerokl.audit.knobs.forward import Tokens
 from zerokl.audit.knobs.knob import Turn, turned
 from zerokl.audit.knobs.knobs import knobs_of
@@ -169,4 +170,18 @@ def test_a_sound_log_gives_no_knob(folder_of, tmp_path, name):
     rows = [x for x in report.log.hypotheses.rows if x.name.startswith("knob")]
     assert rows, "they were tried"
     assert not any(x.fits for x in rows)
+    assert not report.cause.kind.startswith("knob")
+
+
+def test_a_fault_in_some_lines_is_not_told_of_the_sampler_as_a_whole(folder_of, tmp_path, monkeypatch):
+    """The value is fitted to the lines that differ most, here to four, and checked on all."""
+    monkeypatch.setattr(column, "_FIT_TOKENS", 110)
+    folder = folder_of("GPTNeoX")
+    hot = write_log(tmp_path / "hot.jsonl", folder, _hotter_layer).read_text().splitlines()
+    sound = write_log(tmp_path / "sound.jsonl", folder, lambda model: None).read_text().splitlines()
+    (log := tmp_path / "log.jsonl").write_text("\n".join([*hot[:5], *sound[5:]]) + "\n")
+    report = run_audit(str(log), "", None, AuditSettings(model=str(folder), dtype="float32", knobs=True))
+    rows = [x for x in report.log.hypotheses.rows if x.name.startswith("knob: attention's scores")]
+    assert not any(x.fits for x in rows), rows
+    assert re.search(r"times 2\.[3-7]\d* .* in layer 1.*; so in [56] of 10 lines", rows[0].what), rows[0].what
     assert not report.cause.kind.startswith("knob")
