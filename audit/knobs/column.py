@@ -90,8 +90,8 @@ def _searched(tried: Tried, evidence: Evidence, knob_model: KnobModel, stage: Ca
     """What was tried, and the knobs, as far as the size of the model and the prompts allow for them."""
     weights, is_asked = knob_model.weights(), knob_model.always
     if weights > _MOST_WEIGHTS and not is_asked:
-        most = f"{_MOST_WEIGHTS:.0e} are the most without --knobs"
-        return _untried(tried, f"the model has {weights:.2g} weights, and {most}")
+        limit = f"{_MOST_WEIGHTS:.0e} are the most without --knobs"
+        return _untried(tried, f"the model has {weights:.2g} weights, and {limit}")
     share = (_ASKED if is_asked else 1) / weights
     most = min(_FIT_TOKENS, int(_FIT * share))
     if not (lines := usable(evidence.lines, most)):
