@@ -61,7 +61,7 @@ class AuditSettings(Section):
     trainer: str = Field(
         "zerokl",
         description=f"{sampler_names.listed(TRAINERS)}; or a model's folder, with which hf scores. A log of "
-        "a family that zerokl has no decoder of is scored by hf.",
+        "a family that zerokl has no decoder of is scored by hf, where none is named.",
     )
     dtype: Dtype = "bfloat16"
     """Compute dtype."""
