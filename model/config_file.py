@@ -96,6 +96,7 @@ _OFF: dict[str, tuple[object, ...]] = {
     "pretraining_tp": (1, None),
     "rope_interleaved": (False,),
     "is_llama_config": (True, False),
+    "use_mrope": (False,),
 }
 # Activation -> an older name of it, where a family has it.
 _OLDER_ACTIVATIONS = {"gelu_pytorch_tanh": "gelu"}
@@ -214,7 +215,8 @@ class ConfigFile:
         """
         known = self.raw.looked_at | _COMPUTE_NOTHING
         for key, value in self.raw.items():
-            if key in known or value is None or (key in _OFF and value in _OFF[key]):
+            # What begins with "_" is a note of a library to itself.
+            if key in known or key.startswith("_") or value is None or (key in _OFF and value in _OFF[key]):
                 continue
             what = "it may change what the model computes"
             if key in _OFF:

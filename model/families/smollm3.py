@@ -19,6 +19,7 @@ def layers(config: ConfigFile) -> list[Layer]:
         config.fields.num_hidden_layers,
         config.fields.attention_bias,
     )
+    config.value("pretraining_tp")  # 2 in the published file, and no class of transformers reads it
     interval, rotates = fields.no_rope_layer_interval, fields.no_rope_layers
     if rotates is None:
         if interval < 1:

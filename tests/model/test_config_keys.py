@@ -85,3 +85,19 @@ def test_control_a_key_that_computes_nothing_is_passed(model_type):
     raw = as_file(model_type, default_config(model_type))
     more = {"unsloth_version": "2026.1", "a key of next year": None, "use_cache": False, "top_p": 0.9}
     assert ModelConfig.from_dict(raw | more) == ModelConfig.from_dict(raw)
+
+
+# What published checkpoints have beside what transformers writes: SmolLM2, Qwen2.5, Llama by unsloth, SmolLM3.
+PUBLISHED: list[tuple[str, dict[str, Any]]] = [
+    ("llama", {"_model_name_or_path": "a run", "is_llama_config": True, "rope_interleaved": False}),
+    ("llama", {"unsloth_fixed": True, "transformers.js_config": {"kv_cache_dtype": {}}, "pretraining_tp": 1}),
+    ("qwen2", {"use_mrope": False, "max_window_layers": 28, "sliding_window": 32768}),
+    ("smollm3", {"pretraining_tp": 2, "max_window_layers": 28, "use_sliding_window": False}),
+    ("phi3", {"auto_map": {"AutoConfig": "a.b"}, "embd_pdrop": 0.0, "_name_or_path": "Phi-3"}),
+]
+
+
+@pytest.mark.parametrize(("model_type", "more"), PUBLISHED)
+def test_control_what_published_checkpoints_say_beside_is_passed(model_type, more):
+    raw = as_file(model_type, default_config(model_type))
+    assert ModelConfig.from_dict(raw | more) == ModelConfig.from_dict(raw)
