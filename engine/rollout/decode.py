@@ -197,6 +197,7 @@ class DecodeRows:
         self._offset = logit_offset(draw_params.sampling_params, decoder.config.vocab_size, decoder.device)
         # By the number of rows and the columns of their table.
         self._graphs: dict[tuple[int, int], torch.cuda.CUDAGraph] = {}
+        self._columns = memory.table.shape[1]
         self.packed = UNPACKED  # copies of the weights as they are during one `generate` call
 
     def start(self, packed: PackedWeights) -> None:

@@ -87,7 +87,7 @@ def test_control_a_key_that_computes_nothing_is_passed(model_type):
     assert ModelConfig.from_dict(raw | more) == ModelConfig.from_dict(raw)
 
 
-# What published checkpoints have beside what transformers writes: SmolLM2, Qwen2.5, Llama by unsloth, SmolLM3.
+# What published checkpoints have beside what transformers writes: SmolLM2, Qwen2.5, a Llama, SmolLM3.
 PUBLISHED: list[tuple[str, dict[str, Any]]] = [
     ("llama", {"_model_name_or_path": "a run", "is_llama_config": True, "rope_interleaved": False}),
     ("llama", {"unsloth_fixed": True, "transformers.js_config": {"kv_cache_dtype": {}}, "pretraining_tp": 1}),

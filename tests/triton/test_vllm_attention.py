@@ -23,7 +23,9 @@ class Engine:
     def __init__(self, case: Case, requests: int):
         (_, heads, D), kv_heads = case.q.shape, case.k.shape[1]
         config = SimpleNamespace(
-            model_config=SimpleNamespace(get_num_attention_heads=lambda _: heads),
+            model_config=SimpleNamespace(
+                get_num_attention_heads=lambda _: heads, hf_config=SimpleNamespace()
+            ),
             parallel_config=None,
             scheduler_config=SimpleNamespace(max_num_batched_tokens=256, max_num_seqs=requests),
         )
