@@ -7,13 +7,10 @@
 
 `make test-rest` is pytest --rest: all that was left out, and every property with two fifths of its
 examples. `make test-full` has all of them.
-
-BEGIN_TESTS_UNTIL=SECONDS since the epoch: a test that would begin later is skipped, and the end says so.
 """
 
 import os
 import signal
-import time
 from collections import defaultdict
 
 import pytest
@@ -27,16 +24,6 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 settings.register_profile("zerokl", deadline=None, derandomize=True, max_examples=100)
 settings.register_profile("quick", settings.get_profile("zerokl"), max_examples=20)
 settings.register_profile("rest", settings.get_profile("zerokl"), max_examples=40)
-
-
-_UNTIL = float(os.environ.get("BEGIN_TESTS_UNTIL", "inf"))
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Skip what has no time left, before any fixture of it."""
-    if time.time() > _UNTIL:
-        pytest.skip("no time left (BEGIN_TESTS_UNTIL)")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
