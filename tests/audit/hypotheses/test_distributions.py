@@ -79,9 +79,10 @@ def test_a_fault_that_no_row_knows_fits_none(case, tmp_path):
     logged = [np.minimum(r.logprobs + noise.normal(0, 0.3, len(r.logprobs)), 0.0) for r in case.rollouts]
     report = report_of(case, write(tmp_path / "log.jsonl", relogged(case.rollouts, logged)))
     assert report["hypotheses"]["found"] is None
-    assert report["hypotheses"]["tried"] == predicted_count()
+    tried = report["hypotheses"]["tried"]
+    assert tried > predicted_count(), "where none fits, the numbers at operations are tried, too"
     assert report["cause"]["kind"] == "unknown"
-    assert f"none of {predicted_count()} hypotheses fits" in report["cause"]["text"]
+    assert f"none of {tried} hypotheses fits" in report["cause"]["text"]
 
 
 def _tried(case, log) -> set[str]:
