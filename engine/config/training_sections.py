@@ -50,11 +50,10 @@ class OptimizerConfig(Section):
                 f'optimizer.cycles ({self.cycles}) is of schedule = "cosine_with_restarts", '
                 f'not of "{self.schedule}"'
             )
-        if "decay_ratio" in self.model_fields_set and self.schedule != "wsd":
+        if self.decay_ratio != 0.1 and self.schedule != "wsd":
             return (
                 f'optimizer.decay_ratio ({self.decay_ratio}) is of schedule = "wsd", not of "{self.schedule}"'
             )
-        return None
 
 
 class EvaluationConfig(Section, head=free("only reads the weights, with random numbers of its own")):
