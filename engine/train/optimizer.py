@@ -19,6 +19,7 @@ from ...verify.ledger import Tree
 from ..config.run_config import OptimizerConfig
 from .master_weights import MasterWeights
 from .parallel.zero import Slices
+from .schedule import learning_rate
 
 # Elements of one slice of an elementwise pass; a multiple of FLAT_TILE. On a CPU a temporary has 1 MiB and so
 # stays in the cache (benchmarks/LOG.md). On a GPU it has 128 MiB, because a GPU waits for each launch.
@@ -74,14 +75,7 @@ class Optimizer:
 
     def learning_rate(self) -> float:
         """The learning rate of the next update."""
-        c = self.cfg
-        if self.updates < c.warmup_steps:
-            return c.lr * (self.updates + 1) / c.warmup_steps
-        if c.schedule == "constant":
-            return c.lr
-        progress = (self.updates - c.warmup_steps) / max(1, self.total_updates - c.warmup_steps)
-        shape = 1.0 - progress if c.schedule == "linear" else 0.5 * (1.0 + math.cos(math.pi * progress))
-        return c.lr * (c.min_lr_ratio + (1.0 - c.min_lr_ratio) * shape)
+        return learning_rate(self.cfg, self.updates, self.total_updates)
 
     @torch.no_grad()
     def update(self, grad: torch.Tensor | None, loss_scale: float = 1.0) -> dict[str, float]:
