@@ -4,7 +4,7 @@
 
 The step: 8 prompts x 8 samples x 64 new tokens, Qwen3 with 4 layers, width 256, 8 query and 2 key-value heads
 of 32, MLP 512, vocabulary 128, one update. Each side is a process of its own. The sides take turns step by
-step (turns.py), and ratios are taken turn by turn. So a change of the machine's speed meets all sides.
+step (by_turns.py), and ratios are taken turn by turn. So a change of the machine's speed meets all sides.
 Results go to benchmarks/results/cpu/bench_step.json.
 """
 
@@ -17,7 +17,7 @@ import tempfile
 import time
 from pathlib import Path
 
-import turns
+import by_turns
 
 HERE = Path(__file__).parent
 PROMPTS, SAMPLES, NEW_TOKENS, PROMPT_CHARS = 8, 8, 64, 16
@@ -90,15 +90,15 @@ def zerokl_side(args: argparse.Namespace, model: str, dtype: str) -> None:
     state = make_state(config, Path(model), Letters(), Reward(Letters().reward))
     state.tokenizer.stop_ids = frozenset()  # every completion has exactly NEW_TOKENS tokens, as on TRL's side
     for _ in range(args.turns):
-        turns.wait()
+        by_turns.wait()
         began = time.perf_counter()
         metrics = train_step(state).metrics
-        turns.answer(step_s=time.perf_counter() - began, sample_s=metrics["time/sample_s"])
+        by_turns.answer(step_s=time.perf_counter() - began, sample_s=metrics["time/sample_s"])
         assert metrics["mismatch/frac_equal"] == 1.0
         assert metrics["tokens"] == PROMPTS * SAMPLES * NEW_TOKENS
 
 
-def sides(args: argparse.Namespace, model: str, dtype: str, scratch: Path) -> dict[str, turns.Side]:
+def sides(args: argparse.Namespace, model: str, dtype: str, scratch: Path) -> dict[str, by_turns.Side]:
     """zerokl; and for each mode of TRL its training, and its generate alone.
 
     In bf16 TRL has two modes: "autocast" keeps fp32 master weights as zerokl does, and "pure" has weights and
@@ -123,7 +123,9 @@ def sides(args: argparse.Namespace, model: str, dtype: str, scratch: Path) -> di
         name = f"trl_{mode}" if dtype == "bfloat16" else "trl"
         if args.trl_python:
             commands |= {name: trl, f"{name}_generate": [*trl, "--what", "generate"]}
-    return {name: turns.Side(command, scratch / f"{dtype}_{name}.log") for name, command in commands.items()}
+    return {
+        name: by_turns.Side(command, scratch / f"{dtype}_{name}.log") for name, command in commands.items()
+    }
 
 
 def linear_rates(threads: int) -> list[dict]:
@@ -184,7 +186,7 @@ def main() -> None:
         zerokl_side(args, model, dtype)
         return
     import torch
-    from zerokl.benchmarks.pairs import machine
+    from zerokl.benchmarks.engine_pairs import machine
 
     result = {
         "machine": machine(),
@@ -210,10 +212,10 @@ def main() -> None:
 
 def compare(args: argparse.Namespace, model: str, dtype: str, scratch: Path) -> dict:
     """Let the sides take turns. Returns every turn, and the spread of seconds and ratios over the turns."""
-    alternated = turns.alternate(sides(args, model, dtype, scratch), args.turns, args.warmup)
+    alternated = by_turns.alternate(sides(args, model, dtype, scratch), args.turns, args.warmup)
     rows = [_row(answers) for answers in alternated]
     spread = {
-        key: turns.spread([row[key] for row in rows])
+        key: by_turns.spread([row[key] for row in rows])
         for key, value in rows[0].items()
         if isinstance(value, float)
     }

@@ -5,8 +5,8 @@
 The models are those of `zerokl init`'s presets `moe` (8 experts, 2 of a token) and `tiny`, with random
 weights. A token takes the same products in both, except for the routers
 (tests/engine/runs/test_expert_runs.py). The step has 8 prompts x 8 samples x 64 new tokens and one update.
-Each side is a process of its own. The sides take turns step by step (turns.py), and ratios are taken turn by
-turn. Results go to benchmarks/results/cpu/experts_step.json.
+Each side is a process of its own. The sides take turns step by step (by_turns.py), and ratios are taken turn
+by turn. Results go to benchmarks/results/cpu/experts_step.json.
 """
 
 import argparse
@@ -17,7 +17,7 @@ import tempfile
 import time
 from pathlib import Path
 
-import turns
+import by_turns
 from letters import Letters
 from random_models import make_model
 
@@ -48,11 +48,11 @@ def serve(args: argparse.Namespace, model: Path, dtype: str) -> None:
     state = make_state(config, model, task, Reward(task.reward))
     state.tokenizer.stop_ids = frozenset()  # every completion has exactly NEW_TOKENS tokens
     for _ in range(args.turns):
-        turns.wait()
+        by_turns.wait()
         began = time.perf_counter()
         metrics = train_step(state).metrics
         seconds = time.perf_counter() - began
-        turns.answer(
+        by_turns.answer(
             step_s=seconds, sample_s=metrics["time/sample_s"], train_s=seconds - metrics["time/sample_s"]
         )
         assert metrics["mismatch/frac_equal"] == 1.0
@@ -64,14 +64,16 @@ def compare(args: argparse.Namespace, folder: Path, dtype: str) -> dict:
     """Let the sides take turns. Returns every turn, and the spread of the ratios over the turns."""
     shared = ["--turns", str(args.turns), "--threads", str(args.threads)]
     sides = {
-        name: turns.Side(
+        name: by_turns.Side(
             [sys.executable, __file__, *shared, "--side", str(folder / name), dtype],
             folder / f"{dtype}_{name}.log",
         )
         for name in SIDES
     }
-    rows = turns.alternate(sides, args.turns, args.warmup)
-    ratios = {what: turns.spread([row["moe"][what] / row["tiny"][what] for row in rows]) for what in STATIONS}
+    rows = by_turns.alternate(sides, args.turns, args.warmup)
+    ratios = {
+        what: by_turns.spread([row["moe"][what] / row["tiny"][what] for row in rows]) for what in STATIONS
+    }
     for what, spread in ratios.items():
         print(
             f"{dtype} {what}, moe over tiny: {spread['median']:.2f} "

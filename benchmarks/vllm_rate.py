@@ -3,7 +3,7 @@
     .venv-vllm/bin/python benchmarks/vllm_rate.py [--model FOLDER]
 
 64 requests x 64 new tokens, temperature 1, logprobs of the drawn tokens. Each engine is a process of its own.
-The two take turns call by call (turns.py), and the ratio is taken turn by turn. Results go to
+The two take turns call by call (by_turns.py), and the ratio is taken turn by turn. Results go to
 benchmarks/results/cpu/vllm_rate.json.
 """
 
@@ -16,7 +16,7 @@ import tempfile
 import time
 from pathlib import Path
 
-import turns
+import by_turns
 
 HERE = Path(__file__).parent
 PROMPTS, SAMPLES, NEW_TOKENS, PROMPT_TOKENS = 8, 8, 64, 16
@@ -56,10 +56,10 @@ def serve(side: str, model: Path, dtype: str, calls: int) -> None:
     """The process of one side: one call a turn."""
     call = SIDES[side](model, dtype)
     for i in range(calls):
-        turns.wait()
+        by_turns.wait()
         began = time.perf_counter()
         tokens = call(i)
-        turns.answer(rate=tokens / (time.perf_counter() - began))
+        by_turns.answer(rate=tokens / (time.perf_counter() - began))
         assert tokens == PROMPTS * SAMPLES * NEW_TOKENS
     os._exit(0)  # vLLM's own shutdown takes seconds
 
@@ -68,7 +68,7 @@ def compare(model: str, dtype: str, args: argparse.Namespace, scratch: Path) -> 
     """Let the sides take turns. Returns every turn, and the spread of the ratio over the turns."""
     shared = ["--turns", str(args.turns)]
     sides = {
-        name: turns.Side(
+        name: by_turns.Side(
             [sys.executable, __file__, *shared, "--side", name, dtype, model],
             scratch / f"{dtype}_{name}.log",
         )
@@ -76,10 +76,10 @@ def compare(model: str, dtype: str, args: argparse.Namespace, scratch: Path) -> 
     }
     rows = [
         {name: answer["rate"] for name, answer in answers.items()}
-        for answers in turns.alternate(sides, args.turns, args.warmup)
+        for answers in by_turns.alternate(sides, args.turns, args.warmup)
     ]
     medians = {side: statistics.median(row[side] for row in rows) for side in SIDES}
-    spread = turns.spread([row["vllm-zerokl"] / row["vllm"] for row in rows])
+    spread = by_turns.spread([row["vllm-zerokl"] / row["vllm"] for row in rows])
     print(
         f"{dtype}: vllm-zerokl {medians['vllm-zerokl']:.0f} tokens/s, vllm {medians['vllm']:.0f}, "
         f"ratio {spread['median']:.2f} ({spread['p10']:.2f} to {spread['p90']:.2f})",

@@ -1,6 +1,6 @@
 """How far pairs of engines are apart on this machine: one row for each pair and dtype (`make pairs`).
 
-    python benchmarks/pairs.py MODEL OUT [--again]
+    python benchmarks/engine_pairs.py MODEL OUT [--again]
 
 A row is one `zerokl audit` in a process of its own. It is kept in OUT/DTYPE-SAMPLER-TRAINER.json, so an
 interrupted run goes on where it was. A row that was made with other versions, or with another model, is
@@ -18,7 +18,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import torch
-from zerokl.verify.environment import cpu_name
+from zerokl.verify.run_environment import cpu_name
 
 PAIRS = (
     ("hf", "hf-eager"),

@@ -17,7 +17,7 @@ from ..tasks.base import Problem
 from ..tasks.pairs import Pair
 from ..tasks.tokenizer import Tokenizer
 from .episodes import Checked, EpisodePlayer, Episodes, longest
-from .scoring import ScoringSampler
+from .scoring_sampler import ScoringSampler
 from .types import GenerationParams, RngKey, Rollout
 
 

@@ -23,7 +23,7 @@ from ...kernels.sampling_params import SamplingParams
 from ..tasks.base import Problem
 from ..tasks.tokenizer import Tokenizer
 from .episodes import Checked, EpisodePlayer, Episodes, longest
-from .scoring import ScoringSampler
+from .scoring_sampler import ScoringSampler
 from .types import Completion, GenerationParams, RngKey, Rollout, complete
 
 
