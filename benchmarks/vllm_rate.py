@@ -8,7 +8,6 @@ benchmarks/results/cpu/vllm_rate.json.
 """
 
 import argparse
-import json
 import os
 import statistics
 import sys
@@ -18,7 +17,6 @@ from pathlib import Path
 
 import by_turns
 
-HERE = Path(__file__).parent
 PROMPTS, SAMPLES, NEW_TOKENS, PROMPT_TOKENS = 8, 8, 64, 16
 CACHE_BYTES = 1 << 29
 
@@ -82,7 +80,7 @@ def compare(model: str, dtype: str, args: argparse.Namespace, scratch: Path) -> 
     spread = by_turns.spread([row["vllm-zerokl"] / row["vllm"] for row in rows])
     print(
         f"{dtype}: vllm-zerokl {medians['vllm-zerokl']:.0f} tokens/s, vllm {medians['vllm']:.0f}, "
-        f"ratio {spread['median']:.2f} ({spread['p10']:.2f} to {spread['p90']:.2f})",
+        f"ratio {by_turns.words(spread)}",
         flush=True,
     )
     return {"turns": rows, "ratio": spread}
@@ -90,13 +88,8 @@ def compare(model: str, dtype: str, args: argparse.Namespace, scratch: Path) -> 
 
 def main() -> None:
     """Compare in both dtypes, and write the results to a file."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = by_turns.parser(__doc__, "vllm_rate.json")
     parser.add_argument("--model", help="checkpoint folder; the model of bench_step.py by default")
-    parser.add_argument("--turns", type=int, default=33, help="calls of each side")
-    parser.add_argument("--warmup", type=int, default=3, help="calls at the beginning that are dropped")
-    parser.add_argument("--out", default=str(HERE / "results" / "cpu" / "vllm_rate.json"))
     # SIDE DTYPE MODEL: this process is that side.
     parser.add_argument("--side", nargs=3, help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -112,8 +105,7 @@ def main() -> None:
             make_model(Path(model))
         for dtype in ("float32", "bfloat16"):
             result[dtype] = compare(model, dtype, args, Path(scratch))
-    Path(args.out).parent.mkdir(parents=True, exist_ok=True)
-    Path(args.out).write_text(json.dumps(result, indent=1) + "\n")
+    by_turns.write(result, args.out)
 
 
 if __name__ == "__main__":
