@@ -9,8 +9,9 @@ import cyclopts
 from zerokl.cli import app as cli
 from zerokl.cli.app import listed
 from zerokl.engine.config.run_config import Config
+from zerokl.pages.markdown import table
 
-from ._markdown import prose, table
+from ._markdown import prose
 
 
 def commands() -> str:

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 from zerokl.benchmarks.engine_pairs import audit
+from zerokl.pages.markdown import table
 
 _PAIRS = (("hf", "zerokl"), ("vllm", "hf"), ("vllm", "zerokl"), ("vllm-zerokl", "zerokl"))
 _DTYPES = ("float32", "bfloat16")
@@ -45,8 +46,7 @@ def main() -> None:
     model, out = map(Path, sys.argv[1:3])
     rows = [row(audited(model, out, dtype, pair)) for dtype in _DTYPES for pair in _PAIRS]
     headings = ["dtype", "sampler", "trainer", "tokens", "equal", "largest", "k3", "KL", "part", "cause"]
-    for cells in (headings, ["---"] * len(headings), *rows):
-        print(f"| {' | '.join(cells)} |")
+    print(table(headings, rows))
 
 
 if __name__ == "__main__":

@@ -102,12 +102,9 @@ class VllmExactSampler(KeyedSampler):
         layout: Layout,
         flat: torch.Tensor,
         cfg: VllmConfig,
-        version: int = 0,
     ):
         prepare_batch_invariance()
         from .norm import use_one_order
 
         use_one_order()
-        super().__init__(
-            model, config, flat, cfg, (EXACT, {"flat": flat, "layout": layout}), version, ARGUMENTS
-        )
+        super().__init__(model, config, flat, cfg, (EXACT, {"flat": flat, "layout": layout}), ARGUMENTS)
