@@ -260,7 +260,7 @@ $(MODEL)/config.json: | .venv-vllm/.real
 	.venv-vllm/bin/python benchmarks/real/convert.py $(@D)
 
 pairs: .venv-vllm/.real $(MODEL)/config.json
-	.venv-vllm/bin/python benchmarks/pairs.py $(MODEL) benchmarks/results/cpu/pairs
+	.venv-vllm/bin/python benchmarks/engine_pairs.py $(MODEL) benchmarks/results/cpu/pairs
 	.venv-vllm/bin/python -m zerokl.docs._generate
 
 # A quarter of an hour for each on two cores; SAMPLERS=e4m3,e5m2 takes these only.

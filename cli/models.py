@@ -4,8 +4,8 @@ from pathlib import Path
 
 from .app import Count, Device, Dtype, command
 from .command_line import toml_values
+from .config_options import TaskOptions, TaskReward
 from .exit_codes import ExitCode
-from .settings import TaskOptions, TaskReward
 
 
 @command("zerokl sample runs/demo/base --prompt 3+14= --n 4")
@@ -177,7 +177,7 @@ def merge(adapter: str, out: str, /, *, base: str = "", dtype: Dtype = "float32"
         dtype: Dtype of the model's weights.
     """
     from ..engine.display.terminal import console
-    from ..engine.runs.merge import merge_adapter
+    from ..engine.runs.merge_adapter import merge_adapter
 
     model = merge_adapter(Path(adapter), Path(out), base, dtype)
     console.print(f"{adapter} merged into {model}: {out}")

@@ -9,8 +9,8 @@ from ..engine.config.config_file import load_with_left
 from ..files.reading import one_line, shown
 from .app import command
 from .command_line import failure_line, given_settings, toml_values
+from .config_options import NO_INIT_SETTINGS, NO_SETTINGS, OfInit, Preset, Settings, TaskOptions
 from .exit_codes import ExitCode
-from .settings import NO_INIT_SETTINGS, NO_SETTINGS, OfInit, Preset, Settings, TaskOptions
 
 # Lines about differences that `zerokl ablate` prints; its page has all of them.
 _MOST_EFFECTS = 12

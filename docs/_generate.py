@@ -33,13 +33,14 @@ from zerokl.engine.config.section import Setting, rule, settings_of
 from zerokl.engine.rollout.vllm.arguments import ALLOWED, SET_BY_ZEROKL
 from zerokl.model.families import MODEL_TYPES
 from zerokl.model.families import __name__ as families_package
+from zerokl.pages.markdown import table
 from zerokl.verify.ledger import FORMAT
 
 from ._api import imported_names, public_names
 from ._commands import commands
 from ._definitions import ROOT
 from ._frameworks import FRAMEWORK_PARTS
-from ._markdown import PART, prose, table
+from ._markdown import PART, prose
 from ._results import RESULTS
 
 _LANGUAGES = {

@@ -46,12 +46,12 @@ class ModelConfig(Sizes):
         return cls._from(ConfigFile.of_folder(folder))
 
     @classmethod
-    def from_dict(cls, raw: dict[str, Any], source: str = "config") -> "ModelConfig":
-        """Build from the fields of config.json. `source` is what error messages call it.
+    def from_dict(cls, raw: dict[str, Any]) -> "ModelConfig":
+        """Build from the fields of config.json.
 
         Raises ValueError and names the field that is missing or unsupported.
         """
-        return cls._from(ConfigFile(raw, source))
+        return cls._from(ConfigFile(raw, "config"))
 
     @classmethod
     def _from(cls, file: ConfigFile) -> "ModelConfig":

@@ -12,7 +12,7 @@ import pytest
 from zerokl.audit.frameworks import FRAMEWORKS
 from zerokl.cli import app
 from zerokl.cli.command_line import OF_THE_TRAINER
-from zerokl.verify.environment import PACKAGE_ROOT
+from zerokl.verify.run_environment import PACKAGE_ROOT
 
 sys.path.insert(0, str(PACKAGE_ROOT / "wheels" / "audit"))
 shipped = importlib.import_module("shipped")

@@ -9,7 +9,7 @@ from ..faults.registry import without_model
 from ..formats.record import LoggedRollout
 from .evidence import Evidence
 from .fit import explain
-from .lines import Line
+from .scorable_lines import Line
 from .tried import Tried
 
 

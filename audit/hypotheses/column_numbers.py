@@ -9,8 +9,8 @@ import numpy as np
 
 from .evidence import Evidence
 from .judgement import MOST
-from .lines import Line, Scores
 from .prediction import Prediction
+from .scorable_lines import Line, Scores
 
 
 def mapped(evidence: Evidence, change: Callable[[Line], np.ndarray]) -> Scores:

@@ -21,6 +21,7 @@ from . import noise as rounding_of
 from .chance import is_beyond_chance, shuffled_logs
 from .chosen import by_nearest_engine, chosen_lines, inside, total_of, without_edge
 from .compared import Compared, apart, shifted
+from .difference_places import where
 from .evidence import Evidence
 from .judgement import (
     BOTH,
@@ -44,10 +45,9 @@ from .judgement import (
     SURE_ERRORS,
     TIMES,
 )
-from .lines import Scores
 from .noise import Noise, beyond_slack, is_rounding
-from .places import where
 from .prediction import Prediction
+from .scorable_lines import Scores
 from .slope import slope
 from .tried import Row, Tried
 

@@ -29,9 +29,9 @@ from .compared import apart
 from .evidence import Evidence
 from .fit import explain
 from .judgement import EXACT
-from .lines import Line
 from .log_checks import check_log, drawn_parts
-from .scorer import ModelAdapters, Scorer
+from .other_scores import ModelAdapters, Scorer
+from .scorable_lines import Line
 from .tried import Tried
 
 # Lines whose random numbers are compared.

@@ -15,11 +15,11 @@ from ...model.operations import is_optional, known, known_operation, operation_n
 from ...verify.operation_outputs import Trace, compare_traces, first_divergence, one_sided
 from ..engines.engine import Engine, Pair
 from ..sections import Jump, TraceSection
-from .checkpoints import compare_checkpoints, have_one_shape
 from .experts import experts_difference
 from .explain import explain
 from .operation_errors import OwnError, own_errors
 from .operations import Checkpoint, Operations
+from .other_checkpoint import compare_checkpoints, have_one_shape
 
 # Further operations at fault that a report lists by name.
 _LISTED = 12

@@ -1,12 +1,13 @@
 """The figures of a report in words and rows: for the terminal, and for audit.html."""
 
-from ..figures.measure import Bucket, Estimate, Spread
+from ...verify.mismatch import Estimate
+from ..figures.measure import Bucket, Spread
 from ..hypotheses.tried import Tried
 from ..report import Report
 from ..run_report import RunReport
 from ..sections import FullVocab
 from ..settings import distribution_words
-from .numbers import distance, logprob, number, percent, quoted
+from .numbers import distance, estimate, logprob, number, percent, quoted
 
 Row = tuple[str, ...]
 
@@ -62,7 +63,7 @@ def figure_rows(report: Report) -> list[Row]:
     """Name, value and meaning of the figures over all tokens."""
     figures = report.shown.figures
     meaning = "of exp(trainer - sampler); 1 where both are sound"
-    rows = [("mean ratio", _with_error(figures.mean_ratio), meaning)]
+    rows = [("mean ratio", estimate(figures.mean_ratio), meaning)]
     if report.log:
         compared = f"{figures.sequences:,} of {report.log.logged:,}"
         rows.append(("rollouts", compared, "compared, of those in the log; -n takes more or fewer"))
@@ -78,12 +79,8 @@ def figure_rows(report: Report) -> list[Row]:
 
 def _shown(value: Estimate | float | int) -> str:
     if isinstance(value, Estimate):
-        return _with_error(value)
+        return estimate(value)
     return f"{value:,}" if isinstance(value, int) else number(value, 6)
-
-
-def _with_error(x: Estimate) -> str:
-    return f"{number(x.value)} ± {number(x.standard_error, 2)}"
 
 
 def _left_out_rows(report: Report) -> list[Row]:
@@ -136,8 +133,8 @@ def full_vocab_rows(w: FullVocab | None) -> list[Row]:
         ("vocab: places equal", percent(w.frac_places_equal), f"all log-probabilities equal; {both}"),
         ("vocab: values equal", percent(w.frac_values_equal), "log-probabilities with equal bits"),
         ("vocab: largest |d|", number(w.max_abs), where if w.token is not None else "of any token"),
-        ("vocab: KL(s || t)", _with_error(w.kl_sampler_trainer), f"sampler to trainer: {kl}"),
-        ("vocab: KL(t || s)", _with_error(w.kl_trainer_sampler), f"trainer to sampler: {kl}"),
+        ("vocab: KL(s || t)", estimate(w.kl_sampler_trainer), f"sampler to trainer: {kl}"),
+        ("vocab: KL(t || s)", estimate(w.kl_trainer_sampler), f"trainer to sampler: {kl}"),
         (
             "vocab: mass - 1",
             f"{number(w.mass_sampler, 2)}, {number(w.mass_trainer, 2)}",

@@ -26,7 +26,7 @@ from .cache_size import CacheNeed, cache_limit, cache_need
 from .decode import DecodeMemory, DecodeRows
 from .generation import Generation, PassLimits, Prefix, make_prefixes
 from .guesser import Guesser, TextGuesser
-from .scoring import score_rollouts
+from .scoring_sampler import score_rollouts
 from .speculation import Speculation
 from .stopwatch import Stopwatch
 from .types import Completion, DrawParams, Request, RequestSource, Rollout, check_requests

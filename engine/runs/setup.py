@@ -16,8 +16,8 @@ from ...model.weights import Layout
 from ..config.compatibility import check_settings
 from ..config.run_config import Config
 from ..display.terminal import console
-from ..rollout.answers import GivenAnswers
 from ..rollout.budgets import DrawnAnswers
+from ..rollout.given_answers import GivenAnswers
 from ..rollout.players import Judge, make_player, turn_limits
 from ..rollout.stopwatch import Stopwatch
 from ..rollout.types import check_room

@@ -21,7 +21,7 @@ from zerokl.benchmarks.device.processes import rows_of
 from zerokl.benchmarks.device.runs import Run
 from zerokl.benchmarks.letters import Letters, characters
 from zerokl.benchmarks.machine import Machine
-from zerokl.verify.environment import PACKAGE_ROOT
+from zerokl.verify.run_environment import PACKAGE_ROOT
 
 DEVICE = PACKAGE_ROOT / "benchmarks" / "device.sh"
 SMALL = ("--device", "cpu", "--small")

@@ -3,7 +3,7 @@
 import re
 
 import pytest
-from zerokl.verify.environment import PACKAGE_ROOT
+from zerokl.verify.run_environment import PACKAGE_ROOT
 
 from tests.test_floors import import_graph
 

@@ -18,7 +18,7 @@ from zerokl.integrations.recorder import FIELDS, Recorder
 from zerokl.integrations.trl import record
 from zerokl.integrations.verl import RecordsRollouts
 from zerokl.kernels.sampling_params import SamplingParams
-from zerokl.verify.environment import PACKAGE_ROOT
+from zerokl.verify.run_environment import PACKAGE_ROOT
 
 from tests.audit.formats.samples import SAMPLES, declared, told
 from tests.helpers import property_settings

@@ -30,7 +30,7 @@ from zerokl.model.operations import (
     operation,
     operation_names,
 )
-from zerokl.verify.environment import PACKAGE_ROOT
+from zerokl.verify.run_environment import PACKAGE_ROOT
 
 from tests.model.checkpoints import save_random
 

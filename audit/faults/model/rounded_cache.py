@@ -18,7 +18,7 @@ from ....kernels.quantise import LARGEST, clipped
 from ....model.checkpoint import DTYPES
 from ....model.kv_rounding import quantised_kv
 from ....model.quantisation import KvQuantisation
-from ...hypotheses.attention import Variant, attention_scores
+from ...hypotheses.attention_again import Variant, attention_scores
 from ...hypotheses.evidence import Evidence
 from ...hypotheses.noise import measured
 from ...hypotheses.prediction import Prediction

@@ -110,7 +110,7 @@ class VllmGenerator:
 
         They have checkpoint names and any float dtype, and are rounded to the model's dtype.
         """
-        from .weights import pack_head
+        from .weight_transfer import pack_head
 
         # vLLM's own way of loading again. It undoes and repeats what vLLM did to the weights after it first
         # loaded them. vLLM is in this process, so nothing is pickled.

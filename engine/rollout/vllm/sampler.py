@@ -89,7 +89,6 @@ class KeyedSampler:
         flat: torch.Tensor,
         cfg: VllmConfig,
         transfer: tuple[str, dict[str, Any]],
-        version: int,
         arguments: Mapping[str, Any],
     ):
         check_engine_arguments(cfg.engine)
@@ -113,7 +112,7 @@ class KeyedSampler:
             self.llm = LLM(model=str(model), **(common | arguments | on_ranks(flat.device) | cfg.engine))
         try:
             self.llm.init_weight_transfer_engine({"init_info": init_info})
-            self.sync_weights(version)
+            self.sync_weights(0)
         except BaseException:
             self.close()
             raise
@@ -279,7 +278,6 @@ class VllmZeroklSampler(KeyedSampler):
         weights: SharedTensor | torch.Tensor,
         cfg: VllmConfig,
         numerics: Numerics = COMPUTE,
-        version: int = 0,
         frozen: Collection[str] = (),
         value_head: bool = False,
         has_weights: bool = True,
@@ -310,7 +308,7 @@ class VllmZeroklSampler(KeyedSampler):
         else:
             flat, transfer = weights, (OWN, {"flat": weights, "copy": cfg.cuda_graphs})
         arguments = {"hf_overrides": overrides} | ({} if has_weights else {"load_format": "dummy"})
-        super().__init__(model, config, flat, cfg, transfer, version, arguments)
+        super().__init__(model, config, flat, cfg, transfer, arguments)
 
     def weights(self) -> torch.Tensor:
         """Those that vLLM's model computes with, [layout.numel]. For an engine in this process."""

@@ -19,7 +19,7 @@ from ...train.recorder import Recorder
 from ...train.state import StepRecord, TrainState
 from ...train.step import train_step
 from ..base_model import base_model
-from ..checkpoints import usable_checkpoint
+from ..intact_checkpoints import usable_checkpoint
 from ..ledger_head import run_head
 from ..resume import run_config
 from ..setup import make_state, run_equivalence

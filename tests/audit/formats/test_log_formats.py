@@ -20,7 +20,7 @@ from zerokl.audit.frameworks.zerokl import as_row, parse
 from zerokl.audit.hypotheses.value_checks import LogValues
 from zerokl.cli import main
 from zerokl.kernels.sampling_params import SamplingParams
-from zerokl.verify.environment import PACKAGE_ROOT
+from zerokl.verify.run_environment import PACKAGE_ROOT
 
 from tests.audit.formats.samples import (
     FILES,

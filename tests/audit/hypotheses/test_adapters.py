@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 from zerokl.cli import main
 from zerokl.engine.rollout.types import Rollout
-from zerokl.engine.runs.merge import merge_adapter
+from zerokl.engine.runs.merge_adapter import merge_adapter
 from zerokl.model.adapters import AdapterLayout, adapted_layout
 from zerokl.model.blocks import attention, mlp
 from zerokl.model.checkpoint import load_decoder, stored_dtype

@@ -11,12 +11,12 @@ from zerokl.audit.command import run_audit
 from zerokl.audit.conclusion.verdict import verdict
 from zerokl.audit.config import AuditSettings
 from zerokl.audit.engines.hf import HfEngine
-from zerokl.audit.hypotheses.lines import Line
+from zerokl.audit.hypotheses.scorable_lines import Line
 from zerokl.audit.knobs import column
 from zerokl.audit.knobs.forward import Tokens
 from zerokl.audit.knobs.knob import Turn, turned
 from zerokl.audit.knobs.knobs import knobs_of
-from zerokl.audit.knobs.places import places_of
+from zerokl.audit.knobs.module_places import places_of
 from zerokl.audit.page.page import page
 from zerokl.engine.rollout.hf import load_model
 from zerokl.engine.rollout.types import GenerationParams

@@ -5,12 +5,12 @@ import copy
 import numpy as np
 import pytest
 import torch
-from zerokl.audit.hypotheses.lines import Line
 from zerokl.audit.hypotheses.noise import Noise, weight
+from zerokl.audit.hypotheses.scorable_lines import Line
 from zerokl.audit.knobs.forward import Tokens
 from zerokl.audit.knobs.knob import Turn
 from zerokl.audit.knobs.knobs import knobs_of
-from zerokl.audit.knobs.places import places_of
+from zerokl.audit.knobs.module_places import places_of
 from zerokl.audit.knobs.search import Knobs
 from zerokl.engine.rollout.hf import load_model
 

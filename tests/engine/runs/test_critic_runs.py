@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from transformers import Qwen3ForCausalLM
 from zerokl.cli import main
 from zerokl.engine.rollout.players import open_judge
-from zerokl.engine.runs.checkpoints import checked_checkpoint
+from zerokl.engine.runs.intact_checkpoints import checked_checkpoint
 from zerokl.engine.runs.loaded import load_run
 from zerokl.engine.runs.run import resume, train
 from zerokl.engine.runs.setup import make_state

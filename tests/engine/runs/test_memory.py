@@ -25,7 +25,7 @@ from zerokl.model.operations import layer_bytes_per_token
 from zerokl.model.prompts import Prompts
 from zerokl.model.scoring import logprobs, pack
 from zerokl.model.weights import Layout
-from zerokl.verify.environment import PACKAGE_ROOT
+from zerokl.verify.run_environment import PACKAGE_ROOT
 
 from tests.helpers import DTYPES, sums_of, total_unequal, zero_buffers
 

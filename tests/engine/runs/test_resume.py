@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from zerokl.engine.config.run_config import Config
 from zerokl.engine.runs import run as run_module
-from zerokl.engine.runs.checkpoints import open_checkpoint
 from zerokl.engine.runs.checks.replayer import Replayer
 from zerokl.engine.runs.checks.verify_run import verify_run
+from zerokl.engine.runs.intact_checkpoints import open_checkpoint
 from zerokl.engine.runs.run import Summary, begin_or_resume, resume, train
 from zerokl.files.writing import MANIFEST, hash_json, hold_folder, write_manifest
 

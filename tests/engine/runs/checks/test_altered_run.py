@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from zerokl.cli import main
 from zerokl.engine.runs import run as run_module
-from zerokl.engine.runs.checkpoints import open_checkpoint
 from zerokl.engine.runs.checks.checked_run import fault_in
 from zerokl.engine.runs.checks.verify_run import verify_run
+from zerokl.engine.runs.intact_checkpoints import open_checkpoint
 from zerokl.engine.runs.resume import derived_summary
 from zerokl.engine.runs.run import resume, train
 from zerokl.engine.runs.summary import write_summary

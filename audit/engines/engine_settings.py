@@ -11,10 +11,10 @@ import torch
 
 from ...kernels.backend import on_triton
 from ...model.decoder import Decoder
-from ...verify.environment import PACKAGE_ROOT, environment
+from ...verify.run_environment import PACKAGE_ROOT, environment
 
 Settings = dict[str, str]
-# Of verify/environment.py: what decides no bit, or is listed elsewhere in a report.
+# Of verify/run_environment.py: what decides no bit, or is listed elsewhere in a report.
 _ELSEWHERE = (
     "code",
     "system",

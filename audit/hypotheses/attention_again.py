@@ -16,7 +16,7 @@ import torch
 from ...model.context import Hook, PackedContext
 from ...model.decoder import Decoder
 from .evidence import Evidence
-from .lines import Scores
+from .scorable_lines import Scores
 from .scores import decoder_scores
 
 
