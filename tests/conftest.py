@@ -54,7 +54,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         chosen = [item for item in items if id(item) not in done]
     else:
         chosen = quick
-    config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
+    run = set(map(id, chosen))
+    config.hook.pytest_deselected(items=[item for item in items if id(item) not in run])
     items[:] = chosen
 
 

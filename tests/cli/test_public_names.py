@@ -28,6 +28,7 @@ def test_importing_zerokl_does_not_wait_for_torch(code):
     assert subprocess.run([sys.executable, "-c", check]).returncode == 0
 
 
+@pytest.mark.full
 def test_the_example_of_the_package_runs(model_source, tmp_path, monkeypatch):
     """The lines of zerokl's docstring, with a small model and run."""
     monkeypatch.chdir(tmp_path)

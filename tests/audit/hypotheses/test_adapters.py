@@ -192,6 +192,7 @@ def test_an_adapter_beside_the_weights_is_named(merged, base, adapters, tmp_path
     )
 
 
+@pytest.mark.full
 def test_a_sound_log_names_nothing_and_another_fault_no_adapter(merged, adapters, tmp_path):
     assert found_in(merged, draw(merged.decoder), adapters, tmp_path) is None
     other = Decoder(

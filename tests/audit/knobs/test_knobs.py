@@ -162,7 +162,8 @@ def test_a_number_that_nobody_listed_is_located(folder_of, tmp_path, name, chang
     assert "knob: " in page(report), "the page shows it as it shows other hypotheses"
 
 
-@pytest.mark.parametrize("name", ["GPTNeoX", pytest.param("Gemma2", marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("name", ["GPTNeoX", "Gemma2"])
 def test_a_sound_log_gives_no_knob(folder_of, tmp_path, name):
     log = write_log(tmp_path / "log.jsonl", folder_of(name), lambda model: None)
     settings = AuditSettings(model=str(folder_of(name)), dtype="float32", knobs=True)
@@ -173,6 +174,7 @@ def test_a_sound_log_gives_no_knob(folder_of, tmp_path, name):
     assert not report.cause.kind.startswith("knob")
 
 
+@pytest.mark.full
 def test_a_fault_in_some_lines_is_not_told_of_the_sampler_as_a_whole(folder_of, tmp_path, monkeypatch):
     """The value is fitted to the lines that differ most, here to four, and checked on all."""
     monkeypatch.setattr(column, "_FIT_TOKENS", 110)

@@ -50,6 +50,7 @@ def answers(tokens: Tokens, size: float):
 SCORES = ("attention's scores", "scores", 1.828, None)
 
 
+@pytest.mark.full
 def test_a_second_knob_that_explains_nothing_is_not_told(model):
     """What the first one leaves is noise that no knob explains, and more than the dtype rounds."""
     told = answers(tokens_of(model, SCORES, noise=0.01), 0.004)
