@@ -4,8 +4,8 @@
     delta_i = do_i . o_i     ds_ij = p_ij (do_i . v_j - delta_i)
     dq_i = scale sum_j ds_ij k_j     dk_j = scale sum_i ds_ij q_i     dv_j = sum_i p_ij do_i
 
-With a cap (Gemma Team, arXiv:2408.00118) the scores are cap t_ij, t = tanh(s / cap), and ds has the factor
-1 - t^2. The reference is attention_ref.py. The GPU has attention_triton.py and attention_bwd_triton.py, for chunks
+With a cap (Gemma Team, arXiv:2408.00118) the scores are cap t, t = tanh(s / cap); ds has the factor 1 - t^2.
+The reference is attention_ref.py. The GPU has attention_triton.py and attention_bwd_triton.py, for chunks
 attention_chunks_triton.py and attention_split_triton.py; a CPU with a compiler has attention_cpp.py.
 
 The forward makes two passes over the key tiles of a row (KEY_TILE keys each), in ascending order. The first

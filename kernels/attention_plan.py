@@ -52,8 +52,8 @@ class Group:
 
     start: int  # index of the group's first query tile among the plan's n
     tiles: torch.Tensor  # [c * J] int64, the key tiles; those of one query tile lie side by side
-    bias: torch.Tensor  # [c, M, R, KEY_TILE] fp32, -inf where a key of the last M key tiles is hidden, else 0
-    # (with a window M is J)
+    # [c, M, R, KEY_TILE] fp32, -inf where a key of the last M key tiles is hidden, else 0
+    bias: torch.Tensor
 
 
 @dataclass(frozen=True)
@@ -89,15 +89,13 @@ class AttentionPlan:
 
     def index(self, D: int, dtype: torch.dtype, rule: AttentionRule = WALK) -> IndexPlan:
         """The reference's index plan for heads of width D that are multiplied in `dtype`; made once."""
-        window, step = rule.window, (rule.chunk // KEY_TILE or 1 if rule.window else 1)
-        key = D, dtype, window, step
-        if key not in self._indices:
+        if (D, dtype, rule) not in self._indices:
             tables = packed_tables(self.lengths)[0] if self.tables is None else self.tables
             rows = tile_rows(self.query_lengths, self.heads // self.kv_heads, D, dtype)
-            self._indices[key] = _index_plan(
-                self.query_lengths, self.contexts, tables, self.heads, self.kv_heads, rows, window, step
+            self._indices[D, dtype, rule] = _index_plan(
+                self.query_lengths, self.contexts, tables, self.heads, self.kv_heads, rows, rule
             )
-        return self._indices[key]
+        return self._indices[D, dtype, rule]
 
     @cached_property
     def rows(self) -> torch.Tensor:
@@ -137,7 +135,7 @@ class AttentionPlan:
         return {}
 
     @cached_property
-    def _indices(self) -> dict[tuple[int, torch.dtype, int, int], IndexPlan]:
+    def _indices(self) -> dict[tuple[int, torch.dtype, AttentionRule], IndexPlan]:
         return {}
 
 
@@ -183,14 +181,13 @@ def _index_plan(
     heads: int,
     kv_heads: int,
     R: int,
-    window: int,
-    step: int,
+    rule: AttentionRule,
 ) -> IndexPlan:
     """The reference's plan, with R rows in a query tile. AttentionPlan explains the other arguments.
 
-    window: of AttentionRule. The key tiles before it are left out, a multiple of `step` of them.
+    With a window, the key tiles (or the chunks) before that of a query tile's first row are left out.
     """
-    group = heads // kv_heads
+    group, window, begin_unit = heads // kv_heads, rule.window, rule.chunk or KEY_TILE
     q_len, context = np.asarray(query_lengths, np.int64), np.asarray(contexts, np.int64)
     start = np.cumsum(q_len) - q_len
     per_seq = -(-q_len * group // R)  # query tiles of one key-value head
@@ -202,7 +199,7 @@ def _index_plan(
     begin = np.zeros_like(need)
     if window:
         lowest = np.maximum(context[seq] + flat[:, 0] // group - window + 1, 0)
-        begin = lowest // (KEY_TILE * step) * step
+        begin = lowest // begin_unit * (begin_unit // KEY_TILE)
         need -= begin
     by_need = np.argsort(-need, kind="stable")
     seq, flat, last, need, begin = (x[by_need] for x in (seq, flat, last, need, begin))
