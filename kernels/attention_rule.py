@@ -24,7 +24,7 @@ class AttentionRule(NamedTuple):
         for name, value in (("window", self.window), ("cap", self.cap)):
             if value:
                 raise ValueError(
-                    f"attention: {name} ({value}) is not computed on a GPU; a model with it runs on a CPU only"
+                    f"attention: {name} ({value}) is not computed on a GPU; models with it run on a CPU only"
                 )
 
     def state_bytes(self, rows: int, heads: int, head_dim: int, keys: int) -> int:
