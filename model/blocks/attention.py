@@ -42,7 +42,7 @@ def read_windows(config: ConfigFile, period: int) -> list[int | None]:
     usual = ["full_attention" if not (i + 1) % period else "sliding_attention" for i in range(n)]
     types = usual if file.layer_types is None else file.layer_types
     if len(types) != n:
-        config.wrong(f"layer_types has {len(types)} entries, num_hidden_layers is {n}")
+        config.refuse("layer_types", types, f"num_hidden_layers is {n}")
     window = config.value("sliding_window")
     if window is None and "sliding_attention" in types:
         config.wrong("sliding_window is null, and layers are of sliding_attention; give its width in tokens")

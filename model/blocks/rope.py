@@ -127,7 +127,7 @@ def _of_layer_type(config: ConfigFile, layer_type: str) -> dict[str, Any]:
     """The object for layers of this type in rope_parameters."""
     raw, types = config.fields.rope_parameters, ("full_attention", "sliding_attention")
     if set(raw) - set(types) or not all(isinstance(raw.get(name) or {}, dict) for name in types):
-        config.wrong(f"rope_parameters ({shown(raw)}) must have an object each for {' and '.join(types)}")
+        config.refuse("rope_parameters", raw, f"it must have an object each for {' and '.join(types)}")
     return raw.get(layer_type) or {}
 
 
