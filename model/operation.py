@@ -55,6 +55,7 @@ class Site(NamedTuple):
     module: str  # dotted, from the layer, or from the model where the operation is in no layer
     shown: Shown = Shown.OUTPUT
     element: int = 0  # of what the module returns, where that is a tuple
+    heads_first: bool = False  # whether it returns [1, H, T, D], and not [1, T, ...]
     # Where it is set, the module is of the next layer; after the last layer it is this one, from the model.
     after_last: str = ""
 

@@ -8,7 +8,7 @@ As in vLLM, q, k and v are one matrix. Shapes: T tokens of packed sequences, D h
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from pydantic import PositiveInt
@@ -110,6 +110,8 @@ class Attention(Mixer):
             for p, width, heads in (("q", q, c.heads), ("k", kv, c.kv_heads))
             if self.qk_norm or self.wide_qk_norm
         ]
+        if self.qk_norm and c.norm_plus_one:  # Gemma 3's module is given heads before tokens
+            norms = [replace(row, transformers=row.transformers._replace(heads_first=True)) for row in norms]
         last = "norm" if norms else "proj"
         rotated = [
             Operation(
