@@ -1,15 +1,19 @@
 """Causal grouped-query attention: variable-length prefill, chunked prefill and decode with one arithmetic.
 
-    s_ij = (scale q_i) . k_j   (j <= i)      p_ij = exp(s_ij - lse_i)      o_i = sum_j p_ij v_j
+    s_ij = (scale q_i) . k_j   (i - window < j <= i)    p_ij = exp(s_ij - lse_i)    o_i = sum_j p_ij v_j
     delta_i = do_i . o_i     ds_ij = p_ij (do_i . v_j - delta_i)
     dq_i = scale sum_j ds_ij k_j     dk_j = scale sum_i ds_ij q_i     dv_j = sum_i p_ij do_i
 
+With a cap (Gemma Team, arXiv:2408.00118) the scores are cap t, t = tanh(s / cap); ds has the factor 1 - t^2.
 The reference is attention_ref.py. The GPU has attention_triton.py and attention_bwd_triton.py, for chunks
 attention_chunks_triton.py and attention_split_triton.py; a CPU with a compiler has attention_cpp.py.
 
 The forward makes two passes over the key tiles of a row (KEY_TILE keys each), in ascending order. The first
 pass finds the maximum of all scores. The second pass adds up p and p v, tile by tile. A fully masked tile is
-an exact no-op: the maximum stays, and exp(-inf) = 0 adds zeros.
+an exact no-op: the maximum stays, and exp(-inf) = 0 adds zeros. So the tiles before a window may be read or
+left out: the sums begin with +0.0, which zeros of either sign leave as it is. In a tile that the window cuts,
+its hidden keys add zeros too. A tile begins at a multiple of KEY_TILE from the sequence's beginning, never at
+the window's.
 
 With chunks (AttentionRule) a row's keys are cut at multiples of `chunk`. Each chunk has its m, l and acc as a
 row of its own would. The states are joined in ascending order, from M = -inf, L = 0, A = 0:
@@ -47,7 +51,7 @@ class _Attention(torch.autograd.Function):
     def forward(ctx, q, k, v, plan, scale, rule):
         o, lse = _packed(q, k, v, plan, scale, rule, want_lse=True)
         ctx.save_for_backward(q, k, v, o, lse)
-        ctx.plan, ctx.scale = plan, scale
+        ctx.plan, ctx.scale, ctx.rule = plan, scale, rule
         return o
 
     @staticmethod
@@ -57,8 +61,8 @@ class _Attention(torch.autograd.Function):
             from .attention_bwd_triton import attention_bwd as bwd_on_gpu
 
             return *bwd_on_gpu(do, q, *rest, ctx.plan.on(q.device), ctx.scale), None, None, None
-        operands = do, q, *rest, ctx.plan, ctx.scale
-        if on_cpp(q) and backward_agrees(ctx.plan, q.shape[-1]):
+        operands = do, q, *rest, ctx.plan, ctx.scale, ctx.rule
+        if on_cpp(q) and not ctx.rule.cap and backward_agrees(ctx.plan, q.shape[-1]):
             return *attention_bwd(*operands), None, None, None
         return *attention_bwd_ref(*operands), None, None, None
 
@@ -66,6 +70,8 @@ class _Attention(torch.autograd.Function):
 def _packed(
     q, k, v, plan: AttentionPlan, scale: float, rule: AttentionRule, want_lse: bool
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
+    if on_triton(q):
+        rule.refuse_on_triton()
     if on_triton(q) and rule.chunk:
         from .attention_chunks_triton import walk_packed
 
@@ -173,6 +179,7 @@ def _paged_on_triton(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spans: Spans, scale: float, rule: AttentionRule
 ) -> torch.Tensor:
     """q [T, Hq, D], k and v [blocks, KEY_TILE, Hkv, D] -> [T, Hq, D]. Which kernel serves decides no bit."""
+    rule.refuse_on_triton()
     if not rule.chunk:
         from .attention_triton import attention_paged
 

@@ -18,7 +18,7 @@ import torch
 from ..files.bitwise import equal
 from .attention_plan import KEY_TILE, AttentionPlan
 from .attention_ref import attention_bwd_ref, attention_ref, gather_tiles
-from .attention_rule import AttentionRule
+from .attention_rule import WALK, AttentionRule
 from .cpp import call
 from .cpp.row_sums import sum_lanes
 from .order import ALIGN
@@ -163,7 +163,7 @@ def attention_fwd(
     for a, b, elements in on.parts:
         e = torch.empty(elements, dtype=torch.float32)
         joins = torch.zeros(_joins(on, a, b, tiles), 2, dtype=torch.float32) if tiles else None
-        rows = first, a, b, tiles, e, joins
+        rows = first, a, b, tiles, rule.window, e, joins
         call("attention_scores", q.dtype, place, q, q.stride(0), k, k.stride(0), scale, *rows, m)
         e.exp_()
         if joins is not None:
@@ -179,7 +179,15 @@ def _joins(on: CppPlan, a: int, b: int, tiles: int) -> int:
 
 
 def attention_bwd(
-    do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, plan: AttentionPlan, scale: float
+    do: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    o: Tensor,
+    lse: Tensor,
+    plan: AttentionPlan,
+    scale: float,
+    rule: AttentionRule = WALK,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk, dv of `attention`."""
     on, do, q = _kept(_backward_plan, plan, q.shape[-1]), do.contiguous(), tokens_apart(q)
@@ -189,7 +197,7 @@ def attention_bwd(
     place, queries, keys = ctypes.addressof(on.plan), (q, q.stride(0)), k.stride(0)
     for a, b, elements in on.parts:
         p = torch.empty(elements, dtype=torch.float32)
-        call("attention_exponents", q.dtype, place, *queries, k, keys, lse, scale, a, b, p)
+        call("attention_exponents", q.dtype, place, *queries, k, keys, lse, scale, a, b, rule.window, p)
         p.exp_()
         operands = place, do, *queries, k, v, keys, delta, scale, a, b, p
         call("attention_gradients", q.dtype, *operands, dq, dk, dv)
@@ -197,8 +205,9 @@ def attention_bwd(
 
 
 def forward_agrees(heads: int, kv_heads: int, D: int, rule: AttentionRule) -> bool:
-    """Whether the forward has the bits of the reference for such heads."""
-    return _forward_agrees(heads // kv_heads, D, rule._replace(chunk=KEY_TILE if rule.chunk else 0))
+    """Whether the forward has the bits of the reference for such heads. The loops know no cap."""
+    probed = AttentionRule(KEY_TILE if rule.chunk else 0, KEY_TILE + 3 if rule.window else 0)
+    return not rule.cap and _forward_agrees(heads // kv_heads, D, probed)
 
 
 @cache

@@ -29,6 +29,7 @@ import numpy as np
 import torch
 
 from ..files.bitwise import equal
+from .attention_rule import WALK, AttentionRule
 from .attention_tables import Spans, make_spans
 from .upload import upload
 
@@ -51,7 +52,8 @@ class Group:
 
     start: int  # index of the group's first query tile among the plan's n
     tiles: torch.Tensor  # [c * J] int64, the key tiles; those of one query tile lie side by side
-    bias: torch.Tensor  # [c, M, R, KEY_TILE] fp32, -inf where a key of the last M key tiles is hidden, else 0
+    # [c, M, R, KEY_TILE] fp32, -inf where a key of the last M key tiles is hidden, else 0
+    bias: torch.Tensor
 
 
 @dataclass(frozen=True)
@@ -85,15 +87,15 @@ class AttentionPlan:
         """Tokens of each sequence, which is also its number of keys, [S]."""
         return tuple(a + b for a, b in zip(self.contexts, self.query_lengths, strict=True))
 
-    def index(self, D: int, dtype: torch.dtype) -> IndexPlan:
+    def index(self, D: int, dtype: torch.dtype, rule: AttentionRule = WALK) -> IndexPlan:
         """The reference's index plan for heads of width D that are multiplied in `dtype`; made once."""
-        if (D, dtype) not in self._indices:
+        if (D, dtype, rule) not in self._indices:
             tables = packed_tables(self.lengths)[0] if self.tables is None else self.tables
             rows = tile_rows(self.query_lengths, self.heads // self.kv_heads, D, dtype)
-            self._indices[D, dtype] = _index_plan(
-                self.query_lengths, self.contexts, tables, self.heads, self.kv_heads, rows
+            self._indices[D, dtype, rule] = _index_plan(
+                self.query_lengths, self.contexts, tables, self.heads, self.kv_heads, rows, rule
             )
-        return self._indices[D, dtype]
+        return self._indices[D, dtype, rule]
 
     @cached_property
     def rows(self) -> torch.Tensor:
@@ -133,7 +135,7 @@ class AttentionPlan:
         return {}
 
     @cached_property
-    def _indices(self) -> dict[tuple[int, torch.dtype], IndexPlan]:
+    def _indices(self) -> dict[tuple[int, torch.dtype, AttentionRule], IndexPlan]:
         return {}
 
 
@@ -179,9 +181,13 @@ def _index_plan(
     heads: int,
     kv_heads: int,
     R: int,
+    rule: AttentionRule,
 ) -> IndexPlan:
-    """The reference's plan, with R rows in a query tile. AttentionPlan explains the other arguments."""
-    group = heads // kv_heads
+    """The reference's plan, with R rows in a query tile. AttentionPlan explains the other arguments.
+
+    With a window, the key tiles (or the chunks) before that of a query tile's first row are left out.
+    """
+    group, window, begin_unit = heads // kv_heads, rule.window, rule.chunk or KEY_TILE
     q_len, context = np.asarray(query_lengths, np.int64), np.asarray(contexts, np.int64)
     start = np.cumsum(q_len) - q_len
     per_seq = -(-q_len * group // R)  # query tiles of one key-value head
@@ -190,8 +196,13 @@ def _index_plan(
     flat = within[:, None] * R + np.arange(R)  # row of the tile -> position * group + head in the group
     last = (q_len[seq] * group - 1)[:, None]
     need = (context[seq] + np.minimum(flat[:, -1], last[:, 0]) // group) // KEY_TILE + 1
+    begin = np.zeros_like(need)
+    if window:
+        lowest = np.maximum(context[seq] + flat[:, 0] // group - window + 1, 0)
+        begin = lowest // begin_unit * (begin_unit // KEY_TILE)
+        need -= begin
     by_need = np.argsort(-need, kind="stable")
-    seq, flat, last, need = seq[by_need], flat[by_need], last[by_need], need[by_need]
+    seq, flat, last, need, begin = (x[by_need] for x in (seq, flat, last, need, begin))
     valid, flat = flat <= last, np.minimum(flat, last)
     step = flat // group
     position = context[seq][:, None] + step
@@ -207,11 +218,14 @@ def _index_plan(
     for a, b in _group_bounds(need, kv_heads):
         J = int(need[a])
         # A query tile that needs fewer than J key tiles repeats its last one: it reads only its own sequence.
-        ids = tables[seq[a:b, None], np.minimum(np.arange(J), need[a:b, None] - 1)]
+        ids = tables[seq[a:b, None], begin[a:b, None] + np.minimum(np.arange(J), need[a:b, None] - 1)]
         tiles = (ids[:, None, :] * kv_heads + h[:, None]).reshape(-1)
-        first_key = int(position[a:b, 0].min()) // KEY_TILE * KEY_TILE
-        keys = np.arange(first_key, J * KEY_TILE).reshape(-1, 1, KEY_TILE)
-        hidden = position[a:b, None, :, None] < keys  # [query tiles of one head, M, R, KEY_TILE]
+        first_key = 0 if window else int(position[a:b, 0].min()) // KEY_TILE * KEY_TILE
+        keys = begin[a:b, None] * KEY_TILE + np.arange(first_key, J * KEY_TILE)
+        keys, rows = keys.reshape(b - a, -1, 1, KEY_TILE), position[a:b, None, :, None]
+        hidden = rows < keys  # [query tiles of one head, M, R, KEY_TILE]
+        if window:
+            hidden |= keys <= rows - window
         bias = np.repeat(np.where(hidden, np.float32(-np.inf), np.float32(0)), kv_heads, axis=0)
         groups.append(Group(a * kv_heads, torch.from_numpy(tiles), torch.from_numpy(bias)))
     return IndexPlan(R, torch.from_numpy(row.reshape(-1)), torch.from_numpy(inverse), groups)

@@ -33,7 +33,7 @@ def attention_ref(
     """
     T, H, D = q.shape
     acc_dtype = accumulate_dtype(q.dtype)
-    index = plan.index(D, acc_dtype)
+    index = plan.index(D, acc_dtype, rule)
     q_tiles = q.reshape(T * H, D).index_select(0, index.rows).to(acc_dtype).view(-1, index.tile_rows, D)
     q_tiles *= scale
     o = torch.empty_like(q_tiles)
@@ -41,7 +41,7 @@ def attention_ref(
     for group in index.groups:
         members = slice(group.start, group.start + group.bias.shape[0])
         kv = tiles.index_select(0, group.tiles).to(acc_dtype)
-        m, l, acc = _group_ref(q_tiles[members], kv, group.bias, rule.chunk // KEY_TILE)
+        m, l, acc = _group_ref(q_tiles[members], kv, group.bias, rule)
         torch.div(acc, l, out=o[members])
         if want_lse:
             torch.add(m, l.log_(), out=lse[members])
@@ -55,19 +55,20 @@ def attention_ref(
 _State = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
-def _group_ref(q: torch.Tensor, kv: torch.Tensor, bias: torch.Tensor, chunk_tiles: int) -> _State:
+def _group_ref(q: torch.Tensor, kv: torch.Tensor, bias: torch.Tensor, rule: AttentionRule) -> _State:
     """The state of one group after all its keys.
 
     q [c, R, D] already scaled, kv [c * J, 2, KEY_TILE, D], bias [c, M, R, KEY_TILE].
-    chunk_tiles: key tiles of a chunk; 0: all keys are one.
     """
     c, R, D = q.shape
     kv = kv.view(c, -1, 2, KEY_TILE, D)
     J = kv.shape[1]
     k = kv.view(c * J, 2, KEY_TILE, D)[:, 0].transpose(1, 2)
     s = torch.bmm(q.unsqueeze(1).expand(c, J, R, D).reshape(c * J, R, D), k).view(c, J, R, KEY_TILE)
+    if rule.cap:
+        s.div_(rule.cap).tanh_().mul_(rule.cap)
     s[:, J - bias.shape[1] :] += bias
-    step = chunk_tiles or J
+    step = rule.chunk // KEY_TILE or J
     state = _chunk_ref(s[:, :step], kv[:, :step, 1])
     for j in range(step, J, step):
         state = _join(state, _chunk_ref(s[:, j : j + step], kv[:, j : j + step, 1]))
@@ -111,7 +112,7 @@ def gather_tiles(k: torch.Tensor, v: torch.Tensor, rows: torch.Tensor) -> torch.
     return kv.permute(0, 3, 2, 1, 4).reshape(-1, 2, KEY_TILE, k.shape[-1])
 
 
-def _bwd_group(q, k, v, do, lse, delta, scale, first):
+def _bwd_group(q, k, v, do, lse, delta, scale, first, rule):
     """dq, dk and dv of sequences that are padded to one length L.
 
     The rows of q begin with position `first`, a multiple of QUERY_CHUNK. A row that stands for no query has
@@ -125,9 +126,18 @@ def _bwd_group(q, k, v, do, lse, delta, scale, first):
     for a in range(first, L, QUERY_CHUNK):
         b = min(a + QUERY_CHUNK, L)
         rows = slice((a - first) * G, (b - first) * G)
-        later = torch.arange(b) > torch.arange(a, b).repeat_interleave(G).unsqueeze(1)  # keys after the query
-        p = torch.bmm(q[:, rows], k[:, :b].transpose(1, 2)).sub_(lse[:, rows]).exp_().masked_fill_(later, 0.0)
+        keys, queries = torch.arange(b), torch.arange(a, b).repeat_interleave(G).unsqueeze(1)
+        hidden = keys > queries
+        if rule.window:
+            hidden |= keys <= queries - rule.window
+        s = torch.bmm(q[:, rows], k[:, :b].transpose(1, 2))
+        if rule.cap:
+            t = s.div_(rule.cap).tanh_()
+            s = t * rule.cap
+        p = s.sub_(lse[:, rows]).exp_().masked_fill_(hidden, 0.0)
         ds = torch.bmm(do[:, rows], v[:, :b].transpose(1, 2)).sub_(delta[:, rows]).mul_(p)
+        if rule.cap:
+            ds.mul_(t.mul_(t).neg_().add_(1.0))
         dv[:, :b] += torch.bmm(p.transpose(1, 2), do[:, rows])
         dk[:, :b] += torch.bmm(ds.transpose(1, 2), q[:, rows])
         torch.bmm(ds, k[:, :b], out=dq[:, rows])
@@ -172,7 +182,7 @@ def _write_rows(out: torch.Tensor, grad: torch.Tensor, rows: torch.Tensor, insid
     out[rows[inside]] = grad[inside].to(out.dtype)
 
 
-def attention_bwd_ref(do, q, k, v, o, lse, plan: AttentionPlan, scale: float):
+def attention_bwd_ref(do, q, k, v, o, lse, plan: AttentionPlan, scale: float, rule: AttentionRule = WALK):
     """dq, dk, dv of `attention`. do, q, o [T, Hq, D]; k, v [K, Hkv, D]; lse [T, Hq]."""
     kv_heads, dtype = k.shape[1], lse.dtype
     delta = (do.to(dtype) * o.to(dtype)).contiguous().sum(-1)
@@ -191,7 +201,7 @@ def attention_bwd_ref(do, q, k, v, o, lse, plan: AttentionPlan, scale: float):
             ~inside[:, None, :, None], float("inf")
         )
         dq_rows, dk_rows, dv_rows = _bwd_group(
-            q_rows, k_rows, v_rows, do_rows, lse_rows, delta_rows, scale, first
+            q_rows, k_rows, v_rows, do_rows, lse_rows, delta_rows, scale, first, rule
         )
         _write_rows(dq, dq_rows, rows, inside)
         _write_rows(dk, dk_rows, key_rows, key_inside)

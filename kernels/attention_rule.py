@@ -8,9 +8,24 @@ from typing import NamedTuple
 
 
 class AttentionRule(NamedTuple):
-    """The order of a row's sums. chunk: keys of a chunk (attention.py); 0: one walk over all keys, vLLM's."""
+    """The order of a row's sums, and what stands between its scores and its weights.
+
+    chunk: keys of a chunk (attention.py); 0: one walk over all keys, vLLM's.
+    window: the last keys that a row sees, its own among them; 0: all.
+    cap: the scores s become cap tanh(s / cap); 0.0: they stay.
+    """
 
     chunk: int = 0
+    window: int = 0
+    cap: float = 0.0
+
+    def refuse_on_triton(self) -> None:
+        """Raise ValueError for what the Triton kernels do not compute."""
+        for name, value in (("window", self.window), ("cap", self.cap)):
+            if value:
+                raise ValueError(
+                    f"attention: {name} ({value}) is not computed on a GPU; models with it run on a CPU only"
+                )
 
     def state_bytes(self, rows: int, heads: int, head_dim: int, keys: int) -> int:
         """Of the chunks' states in a decoding turn on a GPU (attention_split_triton.py).

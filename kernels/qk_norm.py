@@ -2,6 +2,8 @@
 
     y = x r w,    r = 1 / sqrt(mean(x^2) + eps),    w = wq for the first `heads` heads, wk for the others
 
+With plus_one, a weight w stands for 1 + w, as in rms_norm.py.
+
     with xh = x r:   dx = r (dy w - xh mean(dy w xh)),   dwq, dwk = sum over tokens and heads of dy xh
 
 Formulas, roundings and the order along a row are those of rms_norm.py. The Triton kernels are in
@@ -17,7 +19,7 @@ import torch
 from .backend import on_triton
 from .order import tree_sum
 from .passes import ONE_SEQUENCE, Pass
-from .rms_norm import add_rows, check_norm, rms_norm_bwd_ref, rms_norm_ref
+from .rms_norm import add_rows, check_norm, norm_factors, rms_norm_bwd_ref, rms_norm_ref
 from .rms_norm_cpp import norm_bwd, norm_fwd, norm_on_cpp, sum_heads
 
 
@@ -28,7 +30,7 @@ def _head_weights(wq: torch.Tensor, wk: torch.Tensor, heads: int, total: int) ->
 
 def _forward(x, wq, wk, heads, eps):
     """y and r, computed where x lies."""
-    if norm_on_cpp(x):
+    if norm_on_cpp(x) and wq.dtype == x.dtype:
         return norm_fwd(x, (wq, wk), heads, eps)[:2]
     if not on_triton(x):
         return rms_norm_ref(x, _head_weights(wq, wk, heads, x.shape[1]), eps)
@@ -39,7 +41,7 @@ def _forward(x, wq, wk, heads, eps):
 
 def _backward(dy, x, r, wq, wk, heads, in_pass):
     """dx, and the contributions to dwq and dwk that rms_norm.add_rows takes."""
-    if norm_on_cpp(x):
+    if norm_on_cpp(x) and wq.dtype == x.dtype:
         dx, dw = norm_bwd(dy, x, r, (wq, wk), heads)
         return dx, [sum_heads(dw, 0, heads), sum_heads(dw, heads, x.shape[1])]
     if not on_triton(x):
@@ -52,22 +54,23 @@ def _backward(dy, x, r, wq, wk, heads, in_pass):
 
 class _QKNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, wq, wk, heads, eps, in_pass):
-        y, r = _forward(x, wq, wk, heads, eps)
+    def forward(ctx, x, wq, wk, heads, eps, in_pass, plus_one):
+        y, r = _forward(x, *norm_factors(plus_one, wq, wk), heads, eps)
         ctx.save_for_backward(x, r)
-        ctx.weights, ctx.heads, ctx.in_pass = (wq, wk), heads, in_pass
+        ctx.weights, ctx.heads, ctx.in_pass, ctx.plus_one = (wq, wk), heads, in_pass, plus_one
         return y
 
     @staticmethod
     def backward(ctx, dy):
         (x, r), in_pass, returned = ctx.saved_tensors, ctx.in_pass.over(dy), []
-        dx, contributions = _backward(dy, x, r, *ctx.weights, ctx.heads, in_pass)
+        factors = norm_factors(ctx.plus_one, *ctx.weights)
+        dx, contributions = _backward(dy, x, r, *factors, ctx.heads, in_pass)
         for w, dw, wanted in zip(ctx.weights, contributions, ctx.needs_input_grad[1:3], strict=True):
             buffer = in_pass.buffer(w) if wanted else None
             if wanted:
                 add_rows(buffer, dw, in_pass.blocks)
             returned.append(in_pass.returned_grad(w, buffer) if wanted else None)
-        return dx, *returned, None, None, None
+        return dx, *returned, None, None, None, None
 
 
 def qk_norm(
@@ -77,6 +80,7 @@ def qk_norm(
     heads: int,
     eps: float,
     in_pass: Pass = ONE_SEQUENCE,
+    plus_one: bool = False,
 ) -> torch.Tensor:
     """rms_norm of each head of x [T, H, D] -> [T, H, D].
 
@@ -91,5 +95,5 @@ def qk_norm(
             f"qk_norm: x {tuple(x.shape)} must be [T, H, D] with more than heads ({heads}) heads"
         )
     if not torch.is_grad_enabled():
-        return _forward(x, wq, wk, heads, eps)[0]
-    return _QKNorm.apply(x, wq, wk, heads, eps, in_pass)
+        return _forward(x, *norm_factors(plus_one, wq, wk), heads, eps)[0]
+    return _QKNorm.apply(x, wq, wk, heads, eps, in_pass, plus_one)

@@ -29,14 +29,12 @@ from ..kernels.low_rank import LowRankBuffers
 from ..kernels.passes import Pass
 from ..kernels.sampling_params import SamplingParams
 from ..kernels.upload import upload_tables
-from .blocks.block import Rotation
-from .blocks.rope import rotation_table
 from .buffers import all_as_numbers, as_bytes, as_numbers
 from .checkpoint import read_weights, resolve_model
 from .checkpoint_writing import write_tensors
 from .config import ModelConfig
 from .context import Buffers, Context, Hook, PackedContext, no_hook
-from .decoder import Decoder, Forward, Stream, with_padding
+from .decoder import Decoder, Forward, Rotations, Stream, rotation_tables, with_padding
 from .labels import LabelledBatch, pack_labels
 from .numerics import COMPUTE, Numerics
 from .parameters import LayerCall, ParameterWeights, keep_sums
@@ -73,7 +71,7 @@ class DecoderLayer(nn.Module):
         x: torch.Tensor | None,
         residual: torch.Tensor,
         run: Callable[..., Stream],
-        rotation: Rotation,
+        rotations: Rotations,
         context: Context,
         hook: Hook,
     ) -> Stream:
@@ -81,7 +79,7 @@ class DecoderLayer(nn.Module):
 
         run: ModuleForward.run_layer.
         """
-        return run(self.i, (x, residual), rotation, context, hook)
+        return run(self.i, (x, residual), rotations, context, hook)
 
 
 class ModuleForward(Forward):
@@ -98,14 +96,14 @@ class ModuleForward(Forward):
         super().__init__(layout.config, numerics, recompute)
         self.weights, self._adapters = ParameterWeights(module, layout), dict(adapters)
         self._layers = module.model.layers
-        self._tables: dict[tuple[torch.dtype, torch.device], Rotation] = {}
+        self._tables: dict[tuple[torch.dtype, torch.device], Rotations] = {}
 
     @property
-    def _rope(self) -> Rotation:
+    def _rope(self) -> Rotations:
         norm = self.weights.norm
         key = norm.dtype, norm.device
         if key not in self._tables:
-            self._tables = {key: rotation_table(self.config, norm)}
+            self._tables = {key: rotation_tables(self.config, norm)}
         return self._tables[key]
 
     @property
@@ -120,10 +118,10 @@ class ModuleForward(Forward):
     def _run_layer(self, i: int, stream: Stream, *args: Any) -> Stream:
         return self._layers[i](*stream, self.run_layer, *args)
 
-    def run_layer(self, i: int, stream: Stream, rotation: Rotation, context: Context, hook: Hook) -> Stream:
+    def run_layer(self, i: int, stream: Stream, rotations: Rotations, context: Context, hook: Hook) -> Stream:
         """What the module of layer i computes."""
         if not torch.is_grad_enabled():
-            return self._layer(i, stream, rotation, context, hook)
+            return self._layer(i, stream, rotations, context, hook)
         parts = self.weights.parts(i)
         keep_sums([p for tensors in parts.values() for p in tensors])
         adapters = {
@@ -132,7 +130,7 @@ class ModuleForward(Forward):
         call = LayerCall(
             parts, context.in_pass.buffers, self.config.dtypes(i, self.numerics, self.dtype), adapters
         )
-        args = i, call.tensors, call.begin(*stream), rotation, context, hook
+        args = i, call.tensors, call.begin(*stream), rotations, context, hook
         if self.recompute:
             stream = checkpoint(self._compute_layer, *args, use_reentrant=False, preserve_rng_state=False)
         else:

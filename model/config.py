@@ -4,7 +4,7 @@ A field of config.json that asks for something unsupported is refused by name.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from .blocks.block import Block
 from .blocks.embedding import Embedding, Head
 from .blocks.experts import MixtureOfExperts
 from .blocks.residual import Layer, Residual, layer_operations
-from .blocks.rope import frequencies, read_rope
+from .blocks.rope import Rope, frequencies, read_rope
 from .config_file import ConfigFile, UnsupportedError
 from .families import FAMILIES
 from .family import Family
@@ -64,7 +64,7 @@ class ModelConfig(Sizes):
         family = FAMILIES[name]
         file = ConfigFile(file.raw, source, family.defaults)
         try:
-            file.refuse_common()
+            file.refuse_common(family.has_windows)
             outside = {"embedding": family.embedding(file), "head": family.head(file)}
             config = cls(**_sizes(family, file), blocks=tuple(family.layers(file)), **outside)
             if file.fields.attention_bias and not config.values["qkv_bias"]:
@@ -81,6 +81,19 @@ class ModelConfig(Sizes):
     def frequencies(self) -> list[float]:
         """Inverse RoPE frequencies, radians per position, [head_dim / 2]."""
         return frequencies(self)
+
+    @cached_property
+    def local_rope_thetas(self) -> tuple[float | None, ...]:
+        """Of each layer the base of its own rotary embedding; None where it has the model's."""
+        return tuple(
+            next((getattr(branch.block, "local_rope_theta", None) for branch in layer), None)
+            for layer in self.blocks
+        )
+
+    def rotating(self, i: int) -> "ModelConfig":
+        """The config with layer i's rotary embedding as the model's."""
+        theta = self.local_rope_thetas[i]
+        return self if theta is None else replace(self, rope_theta=theta, rope_scaling=None)
 
     @property
     def distinct_blocks(self) -> list[Block]:
@@ -147,10 +160,14 @@ class ModelConfig(Sizes):
         return tuple(rows[layer] for layer in self.blocks)
 
 
+def _read_rope(family: Family, file: ConfigFile) -> Rope:
+    return read_rope(file, family.rope_types, family.partial_rotary, family.rope_by_layer_type)
+
+
 def _sizes(family: Family, file: ConfigFile) -> dict[str, Any]:
     """The fields of Sizes, converted but unchecked."""
     c = file.fields
-    heads, rope = c.num_attention_heads, read_rope(file, family.rope_types, family.partial_rotary)
+    heads, rope = c.num_attention_heads, _read_rope(family, file)
     head_dim = c.head_dim or c.hidden_size // heads
     return {
         "architecture": family.architecture,

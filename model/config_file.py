@@ -81,6 +81,7 @@ _COMPUTE_NOTHING = frozenset(
     return_dict_in_generate torchscript use_bfloat16 tf_legacy_loss pruned_heads tie_encoder_decoder
     id2label label2id num_labels problem_type finetuning_task task_specific_params prefix
     initializer_range router_aux_loss_coef router_z_loss_coef chunk_size_feed_forward
+    cache_implementation
     attn_implementation _attn_implementation _attn_implementation_autoset _attn_implementation_internal
     experts_implementation _experts_implementation _experts_implementation_internal use_flash_attn
     """.split()  # noqa: SIM905 (a list would have a line for each)
@@ -185,8 +186,11 @@ class ConfigFile:
         """Raise UnsupportedError for the value of a field, which asks for what no block computes."""
         self.wrong(f"{field} = {shown(value)} is not supported; {remedy}")
 
-    def refuse_common(self) -> None:
-        """Refuse what changes the computation of any family in a way the kernels do not know."""
+    def refuse_common(self, has_windows: bool = False) -> None:
+        """Refuse what changes the computation of any family in a way the kernels do not know.
+
+        has_windows: whether the family computes layers of sliding_attention.
+        """
         raw = self.raw
         if raw.get("quantization_config"):
             method = raw["quantization_config"].get("quant_method", "?")
@@ -197,10 +201,11 @@ class ConfigFile:
             self.refuse("hidden_act", activation, f"only {allowed} is")
         if "use_sliding_window" in self.defaults | raw:  # then it governs these two
             raw.looked_at.update({"sliding_window", "max_window_layers"})
-        if raw.get("use_sliding_window") or "sliding_attention" in (raw.get("layer_types") or []):
+        types = set(raw.get("layer_types") or [])
+        if raw.get("use_sliding_window") or ("sliding_attention" in types and not has_windows):
             self.refuse("sliding window attention", raw.get("sliding_window"), "only full attention is")
-        if set(raw.get("layer_types") or []) - {"full_attention"}:
-            self.refuse("layer_types", sorted(set(raw["layer_types"])), "only full_attention is")
+        if types - {"full_attention", "sliding_attention"}:
+            self.refuse("layer_types", sorted(types), "only full_attention is")
         if raw.get("attention_dropout"):
             self.refuse(
                 "attention_dropout",

@@ -13,6 +13,7 @@ A layer asks a source of weights for its own (weights.py), and for them only: th
 belongs to the norm of the next layer.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -35,6 +36,8 @@ from .weights import VALUE_HEAD, FlatWeights, Layout, WeightSource
 
 # What a layer gives to the next one, [T, D] each: the output of its last block, and what to add it to.
 Stream = tuple[torch.Tensor | None, torch.Tensor]
+# cos and sin of each rotary embedding of the model, by the base of ModelConfig.local_rope_thetas.
+Rotations = Mapping[float | None, Rotation]
 
 
 def with_padding(ids: torch.Tensor, decoder: "Forward") -> tuple[torch.Tensor, int]:
@@ -47,6 +50,12 @@ def with_padding(ids: torch.Tensor, decoder: "Forward") -> tuple[torch.Tensor, i
     return F.pad(ids, (0, padding)), padding
 
 
+def rotation_tables(config: ModelConfig, like: torch.Tensor) -> Rotations:
+    """Of all positions, on the device of `like` and rounded to its dtype."""
+    layers = {theta: i for i, theta in enumerate(config.local_rope_thetas)}
+    return {theta: rotation_table(config.rotating(i), like) for theta, i in layers.items()}
+
+
 class Forward:
     """The forward over a source of weights.
 
@@ -55,7 +64,7 @@ class Forward:
     """
 
     weights: WeightSource
-    _rope: Rotation  # of all positions
+    _rope: Rotations  # of all positions
 
     def __init__(self, config: ModelConfig, numerics: Numerics = COMPUTE, recompute: bool = False):
         self.config, self.numerics, self.recompute = config, numerics, recompute
@@ -107,9 +116,9 @@ class Forward:
         the vocabulary, if the ids are on the CPU (see embedding).
         """
         c, stream = self.config, self._embed(ids, context, hook)
-        rotation = self._rotation(context)
+        rotations = self._rotations(context)
         for i in range(c.layers):
-            stream = self._run_layer(i, stream, rotation, context, hook)
+            stream = self._run_layer(i, stream, rotations, context, hook)
         if isinstance(context, NarrowingContext):
             context = context.narrowed
         x, residual = c.head.forward(self.weights.norm, Rows(*stream, context), c)
@@ -123,10 +132,10 @@ class Forward:
         The forward ends where the last layer has mixed the rows.
         """
         stream, last = self._embed(ids, context, hook), self.config.layers - 1
-        rotation = self._rotation(context)
+        rotations = self._rotations(context)
         for i in range(last):
-            stream = self._run_layer(i, stream, rotation, context, hook)
-        layer = LayerRun(last, self.config, self.numerics, rotation, hook)
+            stream = self._run_layer(i, stream, rotations, context, hook)
+        layer = self._layer_run(last, rotations, hook)
         rows = Rows(*stream, context)
         with self.weights.layer(last) as w:
             for branch, summed in self.config.branches(last):
@@ -142,10 +151,14 @@ class Forward:
         if ids.device != self.device:
             check_ids(ids, self.config.vocab_size)
 
-    def _rotation(self, context: Context) -> Rotation:
+    def _rotations(self, context: Context) -> Rotations:
         """cos and sin of the positions."""
-        cos, sin = self._rope
-        return cos[context.positions], sin[context.positions]
+        positions = context.positions
+        return {theta: (cos[positions], sin[positions]) for theta, (cos, sin) in self._rope.items()}
+
+    def _layer_run(self, i: int, rotations: Rotations, hook: Hook) -> LayerRun:
+        rotation = rotations[self.config.local_rope_thetas[i]]
+        return LayerRun(i, self.config, self.numerics, rotation, hook)
 
     def _embed(self, ids: torch.Tensor, context: Context, hook: Hook) -> Stream:
         """The stream before the first layer, which has nothing to add."""
@@ -162,16 +175,16 @@ class Forward:
             return checkpoint(self._layer, i, *args, use_reentrant=False, preserve_rng_state=False)
         return self._layer(i, *args)
 
-    def _layer(self, i: int, stream: Stream, rotation: Rotation, context: Context, hook: Hook) -> Stream:
+    def _layer(self, i: int, stream: Stream, rotations: Rotations, context: Context, hook: Hook) -> Stream:
         """The stream after layer i, of whose weights the layer asks once."""
         with self.weights.layer(i) as w:
-            return self._compute_layer(i, w, stream, rotation, context, hook)
+            return self._compute_layer(i, w, stream, rotations, context, hook)
 
     def _compute_layer(
-        self, i: int, w: LayerWeights, stream: Stream, rotation: Rotation, context: Context, hook: Hook
+        self, i: int, w: LayerWeights, stream: Stream, rotations: Rotations, context: Context, hook: Hook
     ) -> Stream:
         """The stream after layer i with the weights w."""
-        layer = LayerRun(i, self.config, self.numerics, rotation, hook)
+        layer = self._layer_run(i, rotations, hook)
         rows = Rows(*stream, context)
         for branch, summed in self.config.branches(i):
             rows = branch.forward(w, rows, layer, summed)
@@ -195,7 +208,7 @@ class Decoder(Forward):
         super().__init__(config, numerics, recompute)
         self.flat, self.layout = flat, layout or Layout(config)
         self.weights = FlatWeights(self.layout, flat)
-        self._rope = rotation_table(config, flat)
+        self._rope = rotation_tables(config, flat)
 
     @property
     def w(self) -> dict[str, torch.Tensor]:

@@ -23,6 +23,8 @@ class Family:
         the default of CommonFields (config_file.py) or of the family's own fields.
     rope_types: other names that the family has for a type of rotary embedding.
     partial_rotary: whether partial_rotary_factor may be below 1.
+    has_windows: whether layers may be of sliding_attention (blocks/attention.py::read_windows).
+    rope_by_layer_type: whether layers of sliding_attention have a rotary embedding of their own.
     norm_plus_one: whether a norm multiplies by 1 + its weight.
     embedding, head: what lies outside of layers, from config.json.
     vllm_exact: whether vLLM's own model of it was compared with ours, in batch-invariant mode.
@@ -34,6 +36,8 @@ class Family:
     defaults: Mapping[str, Any] = field(default_factory=lambda: _NONE)
     rope_types: Mapping[str, str] = field(default_factory=lambda: _NONE)
     partial_rotary: bool = False
+    has_windows: bool = False
+    rope_by_layer_type: bool = False
     norm_plus_one: bool = False
     embedding: Callable[[ConfigFile], Embedding] = lambda config: Embedding()
     head: Callable[[ConfigFile], Head] = lambda config: Head()

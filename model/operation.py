@@ -4,6 +4,8 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple
 
+from ..kernels.attention_rule import WALK, AttentionRule
+
 # Read by an operation: the residual stream before its layer, or after the last one.
 STREAM = "stream"
 
@@ -53,6 +55,7 @@ class Site(NamedTuple):
     module: str  # dotted, from the layer, or from the model where the operation is in no layer
     shown: Shown = Shown.OUTPUT
     element: int = 0  # of what the module returns, where that is a tuple
+    heads_first: bool = False  # whether it returns [1, H, T, D], and not [1, T, ...]
     # Where it is set, the module is of the next layer; after the last layer it is this one, from the model.
     after_last: str = ""
 
@@ -76,6 +79,7 @@ class Operation:
     kept_fp32: int = 0
     # The scale of an attention's scores; or what a sum's second part, an embedding or logits are times.
     factor: float = 1.0
+    rule: AttentionRule = WALK  # what the rows of an attention see
     fused: str = ""  # the name that our decoder gives to several operations that it computes as one
     # The module of its weight in a checkpoint, where that is another one than transformers'.
     weight: str = ""

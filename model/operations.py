@@ -42,6 +42,11 @@ def split_name(name: str) -> tuple[str, str]:
     return f"{layer}." if layer else "", rest
 
 
+def layer_of(name: str) -> int:
+    """The layer of an operation, by its name in a trace. Raises IndexError for one that is in no layer."""
+    return int(split_name(name)[0].split(".")[1])
+
+
 def _numbered(
     before: Sequence[Operation], layers: Sequence[Sequence[Operation]], after: Sequence[Operation]
 ) -> Iterator[tuple[str, int | None, Operation]]:
@@ -76,8 +81,8 @@ def operation(name: str, config: ModelConfig) -> Operation:
 
 def _neighbours(name: str, config: ModelConfig) -> Sequence[Operation]:
     """The operations of the same layer; or those of no layer."""
-    if prefix := split_name(name)[0]:
-        i = int(prefix.split(".")[1])
+    if split_name(name)[0]:
+        i = layer_of(name)
         return config.layer_operations[i] if i < config.layers else ()
     return [row for rows in config.outside_operations for row in rows]
 

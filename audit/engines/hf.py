@@ -203,7 +203,8 @@ class _Hooks:
         self._shown[site] = start + row.width
 
         def hook(_module: torch.nn.Module, _inputs: Any, out: Any) -> None:
-            rows = _rows(output(out, site.element))
+            x = output(out, site.element)
+            rows = _rows(x.transpose(1, 2) if site.heads_first else x)
             is_part = self._shown[site] == rows.shape[1] > row.width
             self.trace[name] = rows[:, start : start + row.width] if is_part else rows
 

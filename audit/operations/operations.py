@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
+from ...kernels.attention_rule import WALK, AttentionRule
 from ...kernels.rope_scaling import attention_factor
 from ...kernels.sampling_params import SamplingParams
 from ...kernels.truncation import scaled_logits_ref
@@ -21,7 +22,7 @@ from ...model.config import ModelConfig
 from ...model.decoder import Decoder
 from ...model.lora import FUSED_TARGETS
 from ...model.operation import Equation
-from ...model.operations import input_names, operation, split_name
+from ...model.operations import input_names, layer_of, operation, split_name
 
 Tensor = torch.Tensor
 Lookup = Callable[[str], Tensor]  # the output of an operation, [T, width], by its name (model/operations.py)
@@ -131,9 +132,10 @@ class Operations:
             case Equation.NORM:
                 return self.norm(x[0], self.weight(name) + config.norm_plus_one, config.eps)
             case Equation.ROPE:
-                return self.rope(x[0], config.frequencies)
+                rotating = config.rotating(layer_of(op))
+                return self.rope(x[0], rotating.frequencies, factor=attention_factor(rotating.rope_scaling))
             case Equation.ATTENTION:
-                return self.attention(*x, row.factor)
+                return self.attention(*x, row.factor, rule=row.rule)
             case Equation.SILU_MUL:
                 return F.silu(x[0]) * x[1]
             case Equation.GELU_MUL:
@@ -160,16 +162,21 @@ class Operations:
         return (self.normalised(x, len(weight), eps) * weight).reshape(x.shape)
 
     def rope(
-        self, x: Tensor, frequencies: Sequence[float], shift: int = 0, interleaved: bool = False
+        self,
+        x: Tensor,
+        frequencies: Sequence[float],
+        shift: int = 0,
+        interleaved: bool = False,
+        factor: float = 1.0,
     ) -> Tensor:
         """Rotary embedding of the first elements of heads [T, n * D]. shift is added to the positions.
 
+        factor: of cos and sin.
         interleaved: rotates neighbours (0, 1), (2, 3), ... and not the halves of a head.
         """
         T, D = len(x), self.checkpoint.config.head_dim
         positions = torch.arange(shift, T + shift, dtype=self.wide, device=x.device)
         angles = torch.outer(positions, torch.tensor(frequencies, dtype=self.wide, device=x.device))
-        factor = attention_factor(self.checkpoint.config.rope_scaling)
         cos, sin = ((t * factor).to(self.dtype).unsqueeze(1) for t in (angles.cos(), angles.sin()))
         heads, rest = x.reshape(T, -1, D).tensor_split([2 * len(frequencies)], dim=2)
         if interleaved:
@@ -187,6 +194,7 @@ class Operations:
         scale: float | None = None,
         causal: bool = True,
         tiled: bool = False,
+        rule: AttentionRule = WALK,
     ) -> Tensor:
         """Attention of q [T, Hq * D] over k and v [T, Hkv * D], one head at a time.
 
@@ -195,12 +203,14 @@ class Operations:
         c, T = self.checkpoint.config, len(q)
         heads_q, heads_k, heads_v = (x.reshape(T, -1, c.head_dim) for x in (q, k, v))
         scale = c.head_dim**-0.5 if scale is None else scale
-        hidden = torch.ones(T, T, dtype=torch.bool, device=q.device).triu(1)
+        rows, keys = torch.arange(T, device=q.device).unsqueeze(1), torch.arange(T, device=q.device)
+        hidden = (keys > rows) & causal | (keys <= rows - (rule.window or T))
         outputs = []
         for i in range(c.heads):
             j = i % c.kv_heads if tiled else i // (c.heads // c.kv_heads)
             scores = (heads_q[:, i] @ heads_k[:, j].T) * scale
-            scores = scores.masked_fill(hidden, float("-inf")) if causal else scores
+            scores = torch.tanh(scores / rule.cap) * rule.cap if rule.cap else scores
+            scores = scores.masked_fill(hidden, float("-inf"))
             p = torch.softmax(scores.to(self.wide), dim=1).to(self.dtype)
             outputs.append(p @ heads_v[:, j])
         return torch.cat(outputs, dim=1)

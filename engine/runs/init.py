@@ -99,6 +99,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     # A mixture of experts: 3.7 million parameters. A token uses as many as the tiny model has.
     "moe": _TINY | dict(MODEL_TYPES["qwen3_moe"].small),
 }
+_PLAIN_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 # The tiny model of each family, by its model_type.
 PRESETS |= {name: _TINY | {"model_type": name} | dict(family.small) for name, family in MODEL_TYPES.items()}
 
@@ -252,7 +253,7 @@ def random_decoder(
         "max_position_embeddings": _CONTEXT,
         "rms_norm_eps": 1e-6,
         "rope_theta": 10000.0,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+        "rope_parameters": family.small.get("rope_parameters", _PLAIN_ROPE),
         "tie_word_embeddings": True,
         "hidden_act": family.defaults.get("hidden_act", "silu"),
         "attention_bias": False,

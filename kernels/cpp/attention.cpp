@@ -33,8 +33,8 @@ float highest_of(const float* row, int64_t width) {
 // -inf. The logarithms of joins.
 template <class T>
 void scores(const Plan& p, const T* q, int64_t q_stride, const Keys<T>& keys, float scale,
-            const int64_t* first, int64_t from, int64_t to, int64_t chunk_tiles, float* out, float* joins,
-            float* m) {
+            const int64_t* first, int64_t from, int64_t to, int64_t chunk_tiles, int64_t window, float* out,
+            float* joins, float* m) {
   const int64_t G = p.group(), D = p.D, base = first[p.starts[from]];
   std::vector<float> rows, tile(D * KEY_TILE), transposed(D * KEY_TILE);
   for (int64_t s = from; s < to; ++s) {
@@ -48,10 +48,14 @@ void scores(const Plan& p, const T* q, int64_t q_stride, const Keys<T>& keys, fl
         for (int64_t t = std::max<int64_t>(0, a - context); t < n; ++t) {
           const int64_t width = (first[start + t + 1] - first[start + t]) * KEY_TILE;
           float* at = out + (first[start + t] - base) * p.heads * KEY_TILE + h * G * width + a;
-          chains<Store::PLUS_ZERO>(rows.data() + t * G * D, D, 1, transposed.data(), KEY_TILE, at, width, G,
-                                   KEY_TILE, D);
-          for (int64_t g = 0; g < G; ++g)
+          const int64_t seen = Plan::first_seen(context + t, window) - a;  // in the tile
+          if (seen < KEY_TILE)
+            chains<Store::PLUS_ZERO>(rows.data() + t * G * D, D, 1, transposed.data(), KEY_TILE, at, width, G,
+                                     KEY_TILE, D);
+          for (int64_t g = 0; g < G; ++g) {
+            for (int64_t j = 0; j < std::min(seen, KEY_TILE); ++j) at[g * width + j] = -INFINITY;
             for (int64_t j = context + t + 1; j < a + KEY_TILE; ++j) at[g * width + j - a] = -INFINITY;
+          }
         }
       }
     }
@@ -66,8 +70,9 @@ void scores(const Plan& p, const T* q, int64_t q_stride, const Keys<T>& keys, fl
         for (int64_t c = 0; c < width; c += step) {
           const int64_t end = std::min(c + step, width);
           const float highest = highest_of(row + c, end - c), after = std::max(before, highest);
-          for (int64_t j = c; j < end; ++j) row[j] -= highest;
-          if (joins) *join++ = before - after, *join++ = highest - after;
+          const float shift = highest == -INFINITY ? 0 : highest, joined = after == -INFINITY ? 0 : after;
+          for (int64_t j = c; j < end; ++j) row[j] -= shift;
+          if (joins) *join++ = before - joined, *join++ = highest - joined;
           before = after;
         }
         m[(start + t) * p.heads + h] = before;
@@ -95,11 +100,12 @@ float total_of(const float* e, int64_t tiles, int64_t lanes, int64_t chunk_tiles
   return total;
 }
 
-// o [T, heads, D] and l [T, heads] from e = exp(scores). Where the last key tile hides keys, their zeros
-// change no bit.
+// o [T, heads, D] and l [T, heads] from e = exp(scores). Where a key tile hides keys, their zeros change no
+// bit.
 template <class T>
 void outputs(const Plan& p, const Keys<T>& keys, const int64_t* first, int64_t from, int64_t to,
-             int64_t chunk_tiles, const float* e, const float* joins, int64_t lanes, T* o, float* l) {
+             int64_t chunk_tiles, int64_t window, const float* e, const float* joins, int64_t lanes, T* o,
+             float* l) {
   const int64_t G = p.group(), D = p.D, base = first[p.starts[from]], step = chunk_tiles * KEY_TILE;
   const auto factors_of = [&](int64_t token, int64_t head) {
     const int64_t tiles = first[token + 1] - first[token], chunks = (tiles + chunk_tiles - 1) / chunk_tiles;
@@ -115,6 +121,7 @@ void outputs(const Plan& p, const Keys<T>& keys, const int64_t* first, int64_t f
       for (int64_t a = 0; a < seen; a += KEY_TILE) {
         keys.read(p, s, h, true, a, std::min(a + KEY_TILE, seen), tile.data());
         for (int64_t t = std::max<int64_t>(0, a - context); t < n; ++t) {
+          if (Plan::first_seen(context + t, window) >= a + KEY_TILE) continue;
           const int64_t width = (first[start + t + 1] - first[start + t]) * KEY_TILE;
           const float* at = e + (first[start + t] - base) * p.heads * KEY_TILE + h * G * width + a;
           const int64_t visible = std::min(KEY_TILE, context + t + 1 - a);
@@ -150,14 +157,15 @@ void outputs(const Plan& p, const Keys<T>& keys, const int64_t* first, int64_t f
 #define DEFINE(T, NAME)                                                                                      \
   extern "C" void attention_scores_##NAME(const Plan* p, const T* q, int64_t q_stride, const T* k,           \
                                           int64_t stride, float scale, const int64_t* first, int64_t from,   \
-                                          int64_t to, int64_t chunk_tiles, float* out, float* joins,         \
-                                          float* m) {                                                        \
+                                          int64_t to, int64_t chunk_tiles, int64_t window, float* out,       \
+                                          float* joins, float* m) {                                          \
     const Keys<T> keys{k, nullptr, stride};                                                                  \
-    scores(*p, q, q_stride, keys, scale, first, from, to, chunk_tiles, out, joins, m);                       \
+    scores(*p, q, q_stride, keys, scale, first, from, to, chunk_tiles, window, out, joins, m);               \
   }                                                                                                          \
   extern "C" void attention_outputs_##NAME(                                                                  \
       const Plan* p, const T* k, const T* v, int64_t stride, const int64_t* first, int64_t from, int64_t to, \
-      int64_t chunk_tiles, const float* e, const float* joins, int64_t lanes, T* o, float* l) {              \
-    outputs(*p, Keys<T>{k, v, stride}, first, from, to, chunk_tiles, e, joins, lanes, o, l);                 \
+      int64_t chunk_tiles, int64_t window, const float* e, const float* joins, int64_t lanes, T* o,          \
+      float* l) {                                                                                            \
+    outputs(*p, Keys<T>{k, v, stride}, first, from, to, chunk_tiles, window, e, joins, lanes, o, l);         \
   }
 FOR_DTYPES(DEFINE)

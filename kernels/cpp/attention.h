@@ -20,6 +20,10 @@ struct Plan {
 
   int64_t group() const { return heads / kv_heads; }
   int64_t keys(int64_t s) const { return contexts[s] + queries[s]; }
+  // The first key that position i sees. window: 0 is none.
+  static int64_t first_seen(int64_t i, int64_t window) {
+    return window ? std::max<int64_t>(0, i + 1 - window) : 0;
+  }
 };
 
 // Packed keys k and values v [K, kv_heads, D], rows `stride` apart.

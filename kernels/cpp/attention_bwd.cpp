@@ -38,7 +38,7 @@ void read_all(const Plan& p, const Keys<T>& keys, int64_t s, int64_t h, bool val
 // scale q k - lse, and -inf for hidden keys
 template <class T>
 void exponents(const Plan& p, const T* q, int64_t q_stride, const Keys<T>& keys, const float* lse,
-               float scale, int64_t from, int64_t to, float* out) {
+               float scale, int64_t from, int64_t to, int64_t window, float* out) {
   const int64_t G = p.group(), D = p.D;
   std::vector<float> rows, k, kt;
   for (int64_t s = from; s < to; ++s) {
@@ -53,7 +53,9 @@ void exponents(const Plan& p, const T* q, int64_t q_stride, const Keys<T>& keys,
         for (int64_t i = a; i < end; ++i)
           for (int64_t g = 0; g < G; ++g, out += b) {
             const float of_row = lse[(p.starts[s] + i - context) * p.heads + h * G + g];
-            for (int64_t j = 0; j <= i; ++j) out[j] -= of_row;
+            const int64_t seen = Plan::first_seen(i, window);
+            for (int64_t j = 0; j < seen; ++j) out[j] = -INFINITY;
+            for (int64_t j = seen; j <= i; ++j) out[j] -= of_row;
             for (int64_t j = i + 1; j < b; ++j) out[j] = -INFINITY;
           }
       });
@@ -122,8 +124,8 @@ extern "C" void attention_bwd_sizes(const Plan* p, int64_t S, int64_t* sizes) {
 #define DEFINE(T, NAME)                                                                                   \
   extern "C" void attention_exponents_##NAME(const Plan* p, const T* q, int64_t q_stride, const T* k,     \
                                              int64_t stride, const float* lse, float scale, int64_t from, \
-                                             int64_t to, float* out) {                                    \
-    exponents(*p, q, q_stride, Keys<T>{k, nullptr, stride}, lse, scale, from, to, out);                   \
+                                             int64_t to, int64_t window, float* out) {                    \
+    exponents(*p, q, q_stride, Keys<T>{k, nullptr, stride}, lse, scale, from, to, window, out);           \
   }                                                                                                       \
   extern "C" void attention_gradients_##NAME(                                                             \
       const Plan* p, const T* d_o, const T* q, int64_t q_stride, const T* k, const T* v, int64_t stride,  \

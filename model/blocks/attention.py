@@ -1,28 +1,58 @@
 """Causal attention, with rotary embedding.
 
     q, k, v = x w^T (+ bias);   q, k = rope(norm of each head, where the model has it);
-    y = attention(q, k, v) o^T (+ bias)
+    y = attention(q, k, v) o^T (+ bias), of a window of keys where the layer has one
 
 As in vLLM, q, k and v are one matrix. Shapes: T tokens of packed sequences, D hidden size (of a head, in
 [T, heads, D]), Hq query heads, Hkv key-value heads.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
+from pydantic import PositiveInt
 
+from ...kernels.attention_rule import WALK, AttentionRule
 from ...kernels.decode_heads import QKNormWeights, heads_to_cache
 from ...kernels.linear import linear
 from ...kernels.qk_norm import qk_norm
 from ...kernels.rms_norm import rms_norm
 from ...kernels.rope import rope
 from ..cache import DecodeContext
+from ..config_file import ConfigFile, Fields
 from ..context import Context, KeepingContext, no_hook
 from ..kv_rounding import rounded_kv
 from ..operation import Equation, Operation, Shown, Site, Work, norm_row, projection_row
 from ..sizes import Sizes
 from .block import LayerRun, LayerWeights, Mixer, Rows, Weight
+
+
+class _WindowFields(Fields):
+    sliding_window: PositiveInt | None = None
+    layer_types: list[str] | None = None
+
+
+def read_windows(config: ConfigFile, period: int) -> list[int | None]:
+    """The window of each layer, in keys; None where a row sees all keys.
+
+    period: where config.json lacks layer_types, every `period`-th layer sees all. Raises UnsupportedError.
+    """
+    n, file = config.fields.num_hidden_layers, config.read(_WindowFields)
+    usual = ["full_attention" if not (i + 1) % period else "sliding_attention" for i in range(n)]
+    types = usual if file.layer_types is None else file.layer_types
+    if len(types) != n:
+        config.refuse("layer_types", types, f"num_hidden_layers is {n}")
+    window = config.value("sliding_window")
+    if window is None and "sliding_attention" in types:
+        config.wrong("sliding_window is null, and layers are of sliding_attention; give its width in tokens")
+    return [window if x == "sliding_attention" else None for x in types]
+
+
+def refuse_bidirectional(config: ConfigFile) -> None:
+    """Refuse attention without a causal mask."""
+    if config.value("use_bidirectional_attention"):
+        config.refuse("use_bidirectional_attention", True, "only causal attention is")
 
 
 @dataclass(frozen=True)
@@ -36,6 +66,10 @@ class Attention(Mixer):
     no_rope: bool | None = None  # no rotary embedding
     scale: float | None = None  # of the scores; None is 1 / sqrt(D of a head)
     fused_names: bool | None = None  # a checkpoint has q, k and v as one tensor
+    window: int | None = None  # the last keys that a row sees, its own among them; None is all
+    cap: float | None = None  # a score s becomes cap tanh(s / cap)
+    # Of a plain rotary embedding in place of the model's.
+    local_rope_theta: float | None = None
 
     def weights(self, c: Sizes) -> Iterator[Weight]:
         """qkv [(Hq + 2 Hkv) D, hidden], o [hidden, Hq D], their biases, and the heads' norms [D]."""
@@ -76,6 +110,8 @@ class Attention(Mixer):
             for p, width, heads in (("q", q, c.heads), ("k", kv, c.kv_heads))
             if self.qk_norm or self.wide_qk_norm
         ]
+        if self.qk_norm and c.norm_plus_one:  # Gemma 3's module is given heads before tokens
+            norms = [replace(row, transformers=row.transformers._replace(heads_first=True)) for row in norms]
         last = "norm" if norms else "proj"
         rotated = [
             Operation(
@@ -99,6 +135,7 @@ class Attention(Mixer):
             reads=(f"q_{last}", f"k_{last}", "v_proj"),
             width=q,
             factor=self._scale(c),
+            rule=self._rule(WALK),
             flops=Work(pairs=4 * q),  # the scores, and the sum of the values
             # Its output, and the keys and values in the order of attention, twice; log-sum-exps of the heads.
             kept=q + 4 * kv,
@@ -125,15 +162,23 @@ class Attention(Mixer):
     def _attended(self, w: LayerWeights, x: torch.Tensor, layer: LayerRun, context: Context) -> torch.Tensor:
         """Attention without its output projection. x [T, D] -> [T, Hq, D of a head]."""
         c, numerics, scale = layer.config, layer.numerics, self._scale(layer.config)
+        rule = self._rule(numerics.attention)
         in_cache = isinstance(context, DecodeContext) and layer.hook is no_hook
-        plain = not (self.wide_qk_norm or self.no_rope) and c.rotary_dim == c.head_dim
+        other_norm = self.wide_qk_norm or (self.qk_norm and c.norm_plus_one)
+        plain = not (other_norm or self.no_rope) and c.rotary_dim == c.head_dim
         if not in_cache or not plain or not numerics.cache_rounds_once(x.dtype):
-            return context.attend(layer.i, *self._qkv(w, x, layer, context), scale, numerics.attention)
+            return context.attend(layer.i, *self._qkv(w, x, layer, context), scale, rule)
         # As `_qkv`, with the keys and values in the cache by the same kernel.
         qkv = self._heads(w, x, layer, context)
         norm = QKNormWeights(w["q_norm"], w["k_norm"], c.eps) if self.qk_norm else None
         q = heads_to_cache(qkv, norm, *layer.rotation, c.heads, context.slots(layer.i))
-        return context.attend_cached(layer.i, q, scale, numerics.attention)
+        return context.attend_cached(layer.i, q, scale, rule)
+
+    def _rule(self, order: AttentionRule) -> AttentionRule:
+        """What the layer's rows see, with the order of their sums."""
+        if self.window is None and self.cap is None:
+            return order
+        return order._replace(window=self.window or 0, cap=self.cap or 0.0)
 
     def _scale(self, c: Sizes) -> float:
         """What the scores are multiplied by."""
@@ -147,7 +192,8 @@ class Attention(Mixer):
         layer.show("qkv", qkv)
         qk, v = qkv.split([c.heads + c.kv_heads, c.kv_heads], dim=1)
         if self.qk_norm:
-            qk = qk_norm(qk, w["q_norm"], w["k_norm"], c.heads, c.eps, context.in_pass)
+            norms = w["q_norm"], w["k_norm"], c.heads, c.eps, context.in_pass, c.norm_plus_one
+            qk = qk_norm(qk, *norms)
             layer.show("qk_norm", qk)
         if self.wide_qk_norm:
             qk = self._wide_norm(w, qk, layer, context)

@@ -13,6 +13,7 @@ from ...kernels.embedding import embedding
 from ...kernels.passes import Pass
 from ...kernels.rms_norm import add_rms_norm
 from ...kernels.scale import scale
+from ..config_file import ConfigFile
 from ..operation import STREAM, Equation, Operation, Shown, Site, Work, norm_row, projection_row
 from ..sizes import Sizes
 from .block import Rows, Weight
@@ -61,6 +62,11 @@ class Embedding:
         if self.factor == 1.0:
             return x
         return scale(x, torch.tensor(self.factor, dtype=x.dtype).item() if self.rounded else self.factor)
+
+
+def root_scaled(config: ConfigFile) -> Embedding:
+    """The embedding of a Gemma: times sqrt(hidden size), which transformers rounds to the compute dtype."""
+    return Embedding(config.fields.hidden_size**0.5, rounded=True)
 
 
 @dataclass(frozen=True)

@@ -10,9 +10,12 @@ from typing import Any
 from ...kernels.gelu_mul import gelu_mul
 from ...kernels.linear import linear
 from ...kernels.silu_mul import silu_mul
+from ..config_file import ConfigFile
 from ..operation import Equation, Operation, Shown, Site, projection_row
 from ..sizes import Sizes
 from .block import Block, LayerRun, LayerWeights, Rows, Weight
+
+GELU = "gelu_pytorch_tanh"
 
 
 @dataclass(frozen=True)
@@ -77,3 +80,10 @@ class GatedMlp(Block):
         x = linear(x, w[f"{name}down"], None, in_pass, tiles)
         layer.show(f"{name}down_proj", x)
         return Rows(x, rows.residual, rows.context)
+
+
+def gelu_mlp(config: ConfigFile) -> GatedMlp:
+    """The MLP of a Gemma, with GELU in its tanh form. Refuses another activation."""
+    if (activation := config.value("hidden_activation")) not in (None, GELU):
+        config.refuse("hidden_activation", activation, f"only {GELU} is")
+    return GatedMlp(activation="gelu_tanh")

@@ -91,6 +91,16 @@ def post_norm(attention: Block, mlp: Block) -> Layer:
     )
 
 
+def norms_around(attention: Block, mlp: Block) -> Layer:
+    """The layer of Gemma 2: a norm before each block, and one after it."""
+    after_attention = "post_norm", "post_attention_layernorm"
+    after_mlp = "post_mlp_norm", "post_feedforward_layernorm"
+    return (
+        Residual("input_norm", "input_layernorm", attention, "attention_residual", after_attention),
+        Residual("pre_mlp_norm", "pre_feedforward_layernorm", mlp, "mlp_residual", after_mlp),
+    )
+
+
 def layer_operations(branches: Sequence[Residual], c: Sizes) -> tuple[Operation, ...]:
     """The operations of a layer, in the order of computation."""
     rows: list[Operation] = []

@@ -39,6 +39,12 @@ class _RopeFields(Fields):
     partial_rotary_factor: FiniteFloat | None = None
 
 
+class _LocalFields(Fields):
+    """The older name of rope_theta in layers of sliding_attention."""
+
+    rope_local_base_freq: FiniteFloat | None = None
+
+
 class _LinearFields(Fields):
     """The fields of rope_type linear, and of dynamic."""
 
@@ -77,8 +83,8 @@ class _LongRopeFields(Fields):
     original_max_position_embeddings: PositiveInt | None = None
 
 
-def read_rope(config: ConfigFile, types: dict[str, str], partial: bool) -> Rope:
-    """The rotary embedding of a model.
+def read_rope(config: ConfigFile, types: dict[str, str], partial: bool, by_layer_type: bool = False) -> Rope:
+    """The rotary embedding of a model; of its layers of full_attention, where it goes by the layer's type.
 
     types: other names that the family has for a type. partial: whether the family rotates a part of a head
     where config.json says so. transformers 5 writes `rope_parameters`; earlier versions write `rope_theta`
@@ -92,6 +98,8 @@ def read_rope(config: ConfigFile, types: dict[str, str], partial: bool) -> Rope:
             "in which they read; keep one"
         )
     place = "rope_parameters" if common.rope_parameters else "rope_scaling"
+    if by_layer_type and common.rope_parameters:
+        raw, place = _of_layer_type(config, "full_attention"), f"{place}.full_attention"
     nested = ConfigFile(raw, f"{config.source}: {place}")
     rope = nested.read(_RopeFields)
     kind = next((kind for kind in (rope.rope_type, rope.type) if kind is not None), "default")
@@ -113,6 +121,33 @@ def read_rope(config: ConfigFile, types: dict[str, str], partial: bool) -> Rope:
     if kind == "yarn" and not theta > 1.0:
         config.wrong(f"rope_theta ({theta}) must be above 1 with rope_type yarn")
     return Rope(theta, scaling, share)
+
+
+def _of_layer_type(config: ConfigFile, layer_type: str) -> dict[str, Any]:
+    """The object for layers of this type in rope_parameters."""
+    raw, types = config.fields.rope_parameters, ("full_attention", "sliding_attention")
+    if set(raw) - set(types) or not all(isinstance(raw.get(name) or {}, dict) for name in types):
+        config.refuse("rope_parameters", raw, f"it must have an object each for {' and '.join(types)}")
+    return raw.get(layer_type) or {}
+
+
+def read_local_theta(config: ConfigFile, default: float) -> float:
+    """The base of the plain rotary embedding in layers of sliding_attention.
+
+    default: of a file that does not name it. Raises UnsupportedError for one that is scaled.
+    """
+    raw = _of_layer_type(config, "sliding_attention")
+    nested = ConfigFile(raw, f"{config.source}: rope_parameters.sliding_attention")
+    rope, older = nested.read(_RopeFields), config.read(_LocalFields).rope_local_base_freq
+    if rope.rope_type not in (None, "default"):
+        nested.refuse("rope_type", rope.rope_type, "layers of sliding_attention have a plain one")
+    if rope.partial_rotary_factor not in (None, 1.0):
+        nested.refuse("partial_rotary_factor", rope.partial_rotary_factor, "only 1.0 is")
+    nested.refuse_unknown()
+    theta = next((x for x in (rope.rope_theta, older) if x is not None), default)
+    if not theta >= 1.0:
+        nested.wrong(f"rope_theta ({theta}) must be at least 1")
+    return theta
 
 
 def _read_linear(nested: ConfigFile, config: ConfigFile) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from transformers import (
     LlamaConfig,
     MistralConfig,
     MixtralConfig,
+    Olmo3Config,
     PretrainedConfig,
     PreTrainedModel,
     Qwen2Config,
@@ -20,6 +21,7 @@ from transformers import (
     Qwen3MoeConfig,
 )
 from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
+from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoeTopkRouter
 from transformers.models.mixtral.modeling_mixtral import MixtralTopKRouter
 from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeTopKRouter
@@ -93,6 +95,13 @@ FAMILIES: dict[str, PretrainedConfig] = {
         **_SIZE, num_local_experts=6, num_experts_per_tok=3, rope_parameters=_THETA, head_dim=16
     ),
     "mistral": MistralConfig(**_SIZE, head_dim=32, sliding_window=None, tie_word_embeddings=False),
+    # One layer with a window and one without, which two layers of the usual pattern do not have.
+    "olmo3": Olmo3Config(
+        **_SIZE,
+        layer_types=["sliding_attention", "full_attention"],
+        **{x: MODEL_TYPES["olmo3"].small[x] for x in ("sliding_window", "rope_parameters")},
+        pad_token_id=None,
+    ),
     "qwen2 yarn": Qwen2Config(**_SIZE, tie_word_embeddings=False, rope_parameters=_YARN),
     "llama linear": LlamaConfig(**_SIZE, rope_parameters={"rope_type": "linear", "factor": 4.0}),
     "qwen3 bias": Qwen3Config(**_SIZE, head_dim=32, attention_bias=True, tie_word_embeddings=True),
@@ -144,16 +153,19 @@ def judge(folder: Path) -> PreTrainedModel:
     Its norms, RoPE frequencies, eager softmax and router are fp32 in any dtype. Here they are fp64.
     """
     model = _loaded(folder, torch.float64, "sdpa")
-    frequencies = torch.tensor(ModelConfig.from_file(folder).frequencies, dtype=torch.float64)
+    config, embedding = ModelConfig.from_file(folder), model.model.rotary_emb
 
-    scale = model.model.rotary_emb.attention_scaling
-
-    def rotary(x: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def rotary(
+        x: torch.Tensor, position_ids: torch.Tensor, layer_type: str = ""
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        of_layer = config.rotating(model.config.layer_types.index(layer_type)) if layer_type else config
+        frequencies = torch.tensor(of_layer.frequencies, dtype=torch.float64)
+        scale = getattr(embedding, f"{layer_type}_attention_scaling" if layer_type else "attention_scaling")
         angle = position_ids[..., None] * frequencies.repeat(2)
         return angle.cos() * scale, angle.sin() * scale
 
     for module in model.modules():
-        if isinstance(module, GemmaRMSNorm):
+        if isinstance(module, GemmaRMSNorm | Gemma3RMSNorm):
             module.forward = lambda x, m=module: (
                 x / (x.pow(2).mean(-1, keepdim=True) + m.eps).sqrt() * (1.0 + m.weight)
             )
@@ -166,7 +178,7 @@ def judge(folder: Path) -> PreTrainedModel:
             module.forward = lambda x, m=module: _route_by_scores(x.view(-1, m.hidden_dim), m)
         if isinstance(module, _SOFTMAX_ROUTERS):
             module.forward = lambda x, m=module: _route(x.view(-1, m.hidden_dim), m)
-    model.model.rotary_emb.forward = rotary
+    embedding.forward = rotary
     return model
 
 

@@ -132,22 +132,27 @@ def test_fp64_decoder_and_judge_are_one_function(judged, shared):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_rope_frequencies_are_those_of_transformers(family, tmp_path):
     folder = save_random(family, tmp_path)
-    ours = torch.tensor(ModelConfig.from_file(folder).frequencies, dtype=torch.float64)
-    frequencies = plain(folder, torch.float32).model.rotary_emb.inv_freq.double()
-    # transformers computes its frequencies with a few fp32 operations.
-    assert ((ours - frequencies).abs() <= 4 * 2.0**-24 * frequencies).all()
+    config, model = ModelConfig.from_file(folder), plain(folder, torch.float32)
+    rotary = model.model.rotary_emb
+    for i, theta in enumerate(config.local_rope_thetas):
+        by_type = len(set(config.local_rope_thetas)) > 1
+        name = f"{model.config.layer_types[i]}_inv_freq" if by_type else "inv_freq"
+        frequencies = getattr(rotary, name).double()
+        ours = torch.tensor(config.rotating(i).frequencies, dtype=torch.float64)
+        # transformers computes its frequencies with a few fp32 operations.
+        assert ((ours - frequencies).abs() <= 4 * 2.0**-24 * frequencies).all(), theta
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 def test_control_a_wrong_weight_is_found(judged, dtype):
-    """A norm whose factors are about 2% larger exceeds the allowed error."""
+    """A norm whose factors are about 5% larger exceeds the allowed error."""
     folders, exact = judged
     _skip_chaotic(folders[0], dtype)
     model = plain(folders[0], dtype)
     allowed = logprobs_and_gradients(model, PAIRS, DY)["logp"]
     decoder = load_decoder(folders[0], dtype)
     with torch.no_grad():
-        decoder.w["norm"].mul_(1.02).add_(0.02 * decoder.config.norm_plus_one)
+        decoder.w["norm"].mul_(1.05).add_(0.05 * decoder.config.norm_plus_one)
         logp = logprobs(decoder, pack(PAIRS), SamplingParams())[0]
     with pytest.raises(AssertionError, match="logp"):
         assert_at_most_twice_the_error(logp, allowed, exact[0]["logp"], "logp")

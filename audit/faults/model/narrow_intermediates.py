@@ -24,7 +24,8 @@ def predict(evidence: Evidence) -> Iterator[Prediction]:
     model = evidence.scorer.model()
     parts = {"rotary embedding": ("rope",), "activation": ("silu_mul",)}
     parts["rotary embedding and activation"] = ("rope", "silu_mul")
-    if model.config.rotary_dim != model.config.head_dim:  # the hook rotates whole heads
+    c = model.config
+    if c.rotary_dim != c.head_dim or any(c.local_rope_thetas):  # the hook rotates whole heads, by one base
         parts = {"activation": parts["activation"]}
     for dtype in (torch.bfloat16, torch.float16):
         for words, ops in parts.items():

@@ -4,44 +4,48 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 
 import torch
 
 from ....kernels.rope import rope_frequencies
+from ....kernels.rope_scaling import attention_factor
 from ....model.operation import Equation
-from ....model.operations import input_names, known_operation, operation, split_name
+from ....model.operations import input_names, known_operation, layer_of, operation, split_name
 from ..changed_operation import Change, ChangedOperation, ModelPlant, Traced
 
 
 def changes(traced: Traced) -> Iterator[Change]:
     """Another base, no scaling, other positions, pairs in place of halves, a norm before it."""
     op, exact, lookup, trace = traced.op, traced.exact, traced.lookup, traced.trace
-    config, (prefix, _) = exact.checkpoint.config, split_name(op)
+    checkpoint, (prefix, _) = exact.checkpoint.config, split_name(op)
+    config = checkpoint.rotating(layer_of(op))
     (name,) = input_names(op, config)
     x, theta = lookup(name).double(), config.rope_theta
+    rope = partial(exact.rope, factor=attention_factor(config.rope_scaling))
     yield "no position is encoded: its outputs are its inputs", x
     if config.rope_scaling is not None:
         kind = config.rope_scaling["rope_type"]
         plain = rope_frequencies(config.rotary_dim, theta)
-        yield f"the scaling of the rotary embedding ({kind}) is left out", exact.rope(x, plain)
+        yield f"the scaling of the rotary embedding ({kind}) is left out", rope(x, plain)
     usual = (theta * 2, theta / 2, theta * 10, theta / 10, 1e4, 5e5, 1e6, 5e6, 1e7, theta * 4, theta / 4)
     for other in usual:
         frequencies = replace(config, rope_theta=other).frequencies
-        yield f"rope_theta is {other:g}, the checkpoint's is {theta:g}", exact.rope(x, frequencies)
+        yield f"rope_theta is {other:g}, the checkpoint's is {theta:g}", rope(x, frequencies)
     for shift in (1, -1, len(exact.prompt), -len(exact.prompt)):
-        yield f"the positions are shifted by {shift:+d}", exact.rope(x, config.frequencies, shift)
+        yield f"the positions are shifted by {shift:+d}", rope(x, config.frequencies, shift)
     yield (
         "neighbouring elements are rotated in pairs, where the checkpoint rotates the halves of a head",
-        exact.rope(x, config.frequencies, interleaved=True),
+        rope(x, config.frequencies, interleaved=True),
     )
     (norm,) = known_operation(op).reads
     has_norm = norm in operation(op, config).reads
     if not has_norm and prefix + norm in trace:
         normed = lookup(prefix + norm).double()
-        yield f"{norm} comes before it, which the checkpoint lacks", exact.rope(normed, config.frequencies)
+        yield f"{norm} comes before it, which the checkpoint lacks", rope(normed, config.frequencies)
     if has_norm:
         (raw,) = input_names(prefix + norm, config)
-        yield f"{norm} is missing before it", exact.rope(lookup(raw).double(), config.frequencies)
+        yield f"{norm} is missing before it", rope(lookup(raw).double(), config.frequencies)
 
 
 def theta_doubled(model: torch.nn.Module) -> None:
