@@ -10,7 +10,7 @@ from ..rollout.cache_size import free_bytes
 from .memory import PassSizes, RunShape, fit_into, layers_without_backward, levels, rows_of_a_pass
 
 # Share of the host's free memory that may be pinned: the system, rewards and environments have the rest.
-_HOST_SHARE = 0.7
+_HOST_SHARE = 0.8
 
 
 class Beside(NamedTuple):
