@@ -1,4 +1,4 @@
-"""The sections `optimizer`, `evaluation`, `monitor`, `checkpoint` and `ledger` of the configuration."""
+"""The sections optimizer, memory, evaluation, monitor, checkpoint and ledger of the configuration."""
 
 from typing import Literal
 
@@ -53,6 +53,31 @@ class OptimizerConfig(Section):
         if self.decay_ratio != 0.1 and self.schedule != "wsd":
             return (
                 f'optimizer.decay_ratio ({self.decay_ratio}) is of schedule = "wsd", not of "{self.schedule}"'
+            )
+
+
+class MemoryConfig(Section, head=free("copies, which change no bit")):
+    """Memory beside the device. It changes no bit of the result."""
+
+    offload: Literal["auto", "none", "host", "disk"] = setting(
+        "auto",
+        needs_whole=lambda place: place in ("host", "disk"),
+        also_called="offload_optimizer offload_param optimizer_offload param_offload cpu_offload "
+        "fsdp_offload_params",
+    )
+    """Where lies what no kernel reads: fp32 master weights (not of fp32 training, which computes with them),
+    the optimizer's moments, the gradient's partial sums, LoRA's base, and, with recompute = "layer", the
+    inputs of layers until their backward. none: on the device. host: in the host's memory, from where it
+    comes by slices. disk: in files without a name in the folder for temporary files (TMPDIR). auto: on a GPU
+    the first of these with which the step is predicted to fit, and on a CPU none.
+    """
+
+    @rule
+    def _one_rank_of_gpus(self, run: PlannedRun) -> str | None:
+        if self.offload in ("host", "disk") and run.ranks > 1 and run.device == "cuda":
+            return (
+                f'memory.offload ("{self.offload}") with {run.ranks} ranks on GPUs: what ranks exchange lies '
+                'on their GPUs; set it to "none", or start one process'
             )
 
 

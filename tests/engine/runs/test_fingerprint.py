@@ -13,6 +13,8 @@ FREE = [
     {"native__max_concurrency": 1},
     {"shards_in_flight": 3, "micro_batch": 5, "workers": 1},
     {"recompute": "layer"},
+    {"memory__offload": "host"},
+    {"memory__offload": "disk", "recompute": "layer", "workers": 2},
     {"native__max_concurrency": 7, "native__max_batch_tokens": 5},
     {"native__speculate": 3},
     {"threads": 1},
