@@ -36,6 +36,8 @@ def audit(
     n: CountOrAll = None,
     every: int = 0,
     gradient: int = 0,
+    follow: bool = False,
+    idle_s: int = 0,
     out: str | None = None,
     summary: str = "",
     junit: str = "",
@@ -59,6 +61,9 @@ def audit(
         gradient: Draws of each kind, 3 at least, from which the bias of a run's gradient is measured: the
             sampler's against exact ones, under each correction. The target is a run, or RUN/checkpoints/STEP;
             task, loss and prompts are the run's. 0 does not.
+        follow: Read a log while a trainer writes it, and renew its report as it grows. Ends at the first line
+            beyond the tolerance, which must be given, and at Ctrl-C or SIGTERM with what was read.
+        idle_s: Seconds without a new line after which --follow ends; 0 does not.
         out: Folder for audit.json and audit.html; it must not hold an audit. By default audits/NAME, NAME
             being the target's, or audits/NAME-2 and so on where that exists.
         summary: File to which a summary in GitHub's Markdown is appended, such as $GITHUB_STEP_SUMMARY.
@@ -75,6 +80,8 @@ def audit(
             "audit: --every audits the models of a run; a second model, --model, --summary and --junit do "
             "not go with it"
         )
+    if follow or idle_s:
+        _check_follow(settings, follow, idle_s, bool(every or gradient or trainer_model or settings.model))
     folder = Path(out) if out else free_folder(target)
     if (folder / "audit.json").exists():
         raise ValueError(f"audit: {folder} already holds an audit; choose another --out")
@@ -89,7 +96,9 @@ def audit(
         return _show_run(audited, list(sentences(audited)), folder)
     try:
         with Stages("audit") as stage:
-            if gradient:
+            if follow:
+                report = _followed(Path(target), n, idle_s, settings, folder, stage)
+            elif gradient:
                 report = _with_gradient(Path(target), gradient, n, settings, stage)
             else:
                 report = run_audit(target, trainer_model, n, settings, stage)
@@ -97,6 +106,40 @@ def audit(
         print(f"zerokl: {one_line(str(error))}", file=sys.stderr)
         return ExitCode.DIFFERS
     return _show(report, folder, settings, summary, junit)
+
+
+def _check_follow(settings: AuditSettings, follow: bool, idle_s: int, other: bool) -> None:
+    """Raise ValueError for what does not go with --follow. other: whether it was given."""
+    if not follow or idle_s < 0:
+        raise ValueError(f"audit: idle_s ({idle_s}) goes with --follow, and must be 0 or more")
+    if other:
+        raise ValueError(
+            "audit: --follow reads a log's own two columns; --every, --gradient and models do not go with it"
+        )
+    if not settings.tolerances.given:
+        raise ValueError(
+            "audit: --follow ends at the first line beyond a tolerance; give --band, --max_abs or --max_k3"
+        )
+
+
+def _followed(
+    log: Path,
+    n: int | None,
+    idle_s: int,
+    settings: AuditSettings,
+    folder: Path,
+    stage: Callable[[str], None],
+) -> "Report":
+    """The last report on a log that grows."""
+    from ..audit.command import write_reports
+    from ..audit.follow import Follow
+    from ..engine.display.terminal import console
+
+    stage(f"following {log}")
+    report, place = Follow(log, n, settings).run(idle_s, lambda x: write_reports(x, folder), stage)
+    if place:
+        console.say(f"{place}: this line is beyond the tolerance; what comes after it was not read.")
+    return report
 
 
 def _check_gradient(settings: AuditSettings, other: bool) -> None:
