@@ -151,7 +151,7 @@ def ablate(grid: str, /, *, out: str | None = None, jobs: int = 1) -> int:
     from ..engine.runs.ablations.ablate import ablate
     from ..engine.runs.ablations.effects import effect_lines
     from ..engine.runs.ablations.hypotheses import hypothesis_line
-    from ..engine.runs.ablations.report import result_table
+    from ..engine.runs.ablations.result_table import result_table
     from ..files.reading import one_line
 
     if not out:

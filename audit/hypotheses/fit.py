@@ -16,8 +16,8 @@ import numpy as np
 
 from ...engine.display.progress import silent
 from ...files.dtypes import dtype_name
+from ..faults.all_faults import predicted_count
 from ..faults.fault import Predicted
-from ..faults.registry import predicted_count
 from . import noise as rounding_of
 from .chance import is_beyond_chance, shuffled_logs
 from .chosen import by_nearest_engine, chosen_lines, inside, total_of, without_edge

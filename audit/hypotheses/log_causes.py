@@ -16,9 +16,9 @@ from ...model.config import ModelConfig
 from ...model.peft import CONFIG, read_adapter, read_adapter_config, stored_lora
 from ...model.weights import Layout
 from ..engines.audited_model import audited_model
+from ..faults.all_faults import in_draws, with_model
 from ..faults.fault import LogFault
 from ..faults.model import another_dtype
-from ..faults.registry import in_draws, with_model
 from ..figures.drawn_from import UNDECLARED_CUT, check
 from ..figures.repeats import Drawn, group_of
 from ..formats.record import LoggedRollout

@@ -17,8 +17,8 @@ from ..sections import Jump, TraceSection
 from .experts import experts_difference
 from .explain import explain
 from .operation_errors import OwnError, own_errors
-from .operations import Checkpoint, Operations
 from .other_checkpoint import compare_checkpoints, have_one_shape
+from .plain_operations import Checkpoint, Operations
 
 # Further operations at fault that a report lists by name.
 _LISTED = 12

@@ -15,7 +15,7 @@ from zerokl.engine.runs.setup import make_state
 from zerokl.engine.tasks.loading import load_task
 from zerokl.engine.tasks.rewards import Reward
 from zerokl.engine.tasks.tokenizer import character_tokenizer
-from zerokl.engine.train.recorder import Recorder
+from zerokl.engine.train.ledger_recorder import Recorder
 from zerokl.engine.train.step import train_step
 from zerokl.files.dtypes import dtype_name
 from zerokl.model.checkpoint_writing import write_checkpoint
