@@ -31,8 +31,8 @@ from .figures.full_vocab import compare_full_vocab
 from .hypotheses.log_causes import model_adapters, other_checkpoints
 from .hypotheses.other_scores import ModelAdapters, Scorer
 from .logs.scan import Log, scan_log
-from .operations.operations import Checkpoint
 from .operations.other_checkpoint import compare_folders
+from .operations.plain_operations import Checkpoint
 from .report import Measurements, Report
 from .sections import BatchInvariance, EngineSection
 from .settings import Source, assumed

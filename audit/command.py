@@ -19,8 +19,8 @@ from .conclusion.verdict import verdict
 from .config import COMPLETIONS, TRAINERS, AuditConfig, AuditSettings, check, check_requests
 from .formats.registry import LOG_SUFFIXES, check_first_rows, holds_logs
 from .junit import audit_cases, junit
+from .page.github_summary import summary
 from .page.page import page
-from .page.summary import summary
 from .report import Report
 from .run_report import RunReport
 

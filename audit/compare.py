@@ -28,7 +28,7 @@ from .log_section import LogSection, TwoColumns, is_doubled
 from .logs.scan import Log, with_both
 from .operations.experts import experts_of_log
 from .operations.locate import locate
-from .operations.operations import Checkpoint
+from .operations.plain_operations import Checkpoint
 from .page.token_texts import TokenTexts, token_texts, with_text
 from .sections import CacheSection, TraceSection, WayFigures
 

@@ -44,12 +44,12 @@ def log_files(path: Path) -> list[Path]:
     files = [file for file in path.rglob("*") if file.suffix in LOG_SUFFIXES and file.is_file()]
     if not files:
         raise ValueError(f"{path} holds no log ({', '.join(LOG_SUFFIXES)})")
-    return sorted(files, key=lambda file: _natural(str(file.relative_to(path))))
+    return sorted(files, key=lambda file: natural_order(file.relative_to(path)))
 
 
-def _natural(name: str) -> list[tuple[int, str]]:
-    """A key that sorts numbers in a name by their value."""
-    return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", name)]
+def natural_order(path: Path) -> list[tuple[int, str]]:
+    """A key that sorts numbers in a name by their value: step 2 before step 10."""
+    return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", str(path))]
 
 
 def find_format(path: Path, name: str = "auto") -> Log:

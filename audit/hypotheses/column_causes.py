@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from ..faults.registry import without_model
+from ..faults.all_faults import without_model
 from ..formats.record import LoggedRollout
 from .evidence import Evidence
 from .fit import explain

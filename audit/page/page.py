@@ -8,6 +8,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from ...files.reading import first_few
 from ...pages.charts import chart
 from ...pages.html import card, cell, figure_card, folded, inert, table, table_of_cells
 from ...pages.page import document
@@ -266,8 +267,7 @@ def _operations(report: Report, trace: TraceSection) -> str:
         body += chart(operations_chart(trace))
     for side, ops in trace.one_sided.items():
         if ops:
-            listed = ", ".join(ops[:8]) + (f" and {len(ops) - 8} more" if len(ops) > 8 else "")
-            body += f"<p>Only {inert(getattr(report, side))} ({side}) has {inert(listed)}.</p>"
+            body += f"<p>Only {inert(getattr(report, side))} ({side}) has {inert(first_few(ops, 8))}.</p>"
     if trace.other_shapes:
         body += f"<p>Of another shape: {inert(', '.join(trace.other_shapes[:8]))}.</p>"
     headings = (*OPERATIONS, *(f"own error, {name}" for name in trace.own_errors or {}))

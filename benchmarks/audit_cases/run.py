@@ -54,7 +54,7 @@ def build(root: Path, seed: int, only: str, families: Sequence[str] = FAMILIES) 
     """Draw every plant of every fault, and every sound log, and write each with its options."""
     import models
     from sound import SOUND
-    from zerokl.audit.faults.registry import everything
+    from zerokl.audit.faults.all_faults import everything
 
     worlds = [models.world(family, seed, root / "models") for family in families]
     planted = [(fault, plant) for fault in everything() for plant in fault.plants]

@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from zerokl.files.dtypes import dtype_name
 
 Call = Callable[[int], int]
 
@@ -107,7 +108,7 @@ def vllm_as_it_comes(model: Path, dtype: torch.dtype, requests: Requests, **argu
 
     llm = LLM(
         model=str(model),
-        dtype=str(dtype).removeprefix("torch."),
+        dtype=dtype_name(dtype),
         skip_tokenizer_init=True,
         logprobs_mode="processed_logprobs",
         disable_log_stats=True,

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, Qwen2Config, Qwen3Config
 from zerokl.audit.engines.engine import ZeroklEngine
 from zerokl.audit.engines.hf import HfEngine
 from zerokl.audit.operations.operation_errors import own_errors
-from zerokl.audit.operations.operations import Checkpoint, Operations
+from zerokl.audit.operations.plain_operations import Checkpoint, Operations
 from zerokl.engine.train.performance import training_flops
 from zerokl.kernels.sampling_params import SamplingParams
 from zerokl.model import operations

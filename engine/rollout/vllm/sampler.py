@@ -20,6 +20,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from ....files.dtypes import dtype_name
 from ....kernels.attention_rule import WALK
 from ....model.config import ModelConfig
 from ....model.decoder import COMPUTE, Numerics
@@ -122,7 +123,7 @@ class KeyedSampler:
         from vllm.config import WeightTransferConfig
 
         return dict(
-            dtype=str(flat.dtype).removeprefix("torch."),
+            dtype=dtype_name(flat.dtype),
             enforce_eager=not cfg.cuda_graphs,
             # The draw needs the number of a request's tokens, which vLLM knows late when it schedules ahead.
             async_scheduling=False,
@@ -301,7 +302,7 @@ class VllmZeroklSampler(KeyedSampler):
             TILES_OVERRIDE: numerics.tiles.vllm,
             **({KV: list(numerics.kv)} if numerics.kv else {}),
             **({ATTENTION: list(numerics.attention)} if numerics.attention != WALK else {}),
-            **({"head_dtype": str(numerics.lm_head)[6:]} if numerics.lm_head else {}),
+            **({"head_dtype": dtype_name(numerics.lm_head)} if numerics.lm_head else {}),
         }
         if isinstance(weights, SharedTensor):
             flat, transfer = weights.tensor, (SHARED, weights.handle._asdict())

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 
+from ....files.dtypes import dtype_name
 from ....files.reading import read_json, shown
 from ....model.checkpoint import resolve_model
 from ....model.weight_files import open_tensors
@@ -47,15 +48,11 @@ def tensor_hashes(
         dtypes = _HASHED.get(tensor.dtype, (tensor.dtype,))
         hashes[name] = {
             "shape": list(tensor.shape),
-            "dtype": _name(tensor.dtype),
-            "sha256": {_name(dtype): _sha256(tensor.detach().to(dtype)) for dtype in dtypes},
-            "unordered": {_name(dtype): _unordered(tensor.detach().to(dtype)) for dtype in dtypes},
+            "dtype": dtype_name(tensor.dtype),
+            "sha256": {dtype_name(dtype): _sha256(tensor.detach().to(dtype)) for dtype in dtypes},
+            "unordered": {dtype_name(dtype): _unordered(tensor.detach().to(dtype)) for dtype in dtypes},
         }
     return hashes
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def _sha256(tensor: torch.Tensor) -> str:

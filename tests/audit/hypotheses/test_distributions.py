@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from zerokl.audit.audit import audit
-from zerokl.audit.faults.registry import predicted_count, with_model
+from zerokl.audit.faults.all_faults import predicted_count, with_model
 from zerokl.kernels.sampling_params import SamplingParams
 from zerokl.model.checkpoint import load_decoder
 

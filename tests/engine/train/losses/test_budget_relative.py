@@ -106,7 +106,7 @@ def tokens_one_by_one(cuts: Cuts, rewards: np.ndarray, lengths: list[list[int]])
             advantages = []
             for c in range(lengths[p][g]):
                 cut = next(j for j, budget in enumerate(cuts.budgets) if c in range(lengths[p][g])[:budget])
-                advantages.append(slow(means, list(cuts.weights), g, cut + 1, [True] * G))
+                advantages.append(slow(means, list(cuts.weights), g, cut + 1))
             A.append(advantages)
         for g, j, k in np.ndindex(G, m, n):
             kept = [len(range(lengths[p][g])[:budget]) for budget in cuts.budgets]

@@ -15,7 +15,7 @@ for name in ("init", "_lazy_init", "is_available", "device_count", "current_devi
 if hasattr(torch._C, "_cuda_getDeviceCount"):
     torch._C._cuda_getDeviceCount = refuse
 {planted}
-from zerokl.engine.runs.ablations.command import import_what_every_run_imports
+from zerokl.engine.runs.ablations.cell_command import import_what_every_run_imports
 import_what_every_run_imports()
 import threading
 assert threading.active_count() == 1, threading.enumerate()
