@@ -53,6 +53,7 @@ def test_a_run_is_exact_however_it_is_cut_and_trains_every_weight(
     assert {name for name in old if torch.equal(old[name], new[name])} == frozen
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("family", MIXTURES)
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_a_setting_is_exact_however_the_work_is_cut(config, models, tmp_path, worker_count, family, setting):
