@@ -20,7 +20,7 @@ FREE = [
     {"threads": 1},
     {"threads": 2},
     {"workers": 2},
-    {"workers": 4},
+    pytest.param({"workers": 4}, marks=pytest.mark.full),
     {"ledger__detail": "roots", "checkpoint__every": 1, "evaluation__every": 1},
 ]
 # Settings that change a number that is added, or the order of a sum.
