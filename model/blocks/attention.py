@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 from pydantic import PositiveInt
 
-from ...kernels.attention_rule import WALK, AttentionRule
+from ...kernels.attention_rule import AttentionRule
 from ...kernels.decode_heads import QKNormWeights, heads_to_cache
 from ...kernels.linear import linear
 from ...kernels.qk_norm import qk_norm
@@ -135,7 +135,8 @@ class Attention(Mixer):
             reads=(f"q_{last}", f"k_{last}", "v_proj"),
             width=q,
             factor=self._scale(c),
-            rule=self._rule(WALK),
+            window=self.window or 0,
+            cap=self.cap or 0.0,
             flops=Work(pairs=4 * q),  # the scores, and the sum of the values
             # Its output, and the keys and values in the order of attention, twice; log-sum-exps of the heads.
             kept=q + 4 * kv,

@@ -35,6 +35,7 @@ MUTATED: dict[str, Any] = {
 # The family's files have layers of multi-token prediction, which no log-probability depends on. Others read
 # what no other family computes.
 PASSED_OVER = {("glm4_moe", "num_nextn_predict_layers"), ("gemma3_text", "query_pre_attn_scalar")}
+PASSED_OVER |= {("gemma2", key) for key in MUTATED if key.endswith(("softcapping", "scalar"))}
 # Heads of transformers' default are 42 wide, which no model has.
 WIDER_HEADS = {"glm4_moe": {"num_attention_heads": 64}}
 

@@ -8,7 +8,8 @@ import torch
 from vllm.model_executor.layers.attention import Attention
 
 from ....kernels.attention_rule import WALK, AttentionRule
-from ....kernels.matmul import UNPACKED, PackedWeights, matmul
+from ....kernels.logprob import head_logits
+from ....kernels.matmul import UNPACKED, PackedWeights
 from ....kernels.passes import Pass
 from ....kernels.tile_tables import DEFAULT_TABLE, tile_table
 from ....model.buffers import as_bytes
@@ -148,7 +149,7 @@ class ZeroklForCausalLM(torch.nn.Module):
         """hidden_states [n, D] -> logits [n, V]."""
         hidden_states = hidden_states.to(self._lm_head.dtype)
         packed, tiles = self.packed.get(self._lm_head), self.numerics.tiles
-        return matmul(hidden_states, self._lm_head, packed, tiles)
+        return head_logits(hidden_states, self._lm_head, self.zerokl_config.head.cap, packed, tiles)
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
         """Copy a checkpoint's tensors into place. Returns their names.
