@@ -17,6 +17,7 @@ from ....model.checkpoint import is_passed_over
 from ....model.config import ModelConfig
 from ....model.context import no_hook
 from ....model.decoder import Decoder, Numerics
+from ....model.operation import Equation
 from ....model.quantisation import KvQuantisation
 from ....model.sizes import Experts
 from ....model.weights import Layout
@@ -51,7 +52,7 @@ class _VllmContext:
         scale: float,
         rule: AttentionRule,
     ) -> torch.Tensor:
-        """`scale` and `rule` are those that vLLM's layers and their metadata already have."""
+        """`scale` and `rule` are those that vLLM's layers already have."""
         return self._layers[layer](q, k, v).view(q.shape)
 
 
@@ -107,13 +108,16 @@ class ZeroklForCausalLM(torch.nn.Module):
             Attention(
                 c.heads,
                 c.head_dim,
-                next(row.factor for row in c.layer_operations[i] if row.name == "attention"),
+                row.factor,
                 num_kv_heads=c.kv_heads,
                 cache_config=vllm_config.cache_config,
                 prefix=f"{prefix}layers.{i}.attention",
                 attn_backend=ZeroklAttentionBackend,
+                rule=self.numerics.attention._replace(window=row.window, cap=row.cap),
             )
-            for i in range(c.layers)
+            for i, rows in enumerate(c.layer_operations)
+            for row in rows
+            if row.equation is Equation.ATTENTION
         )
         self.routers = _Routers(c.experts)
         for layer in self.attention:
