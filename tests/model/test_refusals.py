@@ -280,9 +280,6 @@ def test_windows_caps_and_rotations_are_those_of_the_config():
     """Also under the names of older files."""
     gemma2 = ModelConfig.from_dict(GEMMA2 | {"final_logit_softcapping": None})
     assert (gemma2.values["window"], gemma2.values["cap"], gemma2.head.cap) == ([4096, 0], 50.0, 0.0)
-        4096,
-        0,
-    ]
     older = GEMMA3 | {"sliding_window_pattern": 2, "rope_theta": 1e6, "rope_local_base_freq": 2e4}
     newer = GEMMA3 | {"layer_types": ["sliding_attention", "full_attention"], "rope_parameters": ROPES}
     for raw in (older, newer):
