@@ -23,9 +23,7 @@ class AttentionRule(NamedTuple):
         """Raise ValueError for what the Triton kernels do not compute."""
         for name, value in (("window", self.window), ("cap", self.cap)):
             if value:
-                raise ValueError(
-                    f"attention: {name} ({value}) is not computed on a GPU; models with it run on a CPU only"
-                )
+                raise ValueError(f"attention: {name} ({value}) is not computed on a GPU; take the reference")
 
     def state_bytes(self, rows: int, heads: int, head_dim: int, keys: int) -> int:
         """Of the chunks' states in a decoding turn on a GPU (attention_split_triton.py).

@@ -1,5 +1,6 @@
 """Log-probability of a token under the distribution it is drawn from, for the sampler and for the trainer.
 
+    logits = h w^T, capped where the model has a cap of them (softcap.py)
     z = (logits + offset) / temperature,  z_v = -inf outside the kept set (truncation.py)
     logp = z_id - lse,  lse = log sum_v exp(z_v),  entropy = lse - sum_v p_v z_v,  p = exp(z - lse)
     (all relative to max z)
@@ -12,7 +13,7 @@ not kept has the logp -inf.
 Shapes: h [T, D]; w [V, D]; offset [V]; ids, logp, entropy [T]. Logits [rows, V] exist only for a
 chunk of rows, in the forward and in the backward.
 Roundings: logits are rounded once to the dtype of h, from an fp32 sum. Everything after that is in fp32.
-dlogits and dh are rounded once to the dtype of h.
+dlogits and dh are rounded once to the dtype of h. Capped logits are rounded once more; so are their dlogits.
 GPU: the Triton kernels are in logprob_triton.py. The other operations on a GPU are torch's: sorts, maxima,
 comparisons and elementwise operations. They are exact, or depend on their own row only.
 """
@@ -25,6 +26,7 @@ from .matmul import add_outer, matmul, matmul_cpu
 from .order import sum_row
 from .passes import ONE_SEQUENCE, Pass
 from .sampling_params import SamplingParams
+from .softcap import softcap, softcap_slope
 from .tile_tables import DEFAULT_TABLE, TileTable
 from .truncation import logit_offset, scaled_logits, scaled_logits_ref
 
@@ -37,6 +39,17 @@ CHUNK_BYTES, GPU_CHUNK_BYTES = 1 << 25, 1 << 29
 # at V = 151,936 the gradient of h has tiles for every multiprocessor.
 GPU_CHUNK_BYTES_16 = 5 << 28
 Tensor = torch.Tensor
+
+
+def head_logits(
+    h: Tensor, w: Tensor, cap: float = 0.0, packed: Tensor | None = None, tiles: TileTable = DEFAULT_TABLE
+) -> Tensor:
+    """The logits that tokens are drawn from and scored by, [T, V]. h [T, D], w [V, D].
+
+    cap: of the logits; 0.0 is none. packed, tiles: see matmul. It has no gradient.
+    """
+    logits = matmul(h, w, packed, tiles)
+    return softcap(logits, cap) if cap else logits
 
 
 def softmax_parts(z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -94,33 +107,42 @@ def logits_rows(V: int, device: torch.device, dtype: torch.dtype, params: Sampli
     return chunk_rows(V, device, dtype if params.only_divides(V) else torch.float32)
 
 
-def linear_logprob_ref(h: Tensor, w: Tensor, ids: Tensor, params: SamplingParams) -> tuple[Tensor, Tensor]:
+def linear_logprob_ref(
+    h: Tensor, w: Tensor, ids: Tensor, params: SamplingParams, cap: float = 0.0
+) -> tuple[Tensor, Tensor]:
     """Forward only: logp and entropy, [T] each. h [T, D], w [V, D], ids [T]."""
     rows = chunk_rows(w.shape[0], w.device)
     logp = h.new_empty(h.shape[0], dtype=accumulate_dtype(h.dtype))
     entropy = torch.empty_like(logp)
     for a in range(0, h.shape[0], rows):
-        z = scaled_logits_ref(matmul_cpu(h[a : a + rows], w), params)
+        logits = matmul_cpu(h[a : a + rows], w)
+        z = scaled_logits_ref(softcap(logits, cap) if cap else logits, params)
         logp[a : a + rows], entropy[a : a + rows] = token_logprobs_ref(z, ids[a : a + rows])
     return logp, entropy
 
 
 def _forward(
-    h: Tensor, w: Tensor, ids: Tensor, params: SamplingParams, tiles: TileTable, offset: Tensor | None
+    h: Tensor,
+    w: Tensor,
+    ids: Tensor,
+    params: SamplingParams,
+    tiles: TileTable,
+    offset: Tensor | None,
+    cap: float,
 ) -> tuple[Tensor, ...]:
     """logp and entropy, [T] each. On Triton also each row's maximum and log of the sum, for the backward.
 
     offset: from logit_offset.
     """
     if not on_triton(h):
-        return linear_logprob_ref(h, w, ids, params)
+        return linear_logprob_ref(h, w, ids, params, cap)
     if not h.shape[0]:
         return tuple(torch.empty(0, dtype=torch.float32, device=h.device) for _ in range(4))
     from .logprob_triton import logprob_fwd
 
     rows, parts = logits_rows(w.shape[0], w.device, w.dtype, params), []
     for a in range(0, h.shape[0], rows):
-        logits = matmul(h[a : a + rows], w, tiles=tiles)
+        logits = head_logits(h[a : a + rows], w, cap, tiles=tiles)
         if params.only_divides(w.shape[0]):
             parts.append(logprob_fwd(logits, ids[a : a + rows], params.temperature or 1.0))
         else:
@@ -165,11 +187,12 @@ def _dlogits(
 
 class _LinearLogprob(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, h, w, ids, params, in_pass, tiles):
+    def forward(ctx, h, w, ids, params, in_pass, tiles, cap):
         offset = logit_offset(params, w.shape[0], w.device)
-        logp, entropy, *stats = _forward(h, w, ids, params, tiles, offset)
+        logp, entropy, *stats = _forward(h, w, ids, params, tiles, offset, cap)
         ctx.save_for_backward(h, ids, *stats)
         ctx.w, ctx.params, ctx.in_pass, ctx.tiles, ctx.offset = w, params, in_pass, tiles, offset
+        ctx.cap = cap
         ctx.mark_non_differentiable(entropy)
         return logp, entropy
 
@@ -182,13 +205,17 @@ class _LinearLogprob(torch.autograd.Function):
         buffer = in_pass.buffer(w) if wants_dw else None
         rows = logits_rows(w.shape[0], w.device, w.dtype, params)
         for a, b, blocks in in_pass.blocks.chunks(rows):
-            logits, chunk_stats = matmul(h[a:b], w, tiles=ctx.tiles), tuple(s[a:b] for s in stats)
+            logits = head_logits(h[a:b], w, ctx.cap, tiles=ctx.tiles)
+            chunk_stats = tuple(s[a:b] for s in stats)
+            slope = softcap_slope(logits, ctx.cap) if ctx.cap else None  # Triton overwrites the logits
             dlogits = _dlogits(logits, ids[a:b], dlogp[a:b], params, ctx.offset, chunk_stats)
+            if slope is not None:
+                dlogits = slope.mul_(dlogits).to(logits.dtype)
             if wants_dh:
                 dh[a:b] = matmul(dlogits, w.t(), tiles=ctx.tiles)
             if wants_dw:
                 add_outer(buffer, dlogits, h[a:b], blocks)
-        return dh, in_pass.returned_grad(w, buffer) if wants_dw else None, None, None, None, None
+        return dh, in_pass.returned_grad(w, buffer) if wants_dw else None, None, None, None, None, None
 
 
 def linear_logprob(
@@ -198,12 +225,13 @@ def linear_logprob(
     params: SamplingParams | None = None,
     in_pass: Pass = ONE_SEQUENCE,
     tiles: TileTable = DEFAULT_TABLE,
+    cap: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
     """logp of the ids under the logits h w^T, and the entropy, which has no gradient.
 
     h [T, D], w [V, D], ids [T] -> [T], [T] in fp32. dw is summed in the order of the pass's token blocks,
-    which the host must know. tiles: see matmul. Raises ValueError on a bad shape, dtype or sampling
-    parameter.
+    which the host must know. tiles: see matmul. cap: of the logits; 0.0 is none. Raises ValueError on a bad
+    shape, dtype or sampling parameter.
     """
     check_dtype("linear_logprob", h=h, w=w)
     params = params or SamplingParams()
@@ -214,5 +242,5 @@ def linear_logprob(
         )
     params.check(w.shape[0])
     if not torch.is_grad_enabled():
-        return _forward(h, w, ids, params, tiles, logit_offset(params, w.shape[0], w.device))[:2]
-    return _LinearLogprob.apply(h, w, ids, params, in_pass, tiles)
+        return _forward(h, w, ids, params, tiles, logit_offset(params, w.shape[0], w.device), cap)[:2]
+    return _LinearLogprob.apply(h, w, ids, params, in_pass, tiles, cap)

@@ -28,6 +28,7 @@ from ..kernels.linear import linear
 from ..kernels.low_rank import LowRankBuffers
 from ..kernels.passes import Pass
 from ..kernels.sampling_params import SamplingParams
+from ..kernels.softcap import softcap
 from ..kernels.upload import upload_tables
 from .buffers import all_as_numbers, as_bytes, as_numbers
 from .checkpoint import read_weights, resolve_model
@@ -305,6 +306,7 @@ class CausalLM(nn.Module):
             h, lm_head = forward.hidden(ids, context, hook), forward.logits_weight()
             rows, in_pass = h[: sum(lengths)].to(lm_head.dtype), Pass(context.in_pass.blocks, buffers)
             y = linear(rows, lm_head, None, in_pass, forward.numerics.tiles)
+            y = softcap(y, forward.config.head.cap)
         zeros = y.new_zeros(batch.input_ids.numel(), y.shape[1])
         return zeros.index_put((places.to(y.device),), y)
 

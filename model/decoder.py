@@ -207,7 +207,8 @@ class Forward:
 class Decoder(Forward):
     """Weights in one flat tensor, and the forward over them.
 
-    `flat` [layout.numel] holds the weights in the compute dtype.
+    `flat` [layout.numel] holds the weights in the compute dtype. Raises ValueError on a device whose kernels
+    do not compute what the config asks for.
     """
 
     def __init__(
@@ -220,6 +221,8 @@ class Decoder(Forward):
         offload: Offload = HERE,
     ):
         super().__init__(config, numerics, recompute, offload)
+        if on_triton(flat):
+            config.refuse_on_triton()
         self.flat, self.layout = flat, layout or Layout(config)
         self.weights = FlatWeights(self.layout, flat)
         self._rope = rotation_tables(config, flat)

@@ -4,8 +4,6 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple
 
-from ..kernels.attention_rule import WALK, AttentionRule
-
 # Read by an operation: the residual stream before its layer, or after the last one.
 STREAM = "stream"
 
@@ -79,7 +77,8 @@ class Operation:
     kept_fp32: int = 0
     # The scale of an attention's scores; or what a sum's second part, an embedding or logits are times.
     factor: float = 1.0
-    rule: AttentionRule = WALK  # what the rows of an attention see
+    window: int = 0  # the last keys that a row of an attention sees; 0 is all
+    cap: float = 0.0  # of an attention's scores, or of logits: x becomes cap tanh(x / cap); 0.0 is none
     fused: str = ""  # the name that our decoder gives to several operations that it computes as one
     # The module of its weight in a checkpoint, where that is another one than transformers'.
     weight: str = ""

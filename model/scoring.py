@@ -186,6 +186,7 @@ class ScoringInputs:
             self.sampling_params,
             Pass(self._blocks, buffers),
             decoder.numerics.tiles,
+            decoder.config.head.cap,
         )
         hook("logprob", logp)
         return Scores(logp, entropy, values)
@@ -263,11 +264,10 @@ def cached_scores(
         for i, sequence_rows in zip(active, rows.split(lengths), strict=True):
             hidden[i].append(sequence_rows)
     parts, lm_head = [], decoder.logits_weight()
+    how = {"tiles": decoder.numerics.tiles, "cap": decoder.config.head.cap}
     for (_, completion), rows in zip(pairs, hidden, strict=True):
         h = torch.cat(rows)[-len(completion) :]
         targets = torch.tensor(completion, device=h.device)
-        logp, _ = linear_logprob(
-            h.to(lm_head.dtype), lm_head, targets, sampling_params, tiles=decoder.numerics.tiles
-        )
+        logp, _ = linear_logprob(h.to(lm_head.dtype), lm_head, targets, sampling_params, **how)
         parts.append(logp.cpu())
     return parts

@@ -15,8 +15,7 @@ import torch
 
 from ...engine.rollout.native import NativeSampler
 from ...engine.rollout.types import GenerationParams, RngKey, Rollout, complete
-from ...kernels.logprob import linear_logprob, log_distribution
-from ...kernels.matmul import matmul
+from ...kernels.logprob import head_logits, linear_logprob, log_distribution
 from ...kernels.sampling_params import SamplingParams
 from ...kernels.tile_tables import DEFAULT_TABLE, TileTable
 from ...kernels.truncation import scaled_logits
@@ -126,7 +125,7 @@ class ZeroklEngine:
         batch, decoder, lm_head = pack([pair]), self.decoder, self.decoder.logits_weight()
         hidden = decoder.hidden(batch.ids, PackedContext(batch.lengths, decoder.config))
         for h in hidden[batch.rows.to(decoder.device)].to(lm_head.dtype).split(DISTRIBUTIONS):
-            logits = matmul(h, lm_head, tiles=decoder.numerics.tiles)
+            logits = head_logits(h, lm_head, decoder.config.head.cap, tiles=decoder.numerics.tiles)
             yield log_distribution(scaled_logits(logits, sampling_params)).cpu()
 
     def settings(self) -> Settings:
@@ -165,8 +164,9 @@ def trace_decoder(
     else:
         hidden = decoder.hidden(batch.ids, PackedContext(batch.lengths, config), hook)
     hidden = hidden.to(lm_head.dtype)
-    tiles = decoder.numerics.tiles
-    hook("logits", matmul(hidden, lm_head, tiles=tiles))
+    tiles, cap = decoder.numerics.tiles, config.head.cap
+    hook("logits", head_logits(hidden, lm_head, cap, tiles=tiles))
     rows, targets = batch.rows.to(decoder.device), batch.targets.to(decoder.device)
-    hook("logprob", linear_logprob(hidden[rows], lm_head, targets, sampling_params, tiles=tiles)[0])
+    logp, _ = linear_logprob(hidden[rows], lm_head, targets, sampling_params, tiles=tiles, cap=cap)
+    hook("logprob", logp)
     return in_order(trace, config.layers, config)

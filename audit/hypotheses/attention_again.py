@@ -46,8 +46,8 @@ def _over(decoder: Decoder, context: PackedContext, varied: Variant) -> Hook:
         if op == "attention":
             row = operation(name, c)
             variant = varied._replace(
-                window=min(filter(None, (varied.window, row.rule.window)), default=0),
-                cap=varied.cap or row.rule.cap,
+                window=min(filter(None, (varied.window, row.window)), default=0),
+                cap=varied.cap or row.cap,
             )
             q, k = inputs["rope"].split([c.heads, c.kv_heads], dim=1)
             v = inputs["qkv"][:, c.heads + c.kv_heads :]

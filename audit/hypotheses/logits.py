@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from ...kernels.sampling_params import SamplingParams
+from ...kernels.softcap import softcap
 from ...kernels.truncation import scaled_logits
 from .hf_forward import HfForward
 from .scorable_lines import Line, Lines, Scores
@@ -94,7 +95,8 @@ def rows_of(decoder: Forward, evidence: Lines) -> Rows:
     if isinstance(decoder, HfForward):
         return Rows(evidence, dict(zip(lines, rows, strict=True)))
     lm_head = decoder.logits_weight()
-    logits = [(h.to(lm_head.dtype) @ lm_head.t()).float().cpu() for h in rows]
+    cap = decoder.config.head.cap
+    logits = [softcap((h.to(lm_head.dtype) @ lm_head.t()).float().cpu(), cap) for h in rows]
     return Rows(evidence, dict(zip(lines, logits, strict=True)))
 
 

@@ -60,6 +60,7 @@ def read_rows(
             torch.tensor(list(completion), device=h.device),
             sampling_params,
             tiles=decoder.numerics.tiles,
+            cap=decoder.config.head.cap,
         )[0]
         .cpu()
         .numpy()

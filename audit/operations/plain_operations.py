@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from ...kernels.attention_rule import WALK, AttentionRule
 from ...kernels.rope_scaling import attention_factor
 from ...kernels.sampling_params import SamplingParams
+from ...kernels.softcap import softcap
 from ...kernels.truncation import scaled_logits_ref
 from ...model.checkpoint import load_decoder
 from ...model.config import ModelConfig
@@ -128,14 +129,14 @@ class Operations:
                 return self.checkpoint.weights[name][ids].to(self.dtype) * row.factor
             case Equation.LINEAR:
                 y = linear(x[0], self.checkpoint.matrix(name), self.weight(bias) if bias else None)
-                return y if row.factor == 1.0 else y * row.factor
+                return softcap(y if row.factor == 1.0 else y * row.factor, row.cap)
             case Equation.NORM:
                 return self.norm(x[0], self.weight(name) + config.norm_plus_one, config.eps)
             case Equation.ROPE:
                 rotating = config.rotating(layer_of(op))
                 return self.rope(x[0], rotating.frequencies, factor=attention_factor(rotating.rope_scaling))
             case Equation.ATTENTION:
-                return self.attention(*x, row.factor, rule=row.rule)
+                return self.attention(*x, row.factor, rule=AttentionRule(0, row.window, row.cap))
             case Equation.SILU_MUL:
                 return F.silu(x[0]) * x[1]
             case Equation.GELU_MUL:
@@ -209,7 +210,7 @@ class Operations:
         for i in range(c.heads):
             j = i % c.kv_heads if tiled else i // (c.heads // c.kv_heads)
             scores = (heads_q[:, i] @ heads_k[:, j].T) * scale
-            scores = torch.tanh(scores / rule.cap) * rule.cap if rule.cap else scores
+            scores = softcap(scores, rule.cap)
             scores = scores.masked_fill(hidden, float("-inf"))
             p = torch.softmax(scores.to(self.wide), dim=1).to(self.dtype)
             outputs.append(p @ heads_v[:, j])

@@ -22,8 +22,8 @@ from ...kernels.attention_plan import KEY_TILE
 from ...kernels.attention_tables import SharedChunks, shared_chunks
 from ...kernels.backend import on_triton
 from ...kernels.draw import draw_tokens
-from ...kernels.logprob import chunk_rows
-from ...kernels.matmul import UNPACKED, PackedWeights, matmul
+from ...kernels.logprob import chunk_rows, head_logits
+from ...kernels.matmul import UNPACKED, PackedWeights
 from ...kernels.philox import Stream
 from ...kernels.truncation import logit_offset
 from ...kernels.uniforms import uniforms
@@ -352,9 +352,8 @@ class DecodeRows:
         rows = chunk_rows(self.decoder.config.vocab_size, self.decoder.device)
         for a in range(0, n, rows):
             b = min(a + rows, n)
-            logits = matmul(
-                hidden[a:b], self._lm_head, self.packed.get(self._lm_head), self.decoder.numerics.tiles
-            )
+            packed, tiles = self.packed.get(self._lm_head), self.decoder.numerics.tiles
+            logits = head_logits(hidden[a:b], self._lm_head, self.decoder.config.head.cap, packed, tiles)
             ids, logp = draw_tokens(
                 logits, u[a:b], params.sampling_params, None if noise is None else noise[a:b], self._offset
             )

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 from pydantic import PositiveInt
 
-from ...kernels.attention_rule import WALK, AttentionRule
+from ...kernels.attention_rule import AttentionRule
 from ...kernels.decode_heads import QKNormWeights, heads_to_cache
 from ...kernels.linear import linear
 from ...kernels.qk_norm import qk_norm
@@ -33,8 +33,8 @@ class _WindowFields(Fields):
     layer_types: list[str] | None = None
 
 
-def read_windows(config: ConfigFile, period: int) -> list[int | None]:
-    """The window of each layer, in keys; None where a row sees all keys.
+def read_windows(config: ConfigFile, period: int) -> list[int]:
+    """The window of each layer, in keys; 0 where a row sees all keys.
 
     period: where config.json lacks layer_types, every `period`-th layer sees all. Raises UnsupportedError.
     """
@@ -46,7 +46,7 @@ def read_windows(config: ConfigFile, period: int) -> list[int | None]:
     window = config.value("sliding_window")
     if window is None and "sliding_attention" in types:
         config.wrong("sliding_window is null, and layers are of sliding_attention; give its width in tokens")
-    return [window if x == "sliding_attention" else None for x in types]
+    return [window if x == "sliding_attention" else 0 for x in types]
 
 
 def refuse_bidirectional(config: ConfigFile) -> None:
@@ -66,7 +66,7 @@ class Attention(Mixer):
     no_rope: bool | None = None  # no rotary embedding
     scale: float | None = None  # of the scores; None is 1 / sqrt(D of a head)
     fused_names: bool | None = None  # a checkpoint has q, k and v as one tensor
-    window: int | None = None  # the last keys that a row sees, its own among them; None is all
+    window: int | None = None  # the last keys that a row sees, its own among them; 0 and None are all
     cap: float | None = None  # a score s becomes cap tanh(s / cap)
     # Of a plain rotary embedding in place of the model's.
     local_rope_theta: float | None = None
@@ -135,7 +135,8 @@ class Attention(Mixer):
             reads=(f"q_{last}", f"k_{last}", "v_proj"),
             width=q,
             factor=self._scale(c),
-            rule=self._rule(WALK),
+            window=self.window or 0,
+            cap=self.cap or 0.0,
             flops=Work(pairs=4 * q),  # the scores, and the sum of the values
             # Its output, and the keys and values in the order of attention, twice; log-sum-exps of the heads.
             kept=q + 4 * kv,
@@ -176,7 +177,7 @@ class Attention(Mixer):
 
     def _rule(self, order: AttentionRule) -> AttentionRule:
         """What the layer's rows see, with the order of their sums."""
-        if self.window is None and self.cap is None:
+        if not self.window and not self.cap:
             return order
         return order._replace(window=self.window or 0, cap=self.cap or 0.0)
 

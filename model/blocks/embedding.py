@@ -74,14 +74,17 @@ class Head:
     """The last operations of a decoder: a norm, and the logits of the drawn tokens.
 
     divisor: what logits are divided by. The rows that lm_head reads are divided in their place.
+    cap: of the logits (kernels/softcap.py); 0.0 is none.
     """
 
     divisor: float = 1.0
+    cap: float = 0.0
 
     @property
     def values(self) -> dict[str, Any]:
         """Its variants by name, as JSON holds them."""
-        return {} if self.divisor == 1.0 else {"logits_scaling": self.divisor}
+        divisor = {} if self.divisor == 1.0 else {"logits_scaling": self.divisor}
+        return divisor | ({"final_logit_softcapping": self.cap} if self.cap else {})
 
     def weights(self, c: Sizes) -> Iterator[Weight]:
         """norm [D], and lm_head [V, D] where it is not the embedding."""
@@ -100,8 +103,9 @@ class Head:
             flops=Work(drawn=2 * c.hidden_size * c.vocab_size),
             factor=1.0 / self.divisor,
             remedy="Compare lm_head, the tying of the embeddings, and the dtype of the logits.",
-            # The module shows the logits before they are divided.
-            **({} if self.divisor == 1.0 else {"transformers": None}),
+            cap=self.cap,
+            # The module shows the logits before they are divided or capped.
+            **({} if self.divisor == 1.0 and not self.cap else {"transformers": None}),
         )
         logprob = Operation(
             name="logprob",

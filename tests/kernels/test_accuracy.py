@@ -23,6 +23,8 @@ SMALL = {
     "add_rms_norm": ((5, 7), (5, 7), (7,)),
     "value_head": ((5, 7), (7,)),
     "qk_norm": ((3, 3, 5), (5,), (5,)),
+    "qk_norm plus one": ((3, 3, 5), (5,), (5,)),
+    "softcap": ((5, 7),),
     "silu_mul": ((5, 14),),
     "sigmoid_router": ((5, 12),),
     "add_shared": ((5, 7), (5, 7), (5, 1)),
@@ -37,6 +39,7 @@ SMALL = {
     "linear_logprob": ((5, 7), (9, 7)),
     "linear_logprob at a temperature": ((5, 7), (9, 7)),
     "linear_logprob with a bias": ((5, 7), (9, 7)),
+    "linear_logprob with a cap": ((5, 7), (9, 7)),
 }
 
 

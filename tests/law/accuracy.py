@@ -21,6 +21,7 @@ from zerokl.kernels.rope import rope, rope_frequencies, rope_table
 from zerokl.kernels.sampling_params import SamplingParams
 from zerokl.kernels.scale import scale
 from zerokl.kernels.silu_mul import silu_mul
+from zerokl.kernels.softcap import softcap
 from zerokl.kernels.value_head import value_head
 
 from tests.helpers import assert_at_most_twice_the_error, randint, randn
@@ -110,6 +111,17 @@ def _plain_experts(
 BIASED = SamplingParams.of(0.7, logit_bias={1: 2.5, 8: -3.25})
 
 
+def _capped_logprob(h: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    return linear_logprob(h, w, IDS[: len(h)].remainder(len(w)), cap=5.0)[0]
+
+
+def _plain_capped_logprob(h: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    """As transformers' Gemma 2: the capped logits are in the dtype of the product."""
+    logits = torch.tanh(F.linear(h, w) / 5.0) * 5.0
+    logits = logits.to(torch.promote_types(h.dtype, torch.float32))
+    return torch.log_softmax(logits, -1).gather(1, IDS[: len(h)].remainder(len(w)).unsqueeze(1)).squeeze(1)
+
+
 def _plain_logprob(sampling_params: SamplingParams) -> Function:
     def run(h: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
         z = F.linear(h, w)
@@ -142,6 +154,12 @@ OPS = {
         _plain_add_rms_norm,
     ),
     "qk_norm": Op(((50, 3, 64), (64,), (64,)), lambda x, wq, wk: qk_norm(x, wq, wk, 2, EPS), _plain_qk_norm),
+    "qk_norm plus one": Op(
+        ((50, 3, 64), (64,), (64,)),
+        lambda x, wq, wk: qk_norm(x, wq, wk, 2, EPS, plus_one=True),
+        lambda x, wq, wk: _plain_qk_norm(x, 1.0 + wq, 1.0 + wk),
+    ),
+    "softcap": Op(((150, 200),), lambda x: softcap(x, 1.5), lambda x: torch.tanh(x / 1.5) * 1.5),
     "value_head": Op(((150, 1000), (1000,)), _value_head, _plain_value_head),
     "silu_mul": Op(((150, 200),), silu_mul, lambda gu: F.silu(gu.chunk(2, 1)[0]) * gu.chunk(2, 1)[1]),
     "add_shared": Op(
@@ -180,6 +198,7 @@ OPS = {
     "linear_logprob at a temperature": Op(
         ((150, 64), (300, 64)), _logprob(SamplingParams(0.7)), _plain_logprob(SamplingParams(0.7))
     ),
+    "linear_logprob with a cap": Op(((150, 64), (300, 64)), _capped_logprob, _plain_capped_logprob),
     "linear_logprob with a bias": Op(((150, 64), (300, 64)), _logprob(BIASED), _plain_logprob(BIASED)),
 }
 

@@ -6,6 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
     AutoConfig,
     AutoModelForCausalLM,
     Glm4MoeConfig,
@@ -20,7 +22,9 @@ from transformers import (
     Qwen3Config,
     Qwen3MoeConfig,
 )
+from transformers.masking_utils import eager_mask
 from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
+from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
 from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoeTopkRouter
 from transformers.models.mixtral.modeling_mixtral import MixtralTopKRouter
@@ -153,7 +157,10 @@ def judge(folder: Path) -> PreTrainedModel:
 
     Its norms, RoPE frequencies, eager softmax and router are fp32 in any dtype. Here they are fp64.
     """
-    model = _loaded(folder, torch.float64, "sdpa")
+    AttentionInterface.register("fp64", _capped_attention)
+    AttentionMaskInterface.register("fp64", eager_mask)
+    config = AutoConfig.from_pretrained(folder)
+    model = _loaded(folder, torch.float64, "fp64" if config.model_type == "gemma2" else "sdpa")
     config, embedding = ModelConfig.from_file(folder), model.model.rotary_emb
 
     def rotary(
@@ -166,7 +173,7 @@ def judge(folder: Path) -> PreTrainedModel:
         return angle.cos() * scale, angle.sin() * scale
 
     for module in model.modules():
-        if isinstance(module, GemmaRMSNorm | Gemma3RMSNorm):
+        if isinstance(module, GemmaRMSNorm | Gemma2RMSNorm | Gemma3RMSNorm):
             module.forward = lambda x, m=module: (
                 x / (x.pow(2).mean(-1, keepdim=True) + m.eps).sqrt() * (1.0 + m.weight)
             )
@@ -181,6 +188,14 @@ def judge(folder: Path) -> PreTrainedModel:
             module.forward = lambda x, m=module: _route(x.view(-1, m.hidden_dim), m)
     embedding.forward = rotary
     return model
+
+
+def _capped_attention(module, q, k, v, mask, scaling, softcap=None, **_):
+    """The eager attention of transformers, whose softmax is of the dtype of q. q [1, Hq, T, D]."""
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+    scores = q @ k.transpose(2, 3) * scaling
+    scores = scores if softcap is None else (scores / softcap).tanh() * softcap
+    return ((scores + mask).softmax(-1) @ v).transpose(1, 2), None
 
 
 def _route(x: torch.Tensor, router: torch.nn.Module) -> tuple[torch.Tensor, ...]:

@@ -35,6 +35,7 @@ MUTATED: dict[str, Any] = {
 # The family's files have layers of multi-token prediction, which no log-probability depends on. Others read
 # what no other family computes.
 PASSED_OVER = {("glm4_moe", "num_nextn_predict_layers"), ("gemma3_text", "query_pre_attn_scalar")}
+PASSED_OVER |= {("gemma2", key) for key in MUTATED if key.endswith(("softcapping", "scalar"))}
 # Heads of transformers' default are 42 wide, which no model has.
 WIDER_HEADS = {"glm4_moe": {"num_attention_heads": 64}}
 
@@ -95,6 +96,9 @@ PUBLISHED: list[tuple[str, dict[str, Any]]] = [
     ("llama", {"unsloth_fixed": True, "transformers.js_config": {"kv_cache_dtype": {}}, "pretraining_tp": 1}),
     ("qwen2", {"use_mrope": False, "max_window_layers": 28, "sliding_window": 32768}),
     ("smollm3", {"pretraining_tp": 2, "max_window_layers": 28, "use_sliding_window": False}),
+    ("gemma2", {"cache_implementation": "hybrid", "hidden_act": "gelu_pytorch_tanh"}),
+    ("gemma3_text", {"cache_implementation": "hybrid", "attn_logit_softcapping": None, "rope_scaling": None}),
+    ("olmo3", {"rope_scaling": None, "use_cache": False}),
     ("phi3", {"auto_map": {"AutoConfig": "a.b"}, "embd_pdrop": 0.0, "_name_or_path": "Phi-3"}),
 ]
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from zerokl.files.bitwise import equal
+from zerokl.kernels.attention_rule import AttentionRule
 from zerokl.kernels.sampling_params import SamplingParams
 from zerokl.model.checkpoint import check_values, check_weights, load_decoder, read_rows
 from zerokl.model.config import ModelConfig
@@ -213,6 +214,80 @@ def test_what_a_family_with_experts_does_not_compute_is_refused(change, message)
     raw = {name: value for name, value in change.items() if value is not None}
     with pytest.raises(ValueError, match=message):
         ModelConfig.from_dict(raw)
+
+
+GEMMA2 = QWEN2 | {"architectures": ["Gemma2ForCausalLM"], "head_dim": 16, "hidden_act": "gelu_pytorch_tanh"}
+GEMMA3, OLMO3 = (GEMMA2 | {"architectures": [f"{name}ForCausalLM"]} for name in ("Gemma3", "Olmo3"))
+OLMO3 = OLMO3 | {"hidden_act": "silu"}
+ROPES = {"full_attention": {"rope_theta": 1e6}, "sliding_attention": {"rope_theta": 2e4}}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (GEMMA2 | {"layer_types": ["full_attention"]}, "layer_types = .*num_hidden_layers is 2"),
+        (
+            GEMMA2 | {"layer_types": ["full_attention", "chunked_attention"]},
+            "only full_attention is",
+        ),
+        (GEMMA2 | {"sliding_window": 0}, r"sliding_window \(0\) must be a positive whole number"),
+        (
+            GEMMA2 | {"attn_logit_softcapping": -1.0},
+            "attn_logit_softcapping = -1.0 is not supported",
+        ),
+        (GEMMA2 | {"final_logit_softcapping": True}, "final_logit_softcapping = True is not supported"),
+        (GEMMA2 | {"query_pre_attn_scalar": 0}, r"query_pre_attn_scalar \(0.0\) must be positive"),
+        (GEMMA2 | {"rope_parameters": ROPES}, "full_attention = .* is not supported"),
+        (GEMMA3 | {"final_logit_softcapping": 30.0}, "final_logit_softcapping = 30.0 is not supported"),
+        (
+            GEMMA3 | {"use_bidirectional_attention": True},
+            "use_bidirectional_attention = True is not supported",
+        ),
+        (GEMMA3 | {"rope_parameters": {"rope_theta": 1e4}}, "rope_parameters = .* must have an object each"),
+        (
+            GEMMA3 | {"rope_parameters": ROPES | {"sliding_attention": {"rope_type": "linear"}}},
+            "sliding_attention: rope_type = 'linear' is not supported",
+        ),
+        (
+            GEMMA3 | {"rope_parameters": ROPES | {"sliding_attention": {"beta": 1}}},
+            "sliding_attention: beta = 1 is not supported",
+        ),
+        (OLMO3 | {"rope_theta": 1e4}, r"rope_theta \(10000\): in layers of sliding_attention"),
+    ],
+)
+def test_what_a_family_with_windows_does_not_compute_is_refused(change, message):
+    with pytest.raises(ValueError, match=message):
+        ModelConfig.from_dict(change)
+
+
+def test_a_null_window_of_layers_that_slide_is_refused():
+    with pytest.raises(ValueError, match="sliding_window is null, and layers are of sliding_attention"):
+        ModelConfig.from_dict(OLMO3 | {"sliding_window": None})
+
+
+def test_what_no_gpu_computes_is_refused_by_name():
+    with pytest.raises(
+        ValueError, match=r'device \("cuda"\): the window \(4096\) of a Gemma2ForCausalLM is not'
+    ):
+        ModelConfig.from_dict(GEMMA2).refuse_on_triton()
+    ModelConfig.from_dict(QWEN2).refuse_on_triton()
+    for rule, name in ((AttentionRule(window=8), "window"), (AttentionRule(cap=2.0), "cap")):
+        with pytest.raises(ValueError, match=f"attention: {name} .* is not computed on a GPU"):
+            rule.refuse_on_triton()
+
+
+def test_windows_caps_and_rotations_are_those_of_the_config():
+    """Also under the names of older files."""
+    gemma2 = ModelConfig.from_dict(GEMMA2 | {"final_logit_softcapping": None})
+    assert (gemma2.values["window"], gemma2.values["cap"], gemma2.head.cap) == ([4096, 0], 50.0, 0.0)
+    older = GEMMA3 | {"sliding_window_pattern": 2, "rope_theta": 1e6, "rope_local_base_freq": 2e4}
+    newer = GEMMA3 | {"layer_types": ["sliding_attention", "full_attention"], "rope_parameters": ROPES}
+    for raw in (older, newer):
+        config = ModelConfig.from_dict(raw)
+        assert (config.rope_theta, config.local_rope_thetas) == (1e6, (2e4, None))
+        assert config.rotating(0).frequencies != config.frequencies == config.rotating(1).frequencies
+    whole = ModelConfig.from_dict({k: v for k, v in older.items() if not k.startswith("rope")})
+    assert (whole.rope_theta, whole.local_rope_thetas) == (1e6, (1e4, None))
 
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}

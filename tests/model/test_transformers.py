@@ -8,7 +8,7 @@ from typing import NamedTuple
 import pytest
 import torch
 from zerokl.kernels.grad import GradBuffer
-from zerokl.kernels.matmul import matmul
+from zerokl.kernels.logprob import head_logits
 from zerokl.kernels.sampling_params import SamplingParams
 from zerokl.model.checkpoint import load_decoder
 from zerokl.model.config import ModelConfig
@@ -124,7 +124,7 @@ def test_error_of_every_logit_is_at_most_twice_that_of_transformers(judged, dtyp
         decoder = load_decoder(folder, dtype)
         context = PackedContext([len(row) for row in ids], decoder.config)
         hidden = decoder.hidden(torch.tensor([i for row in ids for i in row]), context)
-        ours.append(matmul(hidden, decoder.logits_weight()))
+        ours.append(head_logits(hidden, decoder.logits_weight(), decoder.config.head.cap))
         for logits, model in ((transformers, plain(folder, dtype)), (exact, judge(folder))):
             logits.append(torch.cat([model(torch.tensor([row]), use_cache=False).logits[0] for row in ids]))
     assert_at_most_twice_the_error(*map(torch.stack, (ours, transformers, exact)), "logits")

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import torch
 
+from ....kernels.attention_rule import AttentionRule
 from ....model.operation import Equation
 from ....model.operations import operation
 from ..changed_operation import E4M3, E5M2, Change, ChangedOperation, ModelPlant, Traced
@@ -16,7 +17,7 @@ def changes(traced: Traced) -> Iterator[Change]:
     exact, (q, k, v) = traced.exact, traced.inputs
     c = exact.checkpoint.config
     row = operation(traced.op, c)
-    usual, rule = row.factor, row.rule
+    usual, rule = row.factor, AttentionRule(0, row.window, row.cap)
     unmasked = exact.attention(q, k, v, usual, causal=False, rule=rule)
     yield "no causal mask: tokens read later tokens", unmasked
     scales = {

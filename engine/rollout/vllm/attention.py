@@ -32,7 +32,6 @@ from ....kernels.attention_plan import KEY_TILE, AttentionPlan
 from ....kernels.attention_rule import WALK, AttentionRule
 from ....kernels.attention_tables import Spans
 from ....kernels.backend import on_triton
-from .plugin import ATTENTION
 
 
 class ZeroklAttentionBackend(AttentionBackend):
@@ -78,7 +77,6 @@ class ZeroklMetadata:
     plan: AttentionPlan | Spans
     block: torch.Tensor  # [T], our block for the key and value of each new token
     offset: torch.Tensor  # [T], their position in that block
-    rule: AttentionRule
 
 
 class ZeroklMetadataBuilder(AttentionMetadataBuilder[ZeroklMetadata]):
@@ -91,7 +89,6 @@ class ZeroklMetadataBuilder(AttentionMetadataBuilder[ZeroklMetadata]):
         self._tiles = kv_cache_spec.block_size // KEY_TILE  # our blocks in one of vLLM's blocks
         self._heads = vllm_config.model_config.get_num_attention_heads(vllm_config.parallel_config)
         self._kv_heads = kv_cache_spec.num_kv_heads
-        self._rule = AttentionRule(*getattr(vllm_config.model_config.hf_config, ATTENTION, WALK))
         scheduler = vllm_config.scheduler_config
         tokens = max(scheduler.max_num_batched_tokens, scheduler.max_num_seqs)
         self._block, self._offset = (torch.zeros(tokens, dtype=torch.int64, device=device) for _ in range(2))
@@ -108,7 +105,7 @@ class ZeroklMetadataBuilder(AttentionMetadataBuilder[ZeroklMetadata]):
         for places in (self._block, self._offset):
             places[T:] = 0  # a graph may have more rows than this forward has tokens
         plan = self._spans(cm) if on_triton(cm.slot_mapping) else self._plan(cm)
-        return ZeroklMetadata(plan, self._block[:T], self._offset[:T], self._rule)
+        return ZeroklMetadata(plan, self._block[:T], self._offset[:T])
 
     def _plan(self, cm: CommonAttentionMetadata) -> AttentionPlan:
         """The reference's plan, from numbers on the host."""
@@ -132,8 +129,9 @@ class ZeroklMetadataBuilder(AttentionMetadataBuilder[ZeroklMetadata]):
 
 
 class ZeroklAttentionImpl(AttentionImpl[ZeroklMetadata]):
-    """attention_cached over vLLM's cache.
+    """attention_cached over vLLM's cache. rule: of the layer, with its window and its cap.
 
+    vLLM is told of neither (sampler.py), so it keeps all keys, in one kind of cache for all layers.
     Raises ValueError for kinds of attention that zerokl does not have.
     """
 
@@ -149,6 +147,7 @@ class ZeroklAttentionImpl(AttentionImpl[ZeroklMetadata]):
         logits_soft_cap: float | None = None,
         attn_type: str = AttentionType.DECODER,
         kv_sharing_target_layer_name: str | None = None,
+        rule: AttentionRule = WALK,
         **extra: Any,
     ):
         unsupported = {
@@ -163,7 +162,7 @@ class ZeroklAttentionImpl(AttentionImpl[ZeroklMetadata]):
                 raise ValueError(f"zerokl's attention has no {name} ({value})")
         if attn_type != AttentionType.DECODER:
             raise ValueError(f"zerokl's attention has no attn_type {attn_type}, only {AttentionType.DECODER}")
-        self.num_heads, self.head_size, self.scale = num_heads, head_size, scale
+        self.num_heads, self.head_size, self.scale, self.rule = num_heads, head_size, scale, rule
         self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         self.kv_cache_dtype = kv_cache_dtype
 
@@ -192,6 +191,5 @@ class ZeroklAttentionImpl(AttentionImpl[ZeroklMetadata]):
             (attn_metadata.block, attn_metadata.offset), torch.stack([key[:T], value[:T]], dim=1)
         )
         tiles = blocks.view(-1, 2, KEY_TILE, self.head_size)
-        plan, rule = attn_metadata.plan, attn_metadata.rule
-        output[:T] = attention_cached(query[:T], tiles, plan, self.scale, rule)
+        output[:T] = attention_cached(query[:T], tiles, attn_metadata.plan, self.scale, self.rule)
         return output

@@ -8,7 +8,8 @@ import torch
 from vllm.model_executor.layers.attention import Attention
 
 from ....kernels.attention_rule import WALK, AttentionRule
-from ....kernels.matmul import UNPACKED, PackedWeights, matmul
+from ....kernels.logprob import head_logits
+from ....kernels.matmul import UNPACKED, PackedWeights
 from ....kernels.passes import Pass
 from ....kernels.tile_tables import DEFAULT_TABLE, tile_table
 from ....model.buffers import as_bytes
@@ -16,6 +17,7 @@ from ....model.checkpoint import is_passed_over
 from ....model.config import ModelConfig
 from ....model.context import no_hook
 from ....model.decoder import Decoder, Numerics
+from ....model.operation import Equation
 from ....model.quantisation import KvQuantisation
 from ....model.sizes import Experts
 from ....model.weights import Layout
@@ -50,7 +52,7 @@ class _VllmContext:
         scale: float,
         rule: AttentionRule,
     ) -> torch.Tensor:
-        """`scale` and `rule` are those that vLLM's layers and their metadata already have."""
+        """`scale` and `rule` are those that vLLM's layers already have."""
         return self._layers[layer](q, k, v).view(q.shape)
 
 
@@ -106,13 +108,16 @@ class ZeroklForCausalLM(torch.nn.Module):
             Attention(
                 c.heads,
                 c.head_dim,
-                next(row.factor for row in c.layer_operations[i] if row.name == "attention"),
+                row.factor,
                 num_kv_heads=c.kv_heads,
                 cache_config=vllm_config.cache_config,
                 prefix=f"{prefix}layers.{i}.attention",
                 attn_backend=ZeroklAttentionBackend,
+                rule=self.numerics.attention._replace(window=row.window, cap=row.cap),
             )
-            for i in range(c.layers)
+            for i, rows in enumerate(c.layer_operations)
+            for row in rows
+            if row.equation is Equation.ATTENTION
         )
         self.routers = _Routers(c.experts)
         for layer in self.attention:
@@ -148,7 +153,7 @@ class ZeroklForCausalLM(torch.nn.Module):
         """hidden_states [n, D] -> logits [n, V]."""
         hidden_states = hidden_states.to(self._lm_head.dtype)
         packed, tiles = self.packed.get(self._lm_head), self.numerics.tiles
-        return matmul(hidden_states, self._lm_head, packed, tiles)
+        return head_logits(hidden_states, self._lm_head, self.zerokl_config.head.cap, packed, tiles)
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
         """Copy a checkpoint's tensors into place. Returns their names.

@@ -297,6 +297,8 @@ class VllmZeroklSampler(KeyedSampler):
         assert numerics.cache is None, "engine/config/compatibility.py refuses it"
         overrides = {
             "architectures": [ARCHITECTURE],
+            # Windows are our attention's. vLLM would free the blocks before them, and plan with fewer.
+            "sliding_window": None,
             FROZEN: sorted(frozen),
             HAS_VALUE_HEAD: value_head,
             TILES_OVERRIDE: numerics.tiles.vllm,
