@@ -17,29 +17,29 @@ import torch
 from .backend import on_triton
 from .order import tree_sum
 from .passes import ONE_SEQUENCE, Pass
-from .rms_norm import add_rows, check_norm, rms_norm_bwd_ref, rms_norm_ref
+from .rms_norm import add_rows, check_norm, norm_factors, rms_norm_bwd_ref, rms_norm_ref
 from .rms_norm_cpp import norm_bwd, norm_fwd, norm_on_cpp, sum_heads
 
 
 def _head_weights(wq: torch.Tensor, wk: torch.Tensor, heads: int, total: int) -> torch.Tensor:
     """The weight of each head, [total, D]."""
-    return torch.cat([wq.detach().expand(heads, -1), wk.detach().expand(total - heads, -1)])
+    return torch.cat([wq.expand(heads, -1), wk.expand(total - heads, -1)])
 
 
 def _forward(x, wq, wk, heads, eps):
-    """y and r, computed where x lies."""
-    if norm_on_cpp(x):
+    """y and r, computed where x lies. wq and wk: factors, in x's dtype or in fp32."""
+    if norm_on_cpp(x) and wq.dtype == x.dtype:
         return norm_fwd(x, (wq, wk), heads, eps)[:2]
     if not on_triton(x):
         return rms_norm_ref(x, _head_weights(wq, wk, heads, x.shape[1]), eps)
     from .qk_norm_triton import qk_norm_fwd
 
-    return qk_norm_fwd(x, wq.detach(), wk.detach(), heads, eps)
+    return qk_norm_fwd(x, wq, wk, heads, eps)
 
 
 def _backward(dy, x, r, wq, wk, heads, in_pass):
     """dx, and the contributions to dwq and dwk that rms_norm.add_rows takes."""
-    if norm_on_cpp(x):
+    if norm_on_cpp(x) and wq.dtype == x.dtype:
         dx, dw = norm_bwd(dy, x, r, (wq, wk), heads)
         return dx, [sum_heads(dw, 0, heads), sum_heads(dw, heads, x.shape[1])]
     if not on_triton(x):
@@ -47,13 +47,14 @@ def _backward(dy, x, r, wq, wk, heads, in_pass):
         return dx.to(dy.dtype), [tree_sum(rows, 1) for rows in (dw[:, :heads], dw[:, heads:])]
     from .qk_norm_triton import qk_norm_bwd
 
-    return qk_norm_bwd(dy, x, wq.detach(), wk.detach(), r, heads, in_pass.blocks)
+    return qk_norm_bwd(dy, x, wq, wk, r, heads, in_pass.blocks)
 
 
 class _QKNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, wq, wk, heads, eps, in_pass):
-        y, r = _forward(x, wq, wk, heads, eps)
+    def forward(ctx, x, wq, wk, heads, eps, in_pass, plus_one):
+        ctx.factors = [norm_factors(w, plus_one) for w in (wq, wk)]
+        y, r = _forward(x, *ctx.factors, heads, eps)
         ctx.save_for_backward(x, r)
         ctx.weights, ctx.heads, ctx.in_pass = (wq, wk), heads, in_pass
         return y
@@ -61,13 +62,13 @@ class _QKNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dy):
         (x, r), in_pass, returned = ctx.saved_tensors, ctx.in_pass.over(dy), []
-        dx, contributions = _backward(dy, x, r, *ctx.weights, ctx.heads, in_pass)
+        dx, contributions = _backward(dy, x, r, *ctx.factors, ctx.heads, in_pass)
         for w, dw, wanted in zip(ctx.weights, contributions, ctx.needs_input_grad[1:3], strict=True):
             buffer = in_pass.buffer(w) if wanted else None
             if wanted:
                 add_rows(buffer, dw, in_pass.blocks)
             returned.append(in_pass.returned_grad(w, buffer) if wanted else None)
-        return dx, *returned, None, None, None
+        return dx, *returned, None, None, None, None
 
 
 def qk_norm(
@@ -77,10 +78,12 @@ def qk_norm(
     heads: int,
     eps: float,
     in_pass: Pass = ONE_SEQUENCE,
+    plus_one: bool = False,
 ) -> torch.Tensor:
     """rms_norm of each head of x [T, H, D] -> [T, H, D].
 
     The weight of the first `heads` heads (queries) is wq [D]. The weight of the other heads (keys) is wk [D].
+    plus_one: the factors are 1 + w.
     dwq and dwk are summed in the order of the pass's token blocks. Raises ValueError on a bad shape, dtype or
     eps.
     """
@@ -91,5 +94,5 @@ def qk_norm(
             f"qk_norm: x {tuple(x.shape)} must be [T, H, D] with more than heads ({heads}) heads"
         )
     if not torch.is_grad_enabled():
-        return _forward(x, wq, wk, heads, eps)[0]
-    return _QKNorm.apply(x, wq, wk, heads, eps, in_pass)
+        return _forward(x, *(norm_factors(w, plus_one) for w in (wq, wk)), heads, eps)[0]
+    return _QKNorm.apply(x, wq, wk, heads, eps, in_pass, plus_one)

@@ -51,8 +51,8 @@ def _sum_last(x: torch.Tensor) -> torch.Tensor:
     return sum_row(x.reshape(-1, x.shape[-1])).view(*x.shape[:-1], 1)
 
 
-def _factors(w, plus_one):
-    """What a row is multiplied by."""
+def norm_factors(w, plus_one):
+    """What a row is multiplied by: w, or 1 + w in fp32. No gradient goes through it."""
     return w.detach().to(accumulate_dtype(w.dtype)).add(1.0) if plus_one else w.detach()
 
 
@@ -74,7 +74,7 @@ def _backward(dy, x, r, w, plus_one, in_pass, wants_dw, ds=None):
 
     A kernel computes both together, and autograd drops a dx that it does not need.
     """
-    in_pass, factors = in_pass.over(dy), _factors(w, plus_one)
+    in_pass, factors = in_pass.over(dy), norm_factors(w, plus_one)
     if norm_on_cpp(x) and factors.dtype == x.dtype:
         dx, dw = norm_bwd(dy, x, r, (factors, factors), 1, ds)
     elif not on_triton(x):
@@ -107,7 +107,7 @@ def add_rows(buffer: GradBuffer, dw: torch.Tensor, blocks: TokenBlocks) -> None:
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, w, eps, in_pass, plus_one):
-        y, r, _ = _forward(x, _factors(w, plus_one), eps)
+        y, r, _ = _forward(x, norm_factors(w, plus_one), eps)
         ctx.save_for_backward(x, r)
         ctx.w, ctx.in_pass, ctx.plus_one = w, in_pass, plus_one
         return y
@@ -122,7 +122,7 @@ class _RMSNorm(torch.autograd.Function):
 class _AddRMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, residual, w, eps, in_pass, plus_one):
-        y, r, s = _forward(x, _factors(w, plus_one), eps, residual)
+        y, r, s = _forward(x, norm_factors(w, plus_one), eps, residual)
         ctx.save_for_backward(s, r)
         ctx.w, ctx.in_pass, ctx.plus_one = w, in_pass, plus_one
         return y, s
@@ -145,7 +145,7 @@ def rms_norm(
     """
     _check("rms_norm", x, w, eps)
     if not torch.is_grad_enabled():
-        return _forward(x, _factors(w, plus_one), eps)[0]
+        return _forward(x, norm_factors(w, plus_one), eps)[0]
     return _RMSNorm.apply(x, w, eps, in_pass, plus_one)
 
 
@@ -168,7 +168,7 @@ def add_rms_norm(
             f"x {tuple(x.shape)} {x.dtype}"
         )
     if not torch.is_grad_enabled():
-        y, _, s = _forward(x, _factors(w, plus_one), eps, residual)
+        y, _, s = _forward(x, norm_factors(w, plus_one), eps, residual)
         return y, s
     return _AddRMSNorm.apply(x, residual, w, eps, in_pass, plus_one)
 

@@ -4,7 +4,7 @@ Nothing in the file is passed over: a key is read, or it is listed here as one t
 file is refused by the key's name.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -185,8 +185,11 @@ class ConfigFile:
         """Raise UnsupportedError for the value of a field, which asks for what no block computes."""
         self.wrong(f"{field} = {shown(value)} is not supported; {remedy}")
 
-    def refuse_common(self) -> None:
-        """Refuse what changes the computation of any family in a way the kernels do not know."""
+    def refuse_common(self, layer_types: Collection[str]) -> None:
+        """Refuse what changes the computation of any family in a way the kernels do not know.
+
+        layer_types: those that the family knows.
+        """
         raw = self.raw
         if raw.get("quantization_config"):
             method = raw["quantization_config"].get("quant_method", "?")
@@ -199,8 +202,9 @@ class ConfigFile:
             raw.looked_at.update({"sliding_window", "max_window_layers"})
         if raw.get("use_sliding_window") or "sliding_attention" in (raw.get("layer_types") or []):
             self.refuse("sliding window attention", raw.get("sliding_window"), "only full attention is")
-        if set(raw.get("layer_types") or []) - {"full_attention"}:
-            self.refuse("layer_types", sorted(set(raw["layer_types"])), "only full_attention is")
+        if set(raw.get("layer_types") or []) - set(layer_types):
+            allowed = " and ".join(sorted(layer_types))
+            self.refuse("layer_types", sorted(set(raw["layer_types"])), f"only {allowed} is")
         if raw.get("attention_dropout"):
             self.refuse(
                 "attention_dropout",

@@ -23,6 +23,7 @@ class Family:
         the default of CommonFields (config_file.py) or of the family's own fields.
     rope_types: other names that the family has for a type of rotary embedding.
     partial_rotary: whether partial_rotary_factor may be below 1.
+    layer_types: of config.json, those that `layers` reads.
     norm_plus_one: whether a norm multiplies by 1 + its weight.
     embedding, head: what lies outside of layers, from config.json.
     vllm_exact: whether vLLM's own model of it was compared with ours, in batch-invariant mode.
@@ -34,6 +35,7 @@ class Family:
     defaults: Mapping[str, Any] = field(default_factory=lambda: _NONE)
     rope_types: Mapping[str, str] = field(default_factory=lambda: _NONE)
     partial_rotary: bool = False
+    layer_types: frozenset[str] = frozenset({"full_attention"})
     norm_plus_one: bool = False
     embedding: Callable[[ConfigFile], Embedding] = lambda config: Embedding()
     head: Callable[[ConfigFile], Head] = lambda config: Head()

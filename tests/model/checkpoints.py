@@ -19,6 +19,8 @@ from transformers import (
     Qwen3Config,
     Qwen3MoeConfig,
 )
+from transformers.models.qwen3_5 import modeling_qwen3_5
+from transformers.models.qwen3_5.configuration_qwen3_5 import Qwen3_5TextConfig
 from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoeTopkRouter
 from transformers.models.mixtral.modeling_mixtral import MixtralTopKRouter
@@ -93,6 +95,16 @@ FAMILIES: dict[str, PretrainedConfig] = {
         **_SIZE, num_local_experts=6, num_experts_per_tok=3, rope_parameters=_THETA, head_dim=16
     ),
     "mistral": MistralConfig(**_SIZE, head_dim=32, sliding_window=None, tie_word_embeddings=False),
+    "qwen3_5_text": Qwen3_5TextConfig(
+        **_SIZE,
+        head_dim=32,
+        layer_types=["linear_attention", "full_attention"],
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+        linear_key_head_dim=16,
+        linear_value_head_dim=32,
+        tie_word_embeddings=False,
+    ),
     "qwen2 yarn": Qwen2Config(**_SIZE, tie_word_embeddings=False, rope_parameters=_YARN),
     "llama linear": LlamaConfig(**_SIZE, rope_parameters={"rope_type": "linear", "factor": 4.0}),
     "qwen3 bias": Qwen3Config(**_SIZE, head_dim=32, attention_bias=True, tie_word_embeddings=True),
