@@ -1,6 +1,8 @@
 """Tiny checkpoints of all families, written by transformers, and the results of transformers."""
 
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
+from functools import wraps
 from pathlib import Path
 
 import pytest
@@ -19,13 +21,13 @@ from transformers import (
     Qwen3Config,
     Qwen3MoeConfig,
 )
-from transformers.models.qwen3_5 import modeling_qwen3_5
-from transformers.models.qwen3_5.configuration_qwen3_5 import Qwen3_5TextConfig
 from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoeTopkRouter
 from transformers.models.mixtral.modeling_mixtral import MixtralTopKRouter
 from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeTopKRouter
+from transformers.models.qwen3_5.configuration_qwen3_5 import Qwen3_5TextConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
+from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextTopKRouter
 from zerokl.model.config import ModelConfig
 from zerokl.model.families import MODEL_TYPES
 
@@ -46,7 +48,7 @@ _LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
-_SOFTMAX_ROUTERS = Qwen3MoeTopKRouter | MixtralTopKRouter | Qwen2MoeTopKRouter
+_SOFTMAX_ROUTERS = Qwen3MoeTopKRouter | MixtralTopKRouter | Qwen2MoeTopKRouter | Qwen3NextTopKRouter
 _THETA = {"rope_type": "default", "rope_theta": 1e6}
 _YARN = {
     "rope_type": "yarn",
@@ -161,6 +163,8 @@ def judge(folder: Path) -> PreTrainedModel:
     scale = model.model.rotary_emb.attention_scaling
 
     def rotary(x: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        if position_ids.dim() == 3:  # of text, image rows and columns: equal in a text
+            position_ids = position_ids[0]
         angle = position_ids[..., None] * frequencies.repeat(2)
         return angle.cos() * scale, angle.sin() * scale
 
@@ -169,6 +173,9 @@ def judge(folder: Path) -> PreTrainedModel:
             module.forward = lambda x, m=module: (
                 x / (x.pow(2).mean(-1, keepdim=True) + m.eps).sqrt() * (1.0 + m.weight)
             )
+        if type(module).__name__.endswith(_WITH_CASTS):
+            module.forward = _without_casts(module)
+            continue
         if hasattr(module, "variance_epsilon"):
             module.forward = lambda x, m=module: (
                 x / (x.pow(2).mean(-1, keepdim=True) + m.variance_epsilon).sqrt() * m.weight
@@ -180,6 +187,33 @@ def judge(folder: Path) -> PreTrainedModel:
             module.forward = lambda x, m=module: _route(x.view(-1, m.hidden_dim), m)
     model.model.rotary_emb.forward = rotary
     return model
+
+
+# Modules of hybrids that compute in fp32 whatever the dtype.
+_WITH_CASTS = "GatedDeltaNet", "5RMSNorm", "NextRMSNorm", "RMSNormGated", "MoeRMSNorm"
+
+
+class _Torch:
+    """torch, in which float32 is float64."""
+
+    float32 = torch.float64
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(torch, name)
+
+
+def _without_casts(module: torch.nn.Module) -> Callable:
+    """The forward of a module of transformers, with fp64 wherever its file says fp32."""
+    forward, file = module.forward, sys.modules[type(module).__module__]
+
+    @wraps(forward)
+    def in_fp64(*args: object, **kwargs: object) -> torch.Tensor:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(file, "torch", _Torch())
+            patch.setattr(torch.Tensor, "float", torch.Tensor.double)
+            return forward(*args, **kwargs)
+
+    return in_fp64
 
 
 def _route(x: torch.Tensor, router: torch.nn.Module) -> tuple[torch.Tensor, ...]:
