@@ -86,7 +86,7 @@ class DeltaNet(Block):
     @property
     def values(self) -> dict[str, Any]:
         """Its sizes, as JSON holds them."""
-        return {"delta_net": self.shape._asdict()} | ({"fused_names": True} if self.fused_names else {})
+        return {"delta_net": self.shape._asdict() | ({"fused_names": True} if self.fused_names else {})}
 
     @property
     def _inputs(self) -> dict[str, int]:
@@ -181,11 +181,15 @@ class DeltaNet(Block):
 
     def _split(self, y: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """qkv, z, b and a of the projected input."""
-        s, parts = self.shape, y.split([*self._inputs.values()], 1)
-        if not self.fused_names:
-            return parts
-        values = s.heads // s.key_heads
-        qkvz, ba = (part.unflatten(1, (s.key_heads, -1)) for part in parts)
-        q, k, v, z = qkvz.split([s.K, s.K, values * s.V, values * s.V], 2)
-        b, a = ba.split(values, 2)
-        return torch.cat([x.flatten(1) for x in (q, k, v)], 1), *(x.flatten(1) for x in (z, b, a))
+        parts = y.split([*self._inputs.values()], 1)
+        return (*self.split_qkvz(parts[0]), *self.split_ba(parts[1])) if self.fused_names else parts
+
+    def split_qkvz(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """qkv and z of the first fused projection, whose elements go by key heads."""
+        s, values = self.shape, self.shape.heads // self.shape.key_heads * self.shape.V
+        q, k, v, z = x.unflatten(1, (s.key_heads, -1)).split([s.K, s.K, values, values], 2)
+        return torch.cat([part.flatten(1) for part in (q, k, v)], 1), z.flatten(1)
+
+    def split_ba(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """b and a of the second fused projection."""
+        return tuple(part.flatten(1) for part in x.unflatten(1, (self.shape.key_heads, -1)).chunk(2, 2))

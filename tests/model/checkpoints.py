@@ -117,8 +117,10 @@ FAMILIES |= {
     for name, family in MODEL_TYPES.items()
     if name not in FAMILIES
 }
+# Those with layers that keep a state.
+WITH_STATES = ("qwen3_5_text", "qwen3_next")
 # As parameters of long tests: with --quick, without those whose blocks are also in others.
-_LIKE_OTHERS = ("llama linear", "qwen2 yarn", "qwen3 bias", "granite", "smollm3", "phi3")
+_LIKE_OTHERS = ("llama linear", "qwen2 yarn", "qwen3 bias", "granite", "smollm3", "phi3", "qwen3_next")
 JUDGED_FAMILIES = [
     pytest.param(name, marks=pytest.mark.full) if name in _LIKE_OTHERS else name for name in FAMILIES
 ]
