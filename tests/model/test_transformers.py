@@ -102,10 +102,19 @@ def _skip_chaotic(folder: Path, dtype: torch.dtype) -> None:
         pytest.skip("a rounding chooses another expert")
 
 
+def _skip_states(folder: Path, shared: bool) -> None:
+    """Skip prompts that are read once where a layer keeps a state: they are refused."""
+    if shared and (decoder := load_decoder(folder, torch.float32)).config.states:
+        with pytest.raises(ValueError, match="gated delta net reads no prompt once"):
+            Prompts(decoder, [prompt for prompt, _ in PAIRS])
+        pytest.skip("a prompt is read with each sample")
+
+
 @shared
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 def test_error_is_at_most_twice_that_of_transformers(judged, dtype, shared):
     _skip_chaotic(judged.folders[0], dtype)
+    _skip_states(judged.folders[0], shared)
     ours = [zerokl_results(folder, dtype, shared) for folder in judged.folders]
     exact, transformers = judged.exact, judged.transformers(dtype)
     assert ours[0].keys() == transformers[0].keys() == exact[0].keys()
@@ -134,12 +143,15 @@ def test_error_of_every_logit_is_at_most_twice_that_of_transformers(judged, dtyp
 def test_fp64_decoder_and_judge_are_one_function(judged, shared):
     """The decoder in fp64 is 2^20 times nearer to the judge than in fp32: only rounding separates the two.
 
-    The gradient of an expert that no token has is 0 in all three.
+    The gradient of an expert that no token has is 0 in all three. A gated delta net adds up decays in fp64 in
+    any dtype, so its fp32 is nearer than others': there it is 2^16 times.
     """
+    _skip_states(judged.folders[0], shared)
+    nearer = 2**16 if ModelConfig.from_file(judged.folders[0]).states else 2**20
     for folder, exact in list(zip(judged.folders, judged.exact, strict=True))[:4]:
         ours, single = (zerokl_results(folder, dtype, shared) for dtype in (torch.float64, torch.float32))
         for name, value in exact.items():
-            assert (ours[name] - value).norm() * 2**20 <= (single[name].double() - value).norm(), name
+            assert (ours[name] - value).norm() * nearer <= (single[name].double() - value).norm(), name
 
 
 @pytest.mark.parametrize("family", FAMILIES)
