@@ -23,6 +23,7 @@ import torch
 Place = Literal["none", "host", "disk"]
 # Elements on their way at once: 32 MiB in fp32, of which each copy is as fast as a longer one.
 SLICE = 1 << 23
+_PORTABLE = 1  # cudaHostRegisterPortable: pinned for every context
 
 
 @dataclass(frozen=True)
@@ -37,12 +38,14 @@ class Offload:
         return self.place != "none"
 
     def empty(self, n: int, device: torch.device | None, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        """Memory [n] for what `device` computes with. Raises ValueError for a disk without room."""
+        """Memory [n] for what `device` computes with. Raises ValueError where there is no room."""
         if not self.away:
             return torch.empty(n, dtype=dtype, device=device)
         if self.place == "disk" and n:
             return _mapped(n, dtype)
-        return torch.empty(n, dtype=dtype, pin_memory=device is not None and device.type == "cuda")
+        if n and device is not None and device.type == "cuda":
+            return torch.frombuffer(_Pinned(n * dtype.itemsize), dtype=dtype)
+        return torch.empty(n, dtype=dtype)
 
     def copied(self, x: torch.Tensor, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
         """A copy of x [n] in such memory, rounded once to `dtype`."""
@@ -69,8 +72,12 @@ class Offload:
         return torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack)
 
     def _pack(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.device, torch.Size]:
-        # Both copies are in the order of the device's stream. Pinned memory is free after the copies from it.
-        kept = self.empty(x.numel(), x.device, x.dtype)
+        # Both copies are in the order of the device's stream. torch's pinned memory, which a next pass uses
+        # again, is free after the copies from it.
+        if self.place == "host" and x.is_cuda:
+            kept = torch.empty(x.numel(), dtype=x.dtype, pin_memory=True)
+        else:
+            kept = self.empty(x.numel(), x.device, x.dtype)
         return kept.copy_(x.detach().reshape(-1), non_blocking=True), x.device, x.shape
 
 
@@ -80,6 +87,28 @@ def _unpack(packed: tuple[torch.Tensor, torch.device, torch.Size]) -> torch.Tens
 
 
 HERE = Offload()
+
+
+class _Pinned(mmap.mmap):
+    """Zeroed memory of the host that a GPU copies from and to by itself.
+
+    torch's own pinned memory has a power of two of bytes: nearly twice as much as a large tensor needs.
+    """
+
+    def __new__(cls, n_bytes: int):
+        memory = super().__new__(cls, -1, n_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        memory.address = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
+        if torch.cuda.cudart().cudaHostRegister(memory.address, n_bytes, _PORTABLE) != 0:
+            memory.address = None
+            raise ValueError(
+                f'memory.offload ("host"): {n_bytes} bytes of the host could not be pinned; give the process '
+                'more memory (ulimit -l), or set memory.offload = "disk"'
+            )
+        return memory
+
+    def __del__(self) -> None:
+        if self.address is not None:
+            torch.cuda.cudart().cudaHostUnregister(self.address)
 
 
 def _mapped(n: int, dtype: torch.dtype) -> torch.Tensor:

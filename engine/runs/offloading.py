@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import torch
 
+from ...kernels.launch import next_power_of_2
 from ..rollout.cache_size import free_bytes
 from .memory import PassSizes, RunShape, fit_into, layers_without_backward, levels, rows_of_a_pass
 
@@ -19,7 +20,7 @@ class Beside(NamedTuple):
     optimizer: int  # fp32 master weights, unless they are computed with, and two moments
     gradients: int  # partial sums
     base: int  # that LoRA's adapters are merged into
-    activations: int  # inputs of the layers that a backward computes again
+    activations: int  # inputs of recomputed layers; torch pins a power of two of bytes for each
 
 
 def beside(run: RunShape, sizes: PassSizes) -> Beside:
@@ -28,12 +29,12 @@ def beside(run: RunShape, sizes: PassSizes) -> Beside:
     in_place = run.adapters or (run.dtype == torch.float32 and not config.precision.weights)
     rows, _ = rows_of_a_pass(run, sizes)
     layers = run.layout.config.layers - layers_without_backward(run.layout)
-    inputs = 2 * run.layout.config.hidden_size * run.dtype.itemsize
+    inputs = 2 * next_power_of_2(rows * run.layout.config.hidden_size * run.dtype.itemsize)
     return Beside(
         optimizer=numel * (8 if in_place else 12) // run.ranks,
         gradients=4 * numel * levels(sizes.shards_at_once),
         base=run.layout.trained_numel * run.base.itemsize if run.adapters else 0,
-        activations=rows * layers * inputs if config.recompute == "layer" else 0,
+        activations=layers * inputs if config.recompute == "layer" else 0,
     )
 
 

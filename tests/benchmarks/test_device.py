@@ -48,6 +48,9 @@ def run_device(*words: str, path: Path | None = None) -> subprocess.CompletedPro
         pytest.param(
             "models", ["experts float16, sampler native: ", "adapters float32"], marks=pytest.mark.full
         ),
+        pytest.param(
+            "long", ["a step of 2 x 48", "2 x 2 samples of 8 tokens after 70"], marks=pytest.mark.full
+        ),
         pytest.param("ranks", ["ranks: not compared"], marks=pytest.mark.full),
     ],
 )

@@ -161,7 +161,7 @@ def test_what_lies_beside_a_gpu_is_gone_from_it():
     assert gone.optimizer == here.optimizer == 12 * SMALL.numel
     assert here.gradients - left.gradients == gone.gradients == 3 * 4 * SMALL.numel
     rows = 4096 + 200
-    assert gone.activations == rows * 28 * 2 * 1024 * 2
+    assert gone.activations == 28 * 2 * (1 << 24)  # for 1024 bf16 numbers a row
     assert here.activations - left.activations == rows * 25 * 2 * 1024 * 2
 
 
@@ -185,6 +185,40 @@ def test_a_disk_without_room_is_said(monkeypatch):
     monkeypatch.setattr(os, "posix_fallocate", full)
     with pytest.raises(ValueError, match=r"has no room for 400 bytes more \(No space left on device\)"):
         Offload("disk").empty(100, CPU)
+
+
+class FakeCudart:
+    """What pins memory on a GPU. result: of cudaHostRegister."""
+
+    def __init__(self, result: int = 0):
+        self.pinned: dict[int, int] = {}
+        self._result = result
+
+    def cudaHostRegister(self, address: int, n_bytes: int, flags: int) -> int:  # noqa: N802 (CUDA's name)
+        assert flags == 1
+        self.pinned |= {address: n_bytes} if self._result == 0 else {}
+        return self._result
+
+    def cudaHostUnregister(self, address: int) -> None:  # noqa: N802
+        del self.pinned[address]
+
+
+def test_memory_beside_a_gpu_is_pinned_as_long_as_a_view_of_it_lives(monkeypatch):
+    cudart, gpu = FakeCudart(), torch.device("cuda")
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: cudart)
+    x = Offload("host").empty(1000, gpu)
+    view = x[10:20]
+    assert cudart.pinned == {x.data_ptr(): 4000}
+    assert not x.any()
+    del x
+    assert len(cudart.pinned) == 1
+    view.fill_(1.0)
+    del view
+    assert cudart.pinned == {}
+    assert Offload("host").empty(0, gpu).numel() == 0
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: FakeCudart(result=2))
+    with pytest.raises(ValueError, match=r"4000 bytes of the host could not be pinned"):
+        Offload("host").empty(1000, gpu)
 
 
 KILLED = """
