@@ -11,7 +11,7 @@ from cyclopts import Parameter
 
 from ..audit.config import AuditSettings, LogFormat
 from ..audit.finding import NothingToCompareError
-from ..files.installed import needs_trainer
+from ..files.installed import needs_torch, needs_trainer
 from ..files.reading import one_line
 from ..files.writing import check_writable
 from .app import CountOrAll, command
@@ -69,7 +69,7 @@ def audit(
         summary: File to which a summary in GitHub's Markdown is appended, such as $GITHUB_STEP_SUMMARY.
         junit: File to write in JUnit's XML: the outcome, each tolerance, each fault that is named.
     """
-    from ..audit.command import free_folder, run_audit
+    from ..audit.command import free_folder, is_address, run_audit
     from ..engine.display.progress import Stages
 
     settings.tolerances.check()
@@ -96,6 +96,8 @@ def audit(
         return _show_run(audited, list(sentences(audited)), folder)
     try:
         with Stages("audit") as stage:
+            if is_address(settings.sampler):
+                target, settings = _served(target, trainer_model, n, settings, folder, stage)
             if follow:
                 report = _followed(Path(target), n, idle_s, settings, folder, stage)
             elif gradient:
@@ -140,6 +142,33 @@ def _followed(
     if place:
         console.say(f"{place}: this line is beyond the tolerance; what comes after it was not read.")
     return report
+
+
+def _served(
+    model: str,
+    trainer_model: str,
+    n: int | None,
+    settings: AuditSettings,
+    folder: Path,
+    stage: Callable[[str], None],
+) -> tuple[str, AuditSettings]:
+    """The log of what a server drew, in the audit's folder, and the settings with which it is audited."""
+    from ..audit.config import COMPLETIONS, AuditConfig, check_draw
+
+    if trainer_model or settings.model or settings.full_vocab or settings.batch_invariance:
+        raise ValueError(
+            f"audit: {settings.sampler} draws a log; a second model, --model, --full_vocab and "
+            "--batch_invariance do not go with it"
+        )
+    needs_torch("audit: --sampler with an address")
+    from ..integrations.sglang_server import draw_log
+
+    given = settings.model_dump(exclude_unset=True)
+    cfg = AuditConfig(**given | {"model": model, "n": n or COMPLETIONS})
+    check_draw(cfg, "audit")
+    log = folder / "rollouts.jsonl"
+    draw_log(settings.sampler, cfg, log, stage)
+    return str(log), AuditSettings(**{k: v for k, v in given.items() if k != "sampler"} | {"model": model})
 
 
 def _check_gradient(settings: AuditSettings, other: bool) -> None:
