@@ -5,11 +5,12 @@ from collections.abc import Callable
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from cyclopts import Parameter
 
 from ..audit.config import AuditSettings, LogFormat
+from ..audit.figures.bars import BARS
 from ..audit.finding import NothingToCompareError
 from ..files.installed import needs_torch, needs_trainer
 from ..files.reading import one_line
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from ..audit.report import Report
     from ..audit.run_report import RunReport
 
+BarName = Literal[(*BARS,)]
 Settings = Annotated[AuditSettings, Parameter(name="*")]
 _NO_SETTINGS = AuditSettings()
 
@@ -36,6 +38,8 @@ def audit(
     n: CountOrAll = None,
     every: int = 0,
     gradient: int = 0,
+    steps: bool = False,
+    bar: BarName | None = None,
     follow: bool = False,
     idle_s: int = 0,
     out: str | None = None,
@@ -61,6 +65,9 @@ def audit(
         gradient: Draws of each kind, 3 at least, from which the bias of a run's gradient is measured: the
             sampler's against exact ones, under each correction. The target is a run, or RUN/checkpoints/STEP;
             task, loss and prompts are the run's. 0 does not.
+        steps: Compare the two columns of a log, the target, step by step. A tolerance is asked of each step.
+        bar: What a project asks of a new model family at every step of a log, with --steps: its figure, bound
+            and number of steps.
         follow: Read a log while a trainer writes it, and renew its report as it grows. Ends at the first line
             beyond the tolerance, which must be given, and at Ctrl-C or SIGTERM with what was read.
         idle_s: Seconds without a new line after which --follow ends; 0 does not.
@@ -80,6 +87,8 @@ def audit(
             "audit: --every audits the models of a run; a second model, --model, --summary and --junit do "
             "not go with it"
         )
+    if steps or bar:
+        _check_steps(bool(every or gradient or follow or trainer_model or settings.model or summary or junit))
     if follow or idle_s:
         _check_follow(settings, follow, idle_s, bool(every or gradient or trainer_model or settings.model))
     folder = Path(out) if out else free_folder(target)
@@ -87,6 +96,8 @@ def audit(
         raise ValueError(f"audit: {folder} already holds an audit; choose another --out")
     check_writable(folder)
     check_outputs(summary, junit)
+    if steps or bar:
+        return _show_steps(Path(target), bar or "", settings, folder)
     if every:
         needs_trainer("audit: --every, the checkpoints of a run of zerokl")
         from ..audit.over_run import audit_run, sentences
@@ -108,6 +119,26 @@ def audit(
         print(f"zerokl: {one_line(str(error))}", file=sys.stderr)
         return ExitCode.DIFFERS
     return _show(report, folder, settings, summary, junit)
+
+
+def _check_steps(other: bool) -> None:
+    """Raise ValueError for what does not go with --steps. other: whether it was given."""
+    if other:
+        raise ValueError(
+            "audit: --steps and --bar read a log's own two columns; --every, --gradient, --follow, models, "
+            "--summary and --junit do not go with them"
+        )
+
+
+def _show_steps(log: Path, bar: str, settings: AuditSettings, folder: Path) -> int:
+    """Compare the columns of a log step by step. bar: its name, or "". Returns the exit code."""
+    from ..audit.over_steps import audit_steps, step_sentences
+    from ..engine.display.progress import Stages
+
+    with Stages("audit") as stage:
+        stage(f"reading {log}")
+        report = audit_steps(log, bar, settings.format, settings.given_params, settings.tolerances)
+    return _show_run(report, list(step_sentences(report)), folder)
 
 
 def _check_follow(settings: AuditSettings, follow: bool, idle_s: int, other: bool) -> None:

@@ -89,15 +89,15 @@ def _drawn(address: str, prompts: Sequence[Sequence[int]], params: dict[str, Any
     request = json.dumps(asked).encode()
     try:
         answer = _answer(f"{address}/generate", request)
-        found = list(completions(Exchange("/generate", {}, request, {}, [answer])))
+        drawn = list(completions(Exchange("/generate", {}, request, {}, [answer])))
     except HTTPError as error:
         told = one_line(error.read(2000).decode(errors="replace"))
         raise ValueError(f"audit: {address}/generate answers {error.code}: {told}") from None
     except NotRecordedError as error:
         raise ValueError(f"audit: {address}/generate: {error}") from None
-    if len(found) != len(prompts):
-        raise ValueError(f"audit: {address}/generate gave {len(found)} completions of {len(prompts)} prompts")
-    return [(x.completion_ids, x.logprobs, x.prompt_ids, x.fields) for x in found]
+    if len(drawn) != len(prompts):
+        raise ValueError(f"audit: {address}/generate gave {len(drawn)} completions of {len(prompts)} prompts")
+    return [(x.completion_ids, x.logprobs, x.prompt_ids, x.fields) for x in drawn]
 
 
 def _answer(url: str, content: bytes | None) -> bytes:
