@@ -144,7 +144,7 @@ class Follow:
         return sum(file.lines for file in self._files.values())
 
     def _first_beyond(self, last: bool) -> str:
-        """Read what was added. The place of the first line beyond its tolerance, up to which was read; or ""."""
+        """Read what was added, up to the first line beyond its tolerance: its place, or ""."""
         try:
             self._find_files()
             for file in self._files.values():

@@ -154,7 +154,8 @@ def logprobs(name: str, value: Any, count: int, drawn: np.ndarray | None = None)
         ) from None
     if drawn is None and not absent.any() and np.abs(exact).max(initial=0.0) <= _LARGEST_FP32:
         return exact.astype(np.float32)
-    result = np.where(np.isinf(exact), exact, np.clip(exact, -_LARGEST_FP32, _LARGEST_FP32)).astype(np.float32)
+    finite = np.clip(exact, -_LARGEST_FP32, _LARGEST_FP32)
+    result = np.where(np.isinf(exact), exact, finite).astype(np.float32)
     result[np.isnan(exact)] = LOGGED_NAN
     result[absent if drawn is None else absent | ~drawn] = np.nan
     return result

@@ -18,7 +18,8 @@ _BOM = b"\xef\xbb\xbf"
 def json_rows(path: Path, end: int | None = None) -> Iterator[tuple[str, dict[str, Any]]]:
     """The JSON objects of a file, one a line, with their places. Empty lines are passed over.
 
-    end: the bytes that are read, whole lines; None reads all. Raises ValueError that names file and line for a line that is none, and for a file that cannot be read.
+    end: the bytes that are read, whole lines; None reads all. Raises ValueError that names file and line for
+    a line that is none, and for a file that cannot be read.
     """
     try:
         with open_input(path) as file:

@@ -106,9 +106,10 @@ def read_rollouts(
 ) -> Iterator[tuple[str, LoggedRollout]]:
     """The completions of a log, file or folder, with the place of each ("FILE, line 3").
 
-    ends: where it is given, the files of lines that count, and the bytes of each. A completion that an earlier file of the folder has counts once: ranks write the same samples, and a
-    framework may write all of them and those it trained on. Raises ValueError that names file and line for a
-    line that cannot be read.
+    ends: where it is given, the files of lines that count, and the bytes of each. A completion that an
+    earlier file of the folder has counts once: ranks write the same samples, and a framework may write all
+    of them and those it trained on. Raises ValueError that names file and line for a line that cannot be
+    read.
     """
     files = list(ends) or log_files(path)
     earlier: set[int] = set()

@@ -32,7 +32,7 @@ WORST = ("sequence", "position", "text before", "token", "sampler", "trainer")
 # Headings of the hypotheses about a log, in nats a token.
 HYPOTHESES = ("hypothesis", "what it says", "nats explained", "nats left", "lines", "candidates")
 # Headings of the checkpoints of a run.
-STEP_FIGURES = ("step", "equal", "largest |d|", "k3", "perplexity", "bits part at", "tokens", "cause")
+_STEP_FIGURES = ("step", "equal", "largest |d|", "k3", "perplexity", "bits part at", "tokens", "cause")
 # Headings of what changed since an earlier audit.
 AGAINST = ("setting or figure", "then", "now")
 OPERATIONS = (
@@ -263,8 +263,30 @@ def against_rows(report: Report) -> list[Row]:
     return [*((c.setting, c.before, c.now) for c in since.changed), *figures]
 
 
+def step_figures(report: RunReport) -> Row:
+    """The headings of step_rows."""
+    if not report.bar:
+        return _STEP_FIGURES
+    bar = (report.bar.figure,) if report.bar.name else ()
+    return ("step", *bar, "k3", "largest |d|", "tokens", "outcome", "completions", "equal")
+
+
 def step_rows(report: RunReport) -> list[Row]:
-    """The figures of each checkpoint of a run."""
+    """The figures of each checkpoint of a run, or of each step of a log."""
+    if report.bar:
+        return [
+            (
+                str(r.step),
+                *([number(r.bar, 4)] if report.bar.name else []),
+                number(r.k3.value, 3),
+                number(r.max_abs, 3),
+                f"{r.tokens:,}",
+                r.outcome.words,
+                f"{r.completions:,}",
+                percent(r.frac_equal),
+            )
+            for r in report.steps
+        ]
     return [
         (
             str(r.step),

@@ -1,4 +1,4 @@
-"""`zerokl audit --follow`: a log that grows is judged line by line, up to the first one beyond the tolerance."""
+"""`zerokl audit --follow`: a log that grows is judged line by line, up to one beyond the tolerance."""
 
 import json
 import os
