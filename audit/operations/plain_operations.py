@@ -24,7 +24,7 @@ from ...model.decoder import Decoder
 from ...model.lora import FUSED_TARGETS
 from ...model.operation import Equation
 from ...model.operations import input_names, layer_of, operation, split_name
-from . import delta_net
+from . import plain_delta_net
 
 Tensor = torch.Tensor
 Lookup = Callable[[str], Tensor]  # the output of an operation, [T, width], by its name (model/operations.py)
@@ -161,7 +161,7 @@ class Operations:
                 def weight(name: str) -> Tensor:
                     return self.weight(module + name).to(self.wide)
 
-                return delta_net.compute(row.equation, net, wide, weight, config.eps).to(self.dtype)
+                return plain_delta_net.compute(row.equation, net, wide, weight, config.eps).to(self.dtype)
             case Equation.SUM:
                 return x[0] + x[1] * row.factor
             case Equation.LOGPROB:
