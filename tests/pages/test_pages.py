@@ -4,6 +4,7 @@ import json
 import math
 from html.parser import HTMLParser
 
+from zerokl.pages import markdown
 from zerokl.pages.charts import Chart, Series, chart
 from zerokl.pages.html import card, figure_card, folded, table
 from zerokl.pages.page import document
@@ -53,3 +54,8 @@ def test_what_has_no_place_on_a_logarithmic_axis_is_left_out():
     drawn = given(Chart("x", range(len(values)), [Series("y", values, "bars")], []))
     assert drawn["series"] == [{"name": "y", "kind": "bars", "y": [None] * 5 + [1.235e-7, 3.0]}]
     assert drawn["x"] == [*range(len(values))]
+
+
+def test_a_cell_of_a_table_in_markdown_ends_neither_cell_nor_row():
+    lines = markdown.table(("a", "b"), [map(markdown.escaped, ("x|y", "<b>`&")), ("1", "2")]).splitlines()
+    assert lines == ["| a | b |", "| --- | --- |", "| x&#124;y | &lt;b&gt;&#96;&amp; |", "| 1 | 2 |"]
