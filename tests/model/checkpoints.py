@@ -165,8 +165,8 @@ def judge(folder: Path) -> PreTrainedModel:
     def rotary(
         x: torch.Tensor, position_ids: torch.Tensor, layer_type: str = ""
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        of_layer = config.rotating(model.config.layer_types.index(layer_type)) if layer_type else config
-        frequencies = torch.tensor(of_layer.frequencies, dtype=torch.float64)
+        rotating = config.rotating(model.config.layer_types.index(layer_type)) if layer_type else config
+        frequencies = torch.tensor(rotating.frequencies, dtype=torch.float64)
         scale = getattr(embedding, f"{layer_type}_attention_scaling" if layer_type else "attention_scaling")
         angle = position_ids[..., None] * frequencies.repeat(2)
         return angle.cos() * scale, angle.sin() * scale
