@@ -260,7 +260,7 @@ $(MODEL)/config.json: | .venv-vllm/.real
 	.venv-vllm/bin/python benchmarks/real/convert.py $(@D)
 
 pairs: .venv-vllm/.real $(MODEL)/config.json
-	.venv-vllm/bin/python benchmarks/pairs.py $(MODEL) benchmarks/results/cpu/pairs
+	.venv-vllm/bin/python benchmarks/engine_pairs.py $(MODEL) benchmarks/results/cpu/pairs
 	.venv-vllm/bin/python -m zerokl.docs._generate
 
 # A quarter of an hour for each on two cores; SAMPLERS=e4m3,e5m2 takes these only.
@@ -316,14 +316,8 @@ bench: $(STAMP) .venv-trl/.installed
 bench-vllm: .venv-vllm/.installed
 	.venv-vllm/bin/python benchmarks/vllm_rate.py
 
-# vLLM's server, with the packages of it that are missing in the environment of vLLM, in a folder of their own.
-.venv-vllm/server/.made: .venv-vllm/.real
-	.venv-vllm/bin/python -m pip install -q --no-deps --target $(@D) uvicorn==0.54.0 click==8.5.1 h11==0.16.0 watchfiles==1.3.0 \
-	  prometheus-fastapi-instrumentator==8.1.0 model-hosting-container-standards==0.1.16 supervisor==4.3.0 jmespath==1.1.0
-	touch $@
-
-bench-proxy: .venv-vllm/server/.made $(MODEL)/config.json
-	PYTHONPATH=$(CURDIR)/.venv-vllm/server .venv-vllm/bin/python benchmarks/proxy_cost.py $(MODEL)
+bench-proxy: .venv-vllm/.real $(MODEL)/config.json
+	.venv-vllm/bin/python benchmarks/proxy_cost.py $(MODEL)
 
 # TRL in an environment of its own: zerokl does not depend on it.
 .venv-trl/.installed: $(STAMP)

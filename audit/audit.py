@@ -23,16 +23,16 @@ from .config import AuditConfig, check
 from .drawing import SUMS, draw, requests
 from .engines.audited_model import AuditedModel, audited_model
 from .engines.engine import Engine
+from .engines.engine_settings import machine_settings
 from .engines.generation_config import not_obeyed
 from .engines.make import device_of, library_errors, make_engines, tiles_of
-from .engines.settings import machine_settings
 from .figures.batch_invariance import batch_invariance
 from .figures.full_vocab import compare_full_vocab
 from .hypotheses.log_causes import model_adapters, other_checkpoints
-from .hypotheses.scorer import ModelAdapters, Scorer
+from .hypotheses.other_scores import ModelAdapters, Scorer
 from .logs.scan import Log, scan_log
-from .operations.checkpoints import compare_folders
-from .operations.operations import Checkpoint
+from .operations.other_checkpoint import compare_folders
+from .operations.plain_operations import Checkpoint
 from .report import Measurements, Report
 from .sections import BatchInvariance, EngineSection
 from .settings import Source, assumed

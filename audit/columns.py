@@ -1,6 +1,6 @@
 """The audit of a log that has both columns, the sampler's logprobs and the trainer's. It needs no model."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,7 +16,7 @@ from .figures.measure import Figures, WorstToken, measure, worst_tokens
 from .figures.repeats import Drawn, group_of
 from .finding import NothingToCompareError
 from .formats.record import LoggedRollout
-from .formats.registry import find_format, log_files, read_rollouts
+from .formats.registry import ALL, find_format, log_files, read_rollouts
 from .hypotheses.column_causes import try_columns
 from .hypotheses.log_checks import check_log
 from .hypotheses.signal_checks import SignalLog
@@ -95,18 +95,20 @@ def audit_columns(
     version: int | None = None,
     assumed_params: SamplingParams | None = None,
     tolerances: Tolerances = NO_TOLERANCES,
+    ends: Mapping[Path, int] = ALL,
 ) -> Report:
     """The report on the two columns of a log.
 
     most: rollouts to compare at most; 0 is no limit. version: takes only the tokens of this weight version.
     assumed_params: the sampling parameters of a rollout whose log says none. tolerances: of the outcome.
-    Every line is read and checked. Raises ValueError that names the malformed line, and ValueError where a
-    log has no trainer column.
+    ends: the bytes of each file that count, where the log grows. Every line is read and checked. Raises
+    ValueError that names the malformed line, and ValueError where a log has no trainer column.
     """
+    settings = (path, format, most, version, assumed_params, ends)
     try:
-        columns = _read(path, format, most, version, assumed_params, LogValues())
+        columns = _read(*settings, LogValues())
         if stand_ins := columns.values.stand_ins():
-            columns = _read(path, format, most, version, assumed_params, LogValues(stand_ins))
+            columns = _read(*settings, LogValues(stand_ins))
     except ValueError as error:
         raise ValueError(f"audit: {error}") from None
     if not columns.count:
@@ -128,12 +130,13 @@ def _read(
     most: int,
     version: int | None,
     assumed_params: SamplingParams | None,
+    ends: Mapping[Path, int],
     values: LogValues,
 ) -> _Columns:
     """The columns of a log without what is no log-probability, which `values` counts. See audit_columns."""
     columns = _Columns(values)
-    remedy = find_format(log_files(path)[0], format).remedy
-    for place, rollout in read_rollouts(path, format):
+    remedy = find_format(next(iter(ends), None) or log_files(path)[0], format).remedy
+    for place, rollout in read_rollouts(path, format, ends):
         if rollout.logprobs is None:
             _check_scored(place, rollout, remedy)
         columns.signal.add(place, rollout)
@@ -150,12 +153,17 @@ def _read(
             columns.without_trainer += 1
             continue
         columns.unsaid += unsaid
-        both = drawn & ~(np.isnan(rollout.logprobs) | np.isnan(rollout.trainer_logprobs))
+        both = both_columns(rollout, drawn)
         columns.with_both += bool(both.any())
         columns.tokens_with_both += int(both.sum())
         if both.any() and columns.count < _MOST_TOKENS and not 0 < most <= len(columns.sampler):
             columns.add(place, rollout, both)
     return columns
+
+
+def both_columns(rollout: LoggedRollout, drawn: np.ndarray) -> np.ndarray:
+    """Which of the drawn tokens have both log-probabilities, [C] bool. drawn: [C] bool."""
+    return drawn & ~(np.isnan(rollout.logprobs) | np.isnan(rollout.trainer_logprobs))
 
 
 def _unsaid_words(rollouts: int, assumed: SamplingParams | None) -> str:

@@ -19,8 +19,8 @@ from .conclusion.verdict import verdict
 from .config import COMPLETIONS, TRAINERS, AuditConfig, AuditSettings, check, check_requests
 from .formats.registry import LOG_SUFFIXES, check_first_rows, holds_logs
 from .junit import audit_cases, junit
+from .page.github_summary import summary
 from .page.page import page
-from .page.summary import summary
 from .report import Report
 from .run_report import RunReport
 
@@ -36,6 +36,11 @@ def find_log(target: str) -> Path | None:
         known = any((path / name).exists() for name in names)
         return path if not known and holds_logs(path) else None
     return path if path.is_file() else None
+
+
+def is_address(sampler: str) -> bool:
+    """Whether a sampler is the address of a server."""
+    return sampler.startswith(("http://", "https://"))
 
 
 def free_folder(target: str) -> Path:

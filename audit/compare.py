@@ -22,13 +22,13 @@ from .figures.measure import Figures, WorstToken, measure, worst_tokens
 from .figures.repeats import Drawn, group_of
 from .finding import NothingToCompareError
 from .hypotheses.log_causes import log_causes
-from .hypotheses.scorer import Scorer
+from .hypotheses.other_scores import Scorer
 from .hypotheses.value_checks import ColumnValues, may_cut
 from .log_section import LogSection, TwoColumns, is_doubled
 from .logs.scan import Log, with_both
 from .operations.experts import experts_of_log
 from .operations.locate import locate
-from .operations.operations import Checkpoint
+from .operations.plain_operations import Checkpoint
 from .page.token_texts import TokenTexts, token_texts, with_text
 from .sections import CacheSection, TraceSection, WayFigures
 

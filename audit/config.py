@@ -56,7 +56,9 @@ class AuditSettings(Section):
     format: LogFormat = "auto"
     """Which framework wrote the log; auto looks at its first row."""
     sampler: str = Field(
-        "native", description=f"{sampler_names.listed(SAMPLERS)}; or a JSONL file of rollouts."
+        "native",
+        description=f"{sampler_names.listed(SAMPLERS)}; or a JSONL file of rollouts, or "
+        "the address of a running SGLang server (http://...).",
     )
     trainer: str = Field(
         "zerokl",

@@ -55,7 +55,7 @@ class TensorDifference:
 
 @dataclass(frozen=True)
 class CheckpointsDifference:
-    """The differences of two checkpoints (operations/checkpoints.py)."""
+    """The differences of two checkpoints (operations/other_checkpoint.py)."""
 
     config: dict[str, list]  # of the fields that differ, both values
     tensors: int

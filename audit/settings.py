@@ -3,8 +3,8 @@
 import platform
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from importlib.metadata import PackageNotFoundError, version
 
+from ..files.installed import installed_version
 from ..kernels.sampling_params import SamplingParams
 from .as_json import OPTIONAL, PART
 
@@ -95,7 +95,7 @@ def assumed(
 
 def versions() -> dict[str, str]:
     """The versions of Python and of the installed packages that decide bits."""
-    known = {name: installed for name in _PACKAGES if (installed := _version(name))}
+    known = {name: installed for name in _PACKAGES if (installed := installed_version(name))}
     return known | {"python": platform.python_version()}
 
 
@@ -158,10 +158,3 @@ def distribution_words(distributions: Sequence[DrawnWith]) -> str:
     parts = [f"{d.rollouts} at {distribution(d)}" for d in distributions[:_LISTED]]
     left = len(distributions) - _LISTED
     return "; ".join(parts) + (f"; {left} other settings" if left > 0 else "")
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None

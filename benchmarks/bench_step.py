@@ -4,12 +4,11 @@
 
 The step: 8 prompts x 8 samples x 64 new tokens, Qwen3 with 4 layers, width 256, 8 query and 2 key-value heads
 of 32, MLP 512, vocabulary 128, one update. Each side is a process of its own. The sides take turns step by
-step (turns.py), and ratios are taken turn by turn. So a change of the machine's speed meets all sides.
+step (by_turns.py), and ratios are taken turn by turn. So a change of the machine's speed meets all sides.
 Results go to benchmarks/results/cpu/bench_step.json.
 """
 
 import argparse
-import json
 import platform
 import statistics
 import sys
@@ -17,30 +16,9 @@ import tempfile
 import time
 from pathlib import Path
 
-import turns
+import by_turns
 
 HERE = Path(__file__).parent
-PROMPTS, SAMPLES, NEW_TOKENS, PROMPT_CHARS = 8, 8, 64, 16
-
-
-class Letters:
-    """A task without right answers. Its reward is the share of one letter.
-
-    So the rewards of a group differ, and all samples train.
-    """
-
-    chat = False
-
-    def problems(self, split):
-        from zerokl.engine.tasks.base import Problem
-
-        return [
-            Problem(i, "".join(chr(97 + (7 * i + 3 * j) % 26) for j in range(PROMPT_CHARS)), "")
-            for i in range(PROMPTS)
-        ]
-
-    def reward(self, problem, completion):
-        return completion.count("a") / NEW_TOKENS
 
 
 def make_model(folder: Path) -> None:
@@ -68,37 +46,7 @@ def make_model(folder: Path) -> None:
     character_tokenizer(letters).save_pretrained(folder)
 
 
-def zerokl_side(args: argparse.Namespace, model: str, dtype: str) -> None:
-    """zerokl's steps in this process, one a turn."""
-    import torch
-    from zerokl.engine.config.config_file import load_config
-    from zerokl.engine.runs.setup import make_state
-    from zerokl.engine.tasks.rewards import Reward
-    from zerokl.engine.train.step import train_step
-
-    torch.set_num_threads(args.threads)
-    values = {
-        "model": model,
-        "dtype": dtype,
-        "prompts": PROMPTS,
-        "num_generations": SAMPLES,
-        "steps": args.turns,
-        "sampling.max_tokens": NEW_TOKENS,
-        "sampler": args.sampler,
-    }
-    config = load_config(None, None, {k: str(v) for k, v in values.items()})
-    state = make_state(config, Path(model), Letters(), Reward(Letters().reward))
-    state.tokenizer.stop_ids = frozenset()  # every completion has exactly NEW_TOKENS tokens, as on TRL's side
-    for _ in range(args.turns):
-        turns.wait()
-        began = time.perf_counter()
-        metrics = train_step(state).metrics
-        turns.answer(step_s=time.perf_counter() - began, sample_s=metrics["time/sample_s"])
-        assert metrics["mismatch/frac_equal"] == 1.0
-        assert metrics["tokens"] == PROMPTS * SAMPLES * NEW_TOKENS
-
-
-def sides(args: argparse.Namespace, model: str, dtype: str, scratch: Path) -> dict[str, turns.Side]:
+def sides(args: argparse.Namespace, model: str, dtype: str, scratch: Path) -> dict[str, by_turns.Side]:
     """zerokl; and for each mode of TRL its training, and its generate alone.
 
     In bf16 TRL has two modes: "autocast" keeps fp32 master weights as zerokl does, and "pure" has weights and
@@ -123,7 +71,9 @@ def sides(args: argparse.Namespace, model: str, dtype: str, scratch: Path) -> di
         name = f"trl_{mode}" if dtype == "bfloat16" else "trl"
         if args.trl_python:
             commands |= {name: trl, f"{name}_generate": [*trl, "--what", "generate"]}
-    return {name: turns.Side(command, scratch / f"{dtype}_{name}.log") for name, command in commands.items()}
+    return {
+        name: by_turns.Side(command, scratch / f"{dtype}_{name}.log") for name, command in commands.items()
+    }
 
 
 def linear_rates(threads: int) -> list[dict]:
@@ -158,14 +108,10 @@ def _linear_rate(dtype, T: int, N: int, K: int) -> dict:
 
 def main() -> None:
     """Run all parts, print their figures, and write them to a file."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = by_turns.parser(__doc__, "bench_step.json")
     parser.add_argument(
         "--trl-python", help="Python of an environment with trl==1.16.0; without it TRL is left out"
     )
-    parser.add_argument("--turns", type=int, default=33, help="steps of each side")
-    parser.add_argument("--warmup", type=int, default=3, help="steps at the beginning that are dropped")
     parser.add_argument("--threads", type=int, default=2)
     dtypes = ["float32", "bfloat16"]
     parser.add_argument("--dtypes", nargs="+", choices=dtypes, default=dtypes)
@@ -175,16 +121,17 @@ def main() -> None:
         default="native",
         help="zerokl's sampler; vllm-zerokl where this Python has it",
     )
-    parser.add_argument("--out", default=str(HERE / "results" / "cpu" / "bench_step.json"))
     # DTYPE:MODEL: this process is zerokl's side.
     parser.add_argument("--side", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.side:
         dtype, model = args.side.split(":", 1)
-        zerokl_side(args, model, dtype)
+        from zerokl_side import take_steps
+
+        take_steps(Path(model), dtype, args.turns, args.threads, sampler=args.sampler)
         return
     import torch
-    from zerokl.benchmarks.pairs import machine
+    from zerokl.benchmarks.engine_pairs import machine
 
     result = {
         "machine": machine(),
@@ -204,16 +151,15 @@ def main() -> None:
     )
     for row in result["linear"]:
         print(line.format(**row))
-    Path(args.out).parent.mkdir(parents=True, exist_ok=True)
-    Path(args.out).write_text(json.dumps(result, indent=1) + "\n")
+    by_turns.write(result, args.out)
 
 
 def compare(args: argparse.Namespace, model: str, dtype: str, scratch: Path) -> dict:
     """Let the sides take turns. Returns every turn, and the spread of seconds and ratios over the turns."""
-    alternated = turns.alternate(sides(args, model, dtype, scratch), args.turns, args.warmup)
+    alternated = by_turns.alternate(sides(args, model, dtype, scratch), args.turns, args.warmup)
     rows = [_row(answers) for answers in alternated]
     spread = {
-        key: turns.spread([row[key] for row in rows])
+        key: by_turns.spread([row[key] for row in rows])
         for key, value in rows[0].items()
         if isinstance(value, float)
     }

@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 import torch
-from zerokl.benchmarks.pairs import machine
+from zerokl.benchmarks.engine_pairs import machine
 
 
 def result(out: Path) -> dict:

@@ -60,7 +60,8 @@ def norm(package: str, layout: Layout) -> Callable[[], float]:
     module = importlib.import_module(f"{package}.engine.train.optimizer")
     rows = torch.randn(-(-layout.numel // FLAT_TILE), generator=torch.Generator().manual_seed(0))
     slices = SimpleNamespace(own=slice(0, len(rows)), ranks=ALONE)
-    optimizer = SimpleNamespace(slices=slices, _slice=module.GPU_SLICE // FLAT_TILE)
+    elements, cpu = module.GPU_SLICE // FLAT_TILE, torch.device("cpu")
+    optimizer = SimpleNamespace(slices=slices, _slice=elements, _device=cpu)
 
     def of_rows() -> float:
         with patch.object(module, "FLAT_TILE", 1):

@@ -28,7 +28,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from aiohttp import ClientError, ClientSession, ClientTimeout
-from zerokl.verify.environment import cpu_name
+from zerokl.verify.run_environment import cpu_name
 
 OUT = Path(__file__).parent / "results" / "cpu" / "proxy_cost.json"
 Answers = list[list[int]]  # the token ids of each answer

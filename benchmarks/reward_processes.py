@@ -14,14 +14,12 @@ import time
 from contextlib import closing
 from pathlib import Path
 
+from random_models import make_model
 from zerokl.engine.config.config_file import load_config
-from zerokl.engine.runs.init import random_decoder
 from zerokl.engine.runs.setup import make_state, settled
 from zerokl.engine.tasks.loading import load_task
 from zerokl.engine.tasks.rewards import Reward, open_reward
-from zerokl.engine.tasks.tokenizer import character_tokenizer
 from zerokl.engine.train.step import train_step
-from zerokl.model.checkpoint_writing import write_checkpoint
 
 EXAMPLES = Path(__file__).parents[1] / "docs" / "examples"
 REWARD = "mytask:closeness"
@@ -35,11 +33,8 @@ def main() -> None:
     import mytask
 
     with tempfile.TemporaryDirectory() as scratch:
-        characters = character_tokenizer()
-        characters.save_pretrained(f"{scratch}/tokenizer")
-        decoder = random_decoder("tiny", len(characters), seed=0)
-        model = Path(scratch, "model")
-        write_checkpoint(model, decoder.layout, decoder.flat.detach(), companions=Path(scratch, "tokenizer"))
+        make_model("tiny", Path(scratch))
+        model = Path(scratch, "tiny")
         config = settled(load_config(None, "demo", {"model": str(model), "task.reward": REWARD}))
         task = load_task(config.task.name, config.task.options)
         began_s = time.perf_counter()

@@ -4,10 +4,10 @@ One step samples `--num-generations` completions of exactly `--max-new-tokens` t
 prompts (temperature 1, end-of-sequence never sampled). It scores them with a trivial reward. It makes one
 AdamW update of the dr_grpo loss without a reference model (beta = 0).
 
-Each step waits for its turn (turns.py) at the end of the optimizer step before it. It is measured from there
-to its own end, so the time holds everything that TRL does, data loading included. With `--what generate` a
-turn is model.generate alone, on a model that no trainer has touched. With `--vllm` the samples are vLLM's, in
-the same process and on the same GPU (TRL's colocate mode, with TRL's defaults).
+Each step waits for its turn (by_turns.py) at the end of the optimizer step before it. It is measured from
+there to its own end, so the time holds everything that TRL does, data loading included. With `--what
+generate` a turn is model.generate alone, on a model that no trainer has touched. With `--vllm` the samples
+are vLLM's, in the same process and on the same GPU (TRL's colocate mode, with TRL's defaults).
 """
 
 import argparse
@@ -15,10 +15,10 @@ import random
 import tempfile
 import time
 
+import by_turns
 import torch
 import transformers
 import trl
-import turns
 from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
@@ -75,11 +75,11 @@ def generate_alone(args, tokenizer, prompts, suppress):
         **suppress,
     )
     for _ in range(args.turns):
-        turns.wait()
+        by_turns.wait()
         start = time.perf_counter()
         with torch.no_grad(), torch.autocast(args.device, torch.bfloat16, enabled=args.autocast):
             out = model.generate(**batch, generation_config=config)
-        turns.answer(generate_s=time.perf_counter() - start)
+        by_turns.answer(generate_s=time.perf_counter() - start)
         assert out.shape[1] == batch["input_ids"].shape[1] + args.max_new_tokens, "generation stopped early"
 
 
@@ -90,7 +90,7 @@ class StepTurns(TrainerCallback):
         self.turns_left, self.sample_s = turns_left, []
 
     def on_train_begin(self, *_, **__):
-        turns.wait()
+        by_turns.wait()
         self.start = time.perf_counter()
 
     def on_step_end(self, args, state, control, **_):
@@ -99,7 +99,7 @@ class StepTurns(TrainerCallback):
         now = time.perf_counter()
         (sample_s,) = self.sample_s  # there is one generation for each update
         self.sample_s.clear()
-        turns.answer(
+        by_turns.answer(
             step_s=now - self.start,
             sample_s=sample_s,
             trl=trl.__version__,

@@ -3,12 +3,11 @@
     .venv-vllm/bin/python benchmarks/vllm_rate.py [--model FOLDER]
 
 64 requests x 64 new tokens, temperature 1, logprobs of the drawn tokens. Each engine is a process of its own.
-The two take turns call by call (turns.py), and the ratio is taken turn by turn. Results go to
+The two take turns call by call (by_turns.py), and the ratio is taken turn by turn. Results go to
 benchmarks/results/cpu/vllm_rate.json.
 """
 
 import argparse
-import json
 import os
 import statistics
 import sys
@@ -16,9 +15,8 @@ import tempfile
 import time
 from pathlib import Path
 
-import turns
+import by_turns
 
-HERE = Path(__file__).parent
 PROMPTS, SAMPLES, NEW_TOKENS, PROMPT_TOKENS = 8, 8, 64, 16
 CACHE_BYTES = 1 << 29
 
@@ -56,10 +54,10 @@ def serve(side: str, model: Path, dtype: str, calls: int) -> None:
     """The process of one side: one call a turn."""
     call = SIDES[side](model, dtype)
     for i in range(calls):
-        turns.wait()
+        by_turns.wait()
         began = time.perf_counter()
         tokens = call(i)
-        turns.answer(rate=tokens / (time.perf_counter() - began))
+        by_turns.answer(rate=tokens / (time.perf_counter() - began))
         assert tokens == PROMPTS * SAMPLES * NEW_TOKENS
     os._exit(0)  # vLLM's own shutdown takes seconds
 
@@ -68,7 +66,7 @@ def compare(model: str, dtype: str, args: argparse.Namespace, scratch: Path) -> 
     """Let the sides take turns. Returns every turn, and the spread of the ratio over the turns."""
     shared = ["--turns", str(args.turns)]
     sides = {
-        name: turns.Side(
+        name: by_turns.Side(
             [sys.executable, __file__, *shared, "--side", name, dtype, model],
             scratch / f"{dtype}_{name}.log",
         )
@@ -76,13 +74,13 @@ def compare(model: str, dtype: str, args: argparse.Namespace, scratch: Path) -> 
     }
     rows = [
         {name: answer["rate"] for name, answer in answers.items()}
-        for answers in turns.alternate(sides, args.turns, args.warmup)
+        for answers in by_turns.alternate(sides, args.turns, args.warmup)
     ]
     medians = {side: statistics.median(row[side] for row in rows) for side in SIDES}
-    spread = turns.spread([row["vllm-zerokl"] / row["vllm"] for row in rows])
+    spread = by_turns.spread([row["vllm-zerokl"] / row["vllm"] for row in rows])
     print(
         f"{dtype}: vllm-zerokl {medians['vllm-zerokl']:.0f} tokens/s, vllm {medians['vllm']:.0f}, "
-        f"ratio {spread['median']:.2f} ({spread['p10']:.2f} to {spread['p90']:.2f})",
+        f"ratio {by_turns.words(spread)}",
         flush=True,
     )
     return {"turns": rows, "ratio": spread}
@@ -90,13 +88,8 @@ def compare(model: str, dtype: str, args: argparse.Namespace, scratch: Path) -> 
 
 def main() -> None:
     """Compare in both dtypes, and write the results to a file."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = by_turns.parser(__doc__, "vllm_rate.json")
     parser.add_argument("--model", help="checkpoint folder; the model of bench_step.py by default")
-    parser.add_argument("--turns", type=int, default=33, help="calls of each side")
-    parser.add_argument("--warmup", type=int, default=3, help="calls at the beginning that are dropped")
-    parser.add_argument("--out", default=str(HERE / "results" / "cpu" / "vllm_rate.json"))
     # SIDE DTYPE MODEL: this process is that side.
     parser.add_argument("--side", nargs=3, help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -112,8 +105,7 @@ def main() -> None:
             make_model(Path(model))
         for dtype in ("float32", "bfloat16"):
             result[dtype] = compare(model, dtype, args, Path(scratch))
-    Path(args.out).parent.mkdir(parents=True, exist_ok=True)
-    Path(args.out).write_text(json.dumps(result, indent=1) + "\n")
+    by_turns.write(result, args.out)
 
 
 if __name__ == "__main__":

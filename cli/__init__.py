@@ -37,7 +37,7 @@ def _asked_for_help(words: list[str]) -> tuple[cyclopts.App, list[str]]:
     """The application and the words for it: `train --help NAME` asks for all settings, or one section."""
     if words[:2] != ["train", "--help"] or len(words) != 3 or not has_trainer():
         return app, words
-    from .settings import help_of
+    from .config_options import help_of
 
     return help_of(app, words[2]), ["--help"]
 

@@ -5,13 +5,14 @@ from collections.abc import Callable
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from cyclopts import Parameter
 
 from ..audit.config import AuditSettings, LogFormat
+from ..audit.figures.bars import BARS
 from ..audit.finding import NothingToCompareError
-from ..files.installed import needs_trainer
+from ..files.installed import needs_torch, needs_trainer
 from ..files.reading import one_line
 from ..files.writing import check_writable
 from .app import CountOrAll, command
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from ..audit.report import Report
     from ..audit.run_report import RunReport
 
+BarName = Literal[(*BARS,)]
 Settings = Annotated[AuditSettings, Parameter(name="*")]
 _NO_SETTINGS = AuditSettings()
 
@@ -36,6 +38,10 @@ def audit(
     n: CountOrAll = None,
     every: int = 0,
     gradient: int = 0,
+    steps: bool = False,
+    bar: BarName | None = None,
+    follow: bool = False,
+    idle_s: int = 0,
     out: str | None = None,
     summary: str = "",
     junit: str = "",
@@ -59,12 +65,18 @@ def audit(
         gradient: Draws of each kind, 3 at least, from which the bias of a run's gradient is measured: the
             sampler's against exact ones, under each correction. The target is a run, or RUN/checkpoints/STEP;
             task, loss and prompts are the run's. 0 does not.
+        steps: Compare the two columns of a log, the target, step by step. A tolerance is asked of each step.
+        bar: What a project asks of a new model family at every step of a log, with --steps: its figure, bound
+            and number of steps.
+        follow: Read a log while a trainer writes it, and renew its report as it grows. Ends at the first line
+            beyond the tolerance, which must be given, and at Ctrl-C or SIGTERM with what was read.
+        idle_s: Seconds without a new line after which --follow ends; 0 does not.
         out: Folder for audit.json and audit.html; it must not hold an audit. By default audits/NAME, NAME
             being the target's, or audits/NAME-2 and so on where that exists.
         summary: File to which a summary in GitHub's Markdown is appended, such as $GITHUB_STEP_SUMMARY.
         junit: File to write in JUnit's XML: the outcome, each tolerance, each fault that is named.
     """
-    from ..audit.command import free_folder, run_audit
+    from ..audit.command import free_folder, is_address, run_audit
     from ..engine.display.progress import Stages
 
     settings.tolerances.check()
@@ -75,11 +87,17 @@ def audit(
             "audit: --every audits the models of a run; a second model, --model, --summary and --junit do "
             "not go with it"
         )
+    if steps or bar:
+        _check_steps(bool(every or gradient or follow or trainer_model or settings.model or summary or junit))
+    if follow or idle_s:
+        _check_follow(settings, follow, idle_s, bool(every or gradient or trainer_model or settings.model))
     folder = Path(out) if out else free_folder(target)
     if (folder / "audit.json").exists():
         raise ValueError(f"audit: {folder} already holds an audit; choose another --out")
     check_writable(folder)
     check_outputs(summary, junit)
+    if steps or bar:
+        return _show_steps(Path(target), bar or "", settings, folder)
     if every:
         needs_trainer("audit: --every, the checkpoints of a run of zerokl")
         from ..audit.over_run import audit_run, sentences
@@ -89,7 +107,11 @@ def audit(
         return _show_run(audited, list(sentences(audited)), folder)
     try:
         with Stages("audit") as stage:
-            if gradient:
+            if is_address(settings.sampler):
+                target, settings = _served(target, trainer_model, n, settings, folder, stage)
+            if follow:
+                report = _followed(Path(target), n, idle_s, settings, folder, stage)
+            elif gradient:
                 report = _with_gradient(Path(target), gradient, n, settings, stage)
             else:
                 report = run_audit(target, trainer_model, n, settings, stage)
@@ -97,6 +119,87 @@ def audit(
         print(f"zerokl: {one_line(str(error))}", file=sys.stderr)
         return ExitCode.DIFFERS
     return _show(report, folder, settings, summary, junit)
+
+
+def _check_steps(other: bool) -> None:
+    """Raise ValueError for what does not go with --steps. other: whether it was given."""
+    if other:
+        raise ValueError(
+            "audit: --steps and --bar read a log's own two columns; --every, --gradient, --follow, models, "
+            "--summary and --junit do not go with them"
+        )
+
+
+def _show_steps(log: Path, bar: str, settings: AuditSettings, folder: Path) -> int:
+    """Compare the columns of a log step by step. bar: its name, or "". Returns the exit code."""
+    from ..audit.over_steps import audit_steps, step_sentences
+    from ..engine.display.progress import Stages
+
+    with Stages("audit") as stage:
+        stage(f"reading {log}")
+        report = audit_steps(log, bar, settings.format, settings.given_params, settings.tolerances)
+    return _show_run(report, list(step_sentences(report)), folder)
+
+
+def _check_follow(settings: AuditSettings, follow: bool, idle_s: int, other: bool) -> None:
+    """Raise ValueError for what does not go with --follow. other: whether it was given."""
+    if not follow or idle_s < 0:
+        raise ValueError(f"audit: idle_s ({idle_s}) goes with --follow, and must be 0 or more")
+    if other:
+        raise ValueError(
+            "audit: --follow reads a log's own two columns; --every, --gradient and models do not go with it"
+        )
+    if not settings.tolerances.given:
+        raise ValueError(
+            "audit: --follow ends at the first line beyond a tolerance; give --band, --max_abs or --max_k3"
+        )
+
+
+def _followed(
+    log: Path,
+    n: int | None,
+    idle_s: int,
+    settings: AuditSettings,
+    folder: Path,
+    stage: Callable[[str], None],
+) -> "Report":
+    """The last report on a log that grows."""
+    from ..audit.command import write_reports
+    from ..audit.follow import Follow
+    from ..engine.display.terminal import console
+
+    stage(f"following {log}")
+    report, place = Follow(log, n, settings).run(idle_s, lambda x: write_reports(x, folder), stage)
+    if place:
+        console.say(f"{place}: this line is beyond the tolerance; what comes after it was not read.")
+    return report
+
+
+def _served(
+    model: str,
+    trainer_model: str,
+    n: int | None,
+    settings: AuditSettings,
+    folder: Path,
+    stage: Callable[[str], None],
+) -> tuple[str, AuditSettings]:
+    """The log of what a server drew, in the audit's folder, and the settings with which it is audited."""
+    from ..audit.config import COMPLETIONS, AuditConfig, check_draw
+
+    if trainer_model or settings.model or settings.full_vocab or settings.batch_invariance:
+        raise ValueError(
+            f"audit: {settings.sampler} draws a log; a second model, --model, --full_vocab and "
+            "--batch_invariance do not go with it"
+        )
+    needs_torch("audit: --sampler with an address")
+    from ..integrations.sglang_server import draw_log
+
+    given = settings.model_dump(exclude_unset=True)
+    cfg = AuditConfig(**given | {"model": model, "n": n or COMPLETIONS})
+    check_draw(cfg, "audit")
+    log = folder / "rollouts.jsonl"
+    draw_log(settings.sampler, cfg, log, stage)
+    return str(log), AuditSettings(**{k: v for k, v in given.items() if k != "sampler"} | {"model": model})
 
 
 def _check_gradient(settings: AuditSettings, other: bool) -> None:

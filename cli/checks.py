@@ -11,8 +11,8 @@ from cyclopts import App
 from ..files.writing import check_writable
 from .app import Device, Dtype, app, command, listed
 from .command_line import given_settings
+from .config_options import NO_SETTINGS, Settings
 from .exit_codes import ExitCode
-from .settings import NO_SETTINGS, Settings
 
 if TYPE_CHECKING:
     from ..verify.difference import CheckResult

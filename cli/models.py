@@ -4,8 +4,8 @@ from pathlib import Path
 
 from .app import Count, Device, Dtype, command
 from .command_line import toml_values
+from .config_options import TaskOptions, TaskReward
 from .exit_codes import ExitCode
-from .settings import TaskOptions, TaskReward
 
 
 @command("zerokl sample runs/demo/base --prompt 3+14= --n 4")
@@ -126,29 +126,41 @@ def weights(a: str, b: str = "", /, *, out: str = "") -> int:
     """Hash a model tensor by tensor, or name the tensors in which two models differ.
 
     The exit code is 0 when all are equal, and 1 when not. An fp32 model and a bf16 one are equal when
-    rounding the first gives the second.
+    rounding the first gives the second. A server of vLLM is also asked whether prefixes that it keeps are of
+    these weights. It finds one that was left by an update, if this command was called before the update.
 
     Args:
-        a: Model folder or hub name, a safetensors file, or hashes (.json) of an engine in its own process.
+        a: Model folder or hub name, a safetensors file, hashes (.json) of an engine in its own process, or
+            the address of a server of vLLM.
         b: Another one.
         out: File for the hashes of the first, where there is no second (.json); it must not exist.
     """
     from ..engine.display.terminal import console
-    from ..engine.runs.checks.tensor_hashes import compare_hashes, read_hashes, write_hashes
+    from ..engine.runs.checks.tensor_hashes import (
+        compare_hashes,
+        read_both,
+        read_hashes,
+        vocab_size,
+        write_hashes,
+    )
+    from ..engine.runs.checks.weight_server import is_address, stale_prefix
 
     if bool(b) == bool(out):
         raise ValueError("weights: name a second model, or --out for the hashes of one")
-    first = read_hashes(a)
     if out:
+        first = read_hashes(a)
         write_hashes(first, Path(out))
         console.print(f"hashes of {len(first)} tensors in {out}")
         return 0
-    second = read_hashes(b)
+    first, second = read_both(a, b)
     differences = compare_hashes(first, second)
     for line in differences:
         console.print(line, markup=False)
     console.print(f"{len(differences)} of {len(first.keys() | second.keys())} tensors differ")
-    return ExitCode.of(not differences)
+    stale = {source: stale_prefix(source, vocab_size(first)) for source in (a, b) if is_address(source)}
+    for source, words in stale.items():
+        console.print(f"{source}: {words or 'no prefix of other weights was found'}", markup=False)
+    return ExitCode.of(not differences and not any(stale.values()))
 
 
 @command("zerokl merge runs/lora/checkpoints/step-000100 models/merged --dtype bf16")
@@ -165,7 +177,7 @@ def merge(adapter: str, out: str, /, *, base: str = "", dtype: Dtype = "float32"
         dtype: Dtype of the model's weights.
     """
     from ..engine.display.terminal import console
-    from ..engine.runs.merge import merge_adapter
+    from ..engine.runs.merge_adapter import merge_adapter
 
     model = merge_adapter(Path(adapter), Path(out), base, dtype)
     console.print(f"{adapter} merged into {model}: {out}")

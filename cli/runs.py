@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Any
 
 from ..engine.config.config_file import load_with_left
-from ..files.reading import one_line, shown
+from ..files.reading import first_few, one_line, shown
 from .app import command
 from .command_line import failure_line, given_settings, toml_values
+from .config_options import NO_INIT_SETTINGS, NO_SETTINGS, OfInit, Preset, Settings, TaskOptions
 from .exit_codes import ExitCode
-from .settings import NO_INIT_SETTINGS, NO_SETTINGS, OfInit, Preset, Settings, TaskOptions
 
 # Lines about differences that `zerokl ablate` prints; its page has all of them.
 _MOST_EFFECTS = 12
@@ -126,8 +126,7 @@ def _print_left_behind(settings: dict[str, Any], source: str | None) -> None:
 
     if settings:
         values = [f"{key} = {shown(value)}" for key, value in settings.items()]
-        more = f" and {len(values) - _MOST_LEFT} more" if len(values) > _MOST_LEFT else ""
-        console.say(f"not taken from {source}: {', '.join(values[:_MOST_LEFT])}{more}")
+        console.say(f"not taken from {source}: {first_few(values, _MOST_LEFT)}")
 
 
 def _print_lines(lines: Iterable[str]) -> None:
@@ -152,7 +151,7 @@ def ablate(grid: str, /, *, out: str | None = None, jobs: int = 1) -> int:
     from ..engine.runs.ablations.ablate import ablate
     from ..engine.runs.ablations.effects import effect_lines
     from ..engine.runs.ablations.hypotheses import hypothesis_line
-    from ..engine.runs.ablations.report import result_table
+    from ..engine.runs.ablations.result_table import result_table
     from ..files.reading import one_line
 
     if not out:

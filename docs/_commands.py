@@ -9,8 +9,9 @@ import cyclopts
 from zerokl.cli import app as cli
 from zerokl.cli.app import listed
 from zerokl.engine.config.run_config import Config
+from zerokl.pages.markdown import table
 
-from ._markdown import prose, table
+from ._markdown import prose
 
 
 def commands() -> str:
@@ -43,7 +44,7 @@ def _command(title: str, function) -> list[str]:
         )
         if extra is not None and "*" in (extra.name or ()):
             model = typing.get_args(hint)[0]
-            settings = issubclass(model, Config)  # cli/settings.py makes subclasses of it
+            settings = issubclass(model, Config)  # cli/config_options.py makes subclasses of it
             rows += [] if settings else map(_setting, *zip(*model.model_fields.items(), strict=True))
             continue
         required = parameter.default is inspect.Parameter.empty

@@ -6,8 +6,9 @@ from functools import partial
 from zerokl.audit.figures.bands import GATES
 from zerokl.audit.formats.framework import BOTH, Framework, Log
 from zerokl.audit.frameworks import FRAMEWORKS
+from zerokl.pages.markdown import table
 
-from ._markdown import prose, table
+from ._markdown import prose
 
 # What pages call the fields of a LoggedRollout, where the name says too little; "" stands in no table.
 WORDS = {

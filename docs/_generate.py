@@ -24,7 +24,7 @@ from pathlib import Path
 
 import annotated_types
 from zerokl.audit import config as audit_config
-from zerokl.audit.faults import registry
+from zerokl.audit.faults import all_faults
 from zerokl.engine.config.compatibility import rules as asked_rules
 from zerokl.engine.config.loss_section import PRESETS
 from zerokl.engine.config.run_config import Config
@@ -33,13 +33,14 @@ from zerokl.engine.config.section import Setting, rule, settings_of
 from zerokl.engine.rollout.vllm.arguments import ALLOWED, SET_BY_ZEROKL
 from zerokl.model.families import MODEL_TYPES
 from zerokl.model.families import __name__ as families_package
+from zerokl.pages.markdown import table
 from zerokl.verify.ledger import FORMAT
 
 from ._api import imported_names, public_names
 from ._commands import commands
 from ._definitions import ROOT
 from ._frameworks import FRAMEWORK_PARTS
-from ._markdown import PART, prose, table
+from ._markdown import PART, prose
 from ._results import RESULTS
 
 _LANGUAGES = {
@@ -245,7 +246,7 @@ def ledger_format() -> str:
 
 def predicted_faults() -> str:
     """The faults that a log is tried on: what is tried, whether a model is needed, and a report of each."""
-    without = registry.without_model()
+    without = all_faults.without_model()
     rows = [
         [
             fault.name,
@@ -254,17 +255,17 @@ def predicted_faults() -> str:
             ", ".join(f"[`{key}`](../configuration.md#perturb{key})" for key in fault.perturb),
             ", ".join(fault.known_from),
         ]
-        for fault in registry.with_model()
+        for fault in all_faults.with_model()
     ]
     return table(["fault", "what is tried", "needs a model", "`[perturb]` plants it", "reported"], rows)
 
 
 def shown_faults() -> str:
     """The faults that ids and draws show."""
-    shown = [*registry.in_ids(), *registry.in_draws()]
+    shown = [*all_faults.in_ids(), *all_faults.in_draws()]
     tries: dict[str, list[str]] = {}
     for fault in shown:
-        needs = "; needs a model" if fault in registry.in_draws() else ""
+        needs = "; needs a model" if fault in all_faults.in_draws() else ""
         tries.setdefault(fault.name, []).append(fault.tries + needs)
     reported = {fault.name: ", ".join(fault.known_from) for fault in shown if fault.known_from}
     rows = [[name, prose("; or ".join(words)), reported.get(name, "")] for name, words in tries.items()]
@@ -273,7 +274,7 @@ def shown_faults() -> str:
 
 def checked_faults() -> str:
     """The faults that checks of a whole log tell."""
-    names = {fault: fault.name.replace("{", "*").replace("}", "*") for fault in registry.checked()}
+    names = {fault: fault.name.replace("{", "*").replace("}", "*") for fault in all_faults.checked()}
     rows = [[name, prose(fault.tries)] for fault, name in names.items()]
     return table(["fault", "what shows it"], rows)
 

@@ -8,12 +8,6 @@ from ._definitions import ROOT
 PART = re.compile(r"^(<!-- generated: (?:file )?(\S+) -->\n).*?^<!-- end -->$", re.M | re.S)
 
 
-def table(head: list[str], rows: list[list[str]]) -> str:
-    """A table in Markdown."""
-    lines = [head, ["---"] * len(head), *rows]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
-
-
 def prose(text: str) -> str:
     """A description as Markdown: one paragraph. Names of files are code; nothing else is markup by chance."""
     parts = re.split(r"(`[^`]*`|(?<![\w/])(?:[a-z_]+/)+[a-z_0-9-]+\.(?:py|toml|md))", " ".join(text.split()))

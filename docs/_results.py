@@ -5,9 +5,9 @@ from functools import partial
 
 from zerokl.benchmarks.real.gradient import corrections
 from zerokl.engine.runs.ablations.hypotheses import expectation
+from zerokl.pages.markdown import table
 
 from ._definitions import ROOT
-from ._markdown import table
 
 _RESULTS = ROOT / "benchmarks" / "results"
 

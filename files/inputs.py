@@ -41,24 +41,24 @@ class InputError(OSError):
     """An input that is not read. `strerror` is the reason, with a remedy."""
 
 
-def open_input(path: str | Path, most_bytes: int = PIECEWISE_BYTES) -> BinaryIO:
+def open_input(path: str | Path) -> BinaryIO:
     """A regular file, opened for reading. It may grow while it is read.
 
     Raises OSError for a file that cannot be opened, InputError for one that is no regular file or has more
-    than most_bytes.
+    than PIECEWISE_BYTES.
     """
     handle = _opened(path)
     try:
-        _checked_size(handle, path, most_bytes)
+        _checked_size(handle, path, PIECEWISE_BYTES)
     except BaseException:
         handle.close()
         raise
     return handle
 
 
-def check_input(path: str | Path, most_bytes: int = PIECEWISE_BYTES) -> None:
+def check_input(path: str | Path) -> None:
     """Open and close an input, for a library that opens it by its name. Raises OSError (see open_input)."""
-    open_input(path, most_bytes).close()
+    open_input(path).close()
 
 
 def check_folder(folder: Path) -> None:

@@ -57,6 +57,12 @@ def one_line(text: str) -> str:
     return line if len(line) <= _LINE else f"{line[:_LINE]}..."
 
 
+def first_few(words: Sequence[str], most: int) -> str:
+    """Words with commas between them, `most` of them at most, and how many more there are."""
+    more = f" and {len(words) - most:,} more" if len(words) > most else ""
+    return ", ".join(words[:most]) + more
+
+
 def parse_json(text: str | bytes, non_finite: bool = False) -> Any:
     """The value of a JSON text.
 

@@ -179,6 +179,8 @@ def _sglang(asked: dict[str, Any], events: Iterator[dict[str, Any]]) -> Iterator
         if inputs := meta.get("input_token_logprobs"):
             completion.prompt_ids = [pair[1] for pair in inputs]
         completion.fields = {"prompt": meta.get("id"), "sample": index}
+        if reason := meta.get("finish_reason"):
+            completion.fields["finish_reason"] = reason
         if str(version := meta.get("weight_version", "")).isdecimal():
             completion.fields["weight_version"] = int(version)
     params = asked.get("sampling_params") or {}

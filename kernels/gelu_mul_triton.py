@@ -11,10 +11,7 @@ import triton.language as tl
 
 from .exp_triton import expf
 from .gelu import LARGEST_E, LARGEST_SQUARE, A, B
-from .launch import ceil_div, dense, launch
-
-# As in silu_mul_triton.py. They decide no bit.
-TILE, WARPS = 1024, 4
+from .silu_mul_triton import gated_bwd, gated_fwd
 
 
 @triton.jit
@@ -63,29 +60,14 @@ def _gelu_mul_bwd(
     tl.store(dgu_ptr + row * 2 * width + width + cols, du.to(g.dtype), mask=mask)
 
 
-_CONSTANTS = {"A": A, "B": B, "LARGEST": LARGEST_SQUARE, "TILE": TILE, "num_warps": WARPS}
+_CONSTANTS = {"A": A, "B": B, "LARGEST": LARGEST_SQUARE}
 
 
 def gelu_mul_fwd(gu: torch.Tensor) -> torch.Tensor:
     """gelu(gu[:, :I]) * gu[:, I:]. gu [T, 2 I] -> [T, I]."""
-    T, width = gu.shape[0], gu.shape[1] // 2
-    y = torch.empty(T, width, dtype=gu.dtype, device=gu.device)
-    launch(_gelu_mul_fwd, (T, ceil_div(width, TILE)), dense(gu), y, width, **_CONSTANTS)
-    return y
+    return gated_fwd(_gelu_mul_fwd, gu, **_CONSTANTS)
 
 
 def gelu_mul_bwd(dy: torch.Tensor, gu: torch.Tensor) -> torch.Tensor:
     """The gradient of gu, [T, 2 I]. dy [T, I], gu [T, 2 I]."""
-    T, width = dy.shape
-    dgu = torch.empty(gu.shape, dtype=gu.dtype, device=gu.device)
-    launch(
-        _gelu_mul_bwd,
-        (T, ceil_div(width, TILE)),
-        dense(dy),
-        dense(gu),
-        dgu,
-        width,
-        LARGEST_E=LARGEST_E,
-        **_CONSTANTS,
-    )
-    return dgu
+    return gated_bwd(_gelu_mul_bwd, dy, gu, LARGEST_E=LARGEST_E, **_CONSTANTS)

@@ -25,18 +25,18 @@ from .rms_norm_cpp import norm_bwd, norm_fwd, norm_on_cpp, sum_heads
 
 def _head_weights(wq: torch.Tensor, wk: torch.Tensor, heads: int, total: int) -> torch.Tensor:
     """The weight of each head, [total, D]."""
-    return torch.cat([wq.detach().expand(heads, -1), wk.detach().expand(total - heads, -1)])
+    return torch.cat([wq.expand(heads, -1), wk.expand(total - heads, -1)])
 
 
 def _forward(x, wq, wk, heads, eps):
-    """y and r, computed where x lies."""
+    """y and r, computed where x lies. wq and wk: factors, in x's dtype or in fp32."""
     if norm_on_cpp(x) and wq.dtype == x.dtype:
         return norm_fwd(x, (wq, wk), heads, eps)[:2]
     if not on_triton(x):
         return rms_norm_ref(x, _head_weights(wq, wk, heads, x.shape[1]), eps)
     from .qk_norm_triton import qk_norm_fwd
 
-    return qk_norm_fwd(x, wq.detach(), wk.detach(), heads, eps)
+    return qk_norm_fwd(x, wq, wk, heads, eps)
 
 
 def _backward(dy, x, r, wq, wk, heads, in_pass):
@@ -49,7 +49,7 @@ def _backward(dy, x, r, wq, wk, heads, in_pass):
         return dx.to(dy.dtype), [tree_sum(rows, 1) for rows in (dw[:, :heads], dw[:, heads:])]
     from .qk_norm_triton import qk_norm_bwd
 
-    return qk_norm_bwd(dy, x, wq.detach(), wk.detach(), r, heads, in_pass.blocks)
+    return qk_norm_bwd(dy, x, wq, wk, r, heads, in_pass.blocks)
 
 
 class _QKNorm(torch.autograd.Function):
@@ -85,6 +85,7 @@ def qk_norm(
     """rms_norm of each head of x [T, H, D] -> [T, H, D].
 
     The weight of the first `heads` heads (queries) is wq [D]. The weight of the other heads (keys) is wk [D].
+    plus_one: the factors are 1 + w.
     dwq and dwk are summed in the order of the pass's token blocks. Raises ValueError on a bad shape, dtype or
     eps.
     """

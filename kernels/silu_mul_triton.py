@@ -9,6 +9,8 @@ Roundings: silu is rounded to the dtype, and then the product. dg and du are rou
 Order: no sums. Each element depends on its own pair only.
 """
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -54,24 +56,27 @@ def _silu_mul_bwd(dy_ptr, gu_ptr, dgu_ptr, width, TILE: tl.constexpr):
 
 def silu_mul_fwd(gu: torch.Tensor) -> torch.Tensor:
     """silu(gu[:, :I]) * gu[:, I:]. gu [T, 2 I] -> [T, I]."""
-    T, width = gu.shape[0], gu.shape[1] // 2
-    y = torch.empty(T, width, dtype=gu.dtype, device=gu.device)
-    launch(_silu_mul_fwd, (T, ceil_div(width, TILE)), dense(gu), y, width, TILE=TILE, num_warps=WARPS)
-    return y
+    return gated_fwd(_silu_mul_fwd, gu)
 
 
 def silu_mul_bwd(dy: torch.Tensor, gu: torch.Tensor) -> torch.Tensor:
     """The gradient of gu, [T, 2 I]. dy [T, I], gu [T, 2 I]."""
+    return gated_bwd(_silu_mul_bwd, dy, gu)
+
+
+def gated_fwd(kernel: Any, gu: torch.Tensor, **constants: float) -> torch.Tensor:
+    """A gate's y [T, I] of gu [T, 2 I]. constants: the kernel's, beside TILE."""
+    T, width = gu.shape[0], gu.shape[1] // 2
+    y = torch.empty(T, width, dtype=gu.dtype, device=gu.device)
+    grid = (T, ceil_div(width, TILE))
+    launch(kernel, grid, dense(gu), y, width, TILE=TILE, num_warps=WARPS, **constants)
+    return y
+
+
+def gated_bwd(kernel: Any, dy: torch.Tensor, gu: torch.Tensor, **constants: float) -> torch.Tensor:
+    """A gate's gradient of gu, [T, 2 I]. dy [T, I], gu [T, 2 I]."""
     T, width = dy.shape
     dgu = torch.empty(gu.shape, dtype=gu.dtype, device=gu.device)
-    launch(
-        _silu_mul_bwd,
-        (T, ceil_div(width, TILE)),
-        dense(dy),
-        dense(gu),
-        dgu,
-        width,
-        TILE=TILE,
-        num_warps=WARPS,
-    )
+    grid = (T, ceil_div(width, TILE))
+    launch(kernel, grid, dense(dy), dense(gu), dgu, width, TILE=TILE, num_warps=WARPS, **constants)
     return dgu

@@ -130,7 +130,7 @@ def merge_all(
     """
     for _, weight, rows, a, b in layout.adapters:
         w_new, w = (_view(flat, weight)[rows] for flat in (merged, base))
-        merge(w_new, w, _view(adapters, b), _view(adapters, a), layout.lora.scale)
+        merge(w_new, w.to(w_new.device), _view(adapters, b), _view(adapters, a), layout.lora.scale)
 
 
 def adapter_buffers(
@@ -163,8 +163,9 @@ class Adapters:
     """The adapters of a decoder, and the base that they are merged into. Both are whole in every rank.
 
     flat: A and B, [layout.numel] fp32. Whoever changes them calls `merge`.
-    base: the adapted weights in the checkpoint's dtype, which holds them exactly, on the decoder's device.
-    The other weights of the base lie in the same dtype on the host: no step computes with them.
+    base: the adapted weights in the checkpoint's dtype, which holds them exactly, on the decoder's device or
+    beside it (Decoder.offload). The other weights of the base lie in the same dtype on the host: no step
+    computes with them.
     """
 
     def __init__(
@@ -182,7 +183,7 @@ class Adapters:
         self.layout, self.decoder = layout, decoder
         self.flat = flat.to(decoder.device, copy=True)
         adapted, rest = weights[: layout.model.trained_numel], weights[layout.model.trained_numel :]
-        self._adapted = adapted.to(decoder.device, base, copy=True)
+        self._adapted = decoder.offload.copied(adapted, decoder.device, base)
         self._rest = rest.to("cpu", base, copy=True)
         self.merge()
 
@@ -199,7 +200,7 @@ class Adapters:
 
         Rounded to the compute dtype, it has the bits of the decoder's weights.
         """
-        adapted = self._adapted.float()
+        adapted = self._adapted.to(self.decoder.device, torch.float32)
         model = torch.cat([adapted, self._rest.to(adapted.device, torch.float32)])
         merge_all(self.layout, self.flat, self._adapted, model)
         return model

@@ -1,9 +1,11 @@
-"""The sampler's key-value cache, in blocks of KEY_TILE positions.
+"""The sampler's key-value cache, in blocks of KEY_TILE positions, and beside it slots of states.
 
-Each block counts its owners, so that the samples of a prompt share its blocks.
+Each block counts its owners, so that the samples of a prompt share its blocks. A layer with a state
+(Sizes.states) has no keys and values. It has a slot for each sequence, which samples copy from their prompt.
 """
 
 from collections.abc import Sequence
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -16,6 +18,7 @@ from ..kernels.backend import on_triton
 from ..kernels.decode_heads import CacheSlots
 from ..kernels.matmul import UNPACKED, PackedWeights
 from ..kernels.passes import Pass
+from ..kernels.recurrent_state import RecurrentState, Segments
 from ..kernels.upload import Tables, upload
 from .routing import FREE, Routing
 from .sizes import Sizes
@@ -24,14 +27,32 @@ from .sizes import Sizes
 class BlockCache:
     """Keys and values of all layers, on the CPU or on `device`.
 
-    data: [layers, blocks * Hkv, 2, KEY_TILE, D] in `dtype` (Decoder.cache_dtype).
+    data: [layers with keys, blocks * Hkv, 2, KEY_TILE, D] in `dtype` (Decoder.cache_dtype).
+    slots: for sequences, in layers with a state.
     """
 
-    def __init__(self, config: Sizes, blocks: int, dtype: torch.dtype, device: torch.device | None = None):
+    def __init__(
+        self,
+        config: Sizes,
+        blocks: int,
+        dtype: torch.dtype,
+        device: torch.device | None = None,
+        slots: int = 0,
+    ):
         self.config, self.blocks = config, blocks
+        with_keys = [i for i in range(config.layers) if i not in config.states]
+        self._place = {layer: place for place, layer in enumerate(with_keys)}
         self.data = torch.zeros(
-            config.layers, blocks * config.kv_heads, 2, KEY_TILE, config.head_dim, dtype=dtype, device=device
+            len(with_keys),
+            blocks * config.kv_heads,
+            2,
+            KEY_TILE,
+            config.head_dim,
+            dtype=dtype,
+            device=device,
         )
+        self.states = {i: RecurrentState(shape, slots, dtype, device) for i, shape in config.states.items()}
+        self.free_slots = list(range(slots - 1, -1, -1)) if self.states else []
         self._free = list(range(blocks - 1, -1, -1))
         self._owners = [0] * blocks
         self._taken: list[int] = []  # blocks that still hold what an earlier owner wrote
@@ -44,7 +65,32 @@ class BlockCache:
     @staticmethod
     def bytes_per_block(config: Sizes, dtype: torch.dtype) -> int:
         """Memory of one block over all layers."""
-        return config.layers * config.kv_heads * 2 * KEY_TILE * config.head_dim * dtype.itemsize
+        layers = config.layers - len(config.states)
+        return layers * config.kv_heads * 2 * KEY_TILE * config.head_dim * dtype.itemsize
+
+    @staticmethod
+    def bytes_per_slot(config: Sizes, dtype: torch.dtype) -> int:
+        """Memory of one slot over all layers with a state; 0 where there are none."""
+        return sum(RecurrentState.bytes_per_slot(shape, dtype) for shape in config.states.values())
+
+    def take_slot(self) -> int:
+        """A slot of zeros for a new sequence. Where no layer has a state it is 0, and means nothing."""
+        if not self.states:
+            return 0
+        slot = self.free_slots.pop()
+        for state in self.states.values():
+            state.zero(slot)
+        return slot
+
+    def copy_slots(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """Let sequences go on as others would, from the same tokens."""
+        for state in self.states.values():
+            state.copy(sources, targets)
+
+    def release_slot(self, slot: int) -> None:
+        """Nobody goes on with this sequence."""
+        if self.states:
+            self.free_slots.append(slot)
 
     def allocate(self, n: int) -> list[int]:
         """Take n free blocks and fill them with zeros."""
@@ -67,14 +113,14 @@ class BlockCache:
         """
         if self._taken:
             (index,) = upload(self.data.device, torch.tensor(self._taken))
-            self.data.view(self.config.layers, self.blocks, -1).index_fill_(1, index, 0)
+            self.data.view(len(self.data), self.blocks, -1).index_fill_(1, index, 0)
             self._taken = []
 
     def clear(self, slots: Sequence[tuple[int, int]]) -> None:
         """Fill single positions with zeros, each given by its block and its place in it: see zero_taken."""
         if slots:
             block, offset = upload(self.data.device, *torch.tensor(slots).unbind(1))
-            sizes = self.config.layers, self.blocks, self.config.kv_heads, 2, KEY_TILE, -1
+            sizes = len(self.data), self.blocks, self.config.kv_heads, 2, KEY_TILE, -1
             self.data.view(torch.uint8).view(sizes)[:, block, :, :, offset] = 0
 
     def share(self, blocks: Sequence[int]) -> list[int]:
@@ -88,7 +134,7 @@ class BlockCache:
 
         Each sample needs its own copy of a prompt's last block, where that block is only partly filled.
         """
-        by_block = self.data.view(self.config.layers, self.blocks, -1)
+        by_block = self.data.view(len(self.data), self.blocks, -1)
         source, target = upload(self.data.device, *map(torch.tensor, (sources, targets)))
         by_block.index_copy_(1, target, by_block.index_select(1, source))
 
@@ -109,7 +155,11 @@ class BlockCache:
         Where the cache is narrower than keys and values, they were rounded to its dtype before (Decoder), so
         the cache loses nothing.
         """
-        return CacheSlots(self.data[layer], block, offset)
+        return CacheSlots(self.layer(layer), block, offset)
+
+    def layer(self, layer: int) -> torch.Tensor:
+        """The key tiles of a layer, [blocks * Hkv, 2, KEY_TILE, D]."""
+        return self.data[self._place[layer]]
 
     @property
     def free(self) -> int:
@@ -123,7 +173,8 @@ class CachedContext:
     lengths [S]: new tokens of each sequence.
     contexts [S]: tokens of each sequence that are already in the cache.
     block_lists: the blocks of each sequence, long enough for both.
-    packed: see matmul.pack_weights. routing: of the new tokens' rows.
+    packed: see matmul.pack_weights. routing: of the new tokens' rows. slots [S]: of each sequence, where a
+    layer has a state.
     """
 
     def __init__(
@@ -134,8 +185,10 @@ class CachedContext:
         block_lists: Sequence[Sequence[int]],
         packed: PackedWeights = UNPACKED,
         routing: Routing = FREE,
+        slots: Sequence[int] = (),
     ):
         config, self.routing = cache.config, routing
+        self._sequences = lengths, contexts, slots
         self.in_pass = Pass(packed=packed)
         length, context = np.asarray(lengths, np.int64), np.asarray(contexts, np.int64)
         tables = np.zeros((len(block_lists), max(len(b) for b in block_lists)), np.int64)
@@ -149,6 +202,13 @@ class CachedContext:
         self._block_and_offset = torch.from_numpy(block_and_offset)
         self._cache = cache
         self._plan = AttentionPlan(lengths, contexts, tables, config.heads, config.kv_heads)
+
+    @cached_property
+    def segments(self) -> Segments:
+        return Segments(*self._sequences)
+
+    def state(self, layer: int) -> RecurrentState:
+        return self._cache.states[layer]
 
     @property
     def tables(self) -> list[Tables]:
@@ -172,7 +232,7 @@ class CachedContext:
     ) -> torch.Tensor:
         """Write k and v [T, Hkv, D] to the cache, then attend from q [T, Hq, D]."""
         self._cache.slots(layer, *self._block_and_offset).write(k, v)
-        return attention_cached(q, self._cache.data[layer], self._plan, scale, rule)
+        return attention_cached(q, self._cache.layer(layer), self._plan, scale, rule)
 
     def keep(self, k: torch.Tensor, v: torch.Tensor) -> None:
         self._cache.slots(self._cache.config.layers - 1, *self._block_and_offset).write(k, v)
@@ -186,6 +246,7 @@ class DecodeContext:
     positions [n] int64: the position of each new token. table [n, J] int32: the blocks of each sequence.
     packed: see matmul.pack_weights. routing: of the new tokens' rows.
     shared: the chunks that sequences share, where attention has chunks; for Triton only.
+    slots [n]: of each sequence, where a layer has a state; for the CPU only.
     """
 
     tables: Sequence[Tables] = ()  # all is on the device
@@ -198,7 +259,9 @@ class DecodeContext:
         packed: PackedWeights = UNPACKED,
         routing: Routing = FREE,
         shared: SharedChunks | None = None,
+        slots: Sequence[int] = (),
     ):
+        self._slots = slots
         n, config, self.routing = len(positions), cache.config, routing
         self.in_pass = Pass(packed=packed)
         self.positions, self._cache = positions, cache
@@ -212,6 +275,13 @@ class DecodeContext:
             self._plan = AttentionPlan(
                 [1] * n, positions.tolist(), table.numpy().astype(np.int64), config.heads, config.kv_heads
             )
+
+    @cached_property
+    def segments(self) -> Segments:
+        return Segments([1] * len(self.positions), self.positions.tolist(), self._slots)
+
+    def state(self, layer: int) -> RecurrentState:
+        return self._cache.states[layer]
 
     def attend(
         self,
@@ -232,4 +302,4 @@ class DecodeContext:
 
     def attend_cached(self, layer: int, q: torch.Tensor, scale: float, rule: AttentionRule) -> torch.Tensor:
         """As `attend`, after k and v of the new tokens were written."""
-        return attention_cached(q, self._cache.data[layer], self._plan, scale, rule)
+        return attention_cached(q, self._cache.layer(layer), self._plan, scale, rule)

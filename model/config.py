@@ -12,7 +12,9 @@ from typing import Any
 import torch
 
 from ..files.reading import shown
+from ..kernels.recurrent_state import StateShape
 from .blocks.block import Block
+from .blocks.delta_net import DeltaNet
 from .blocks.embedding import Embedding, Head
 from .blocks.experts import MixtureOfExperts
 from .blocks.residual import Layer, Residual, layer_operations
@@ -46,12 +48,12 @@ class ModelConfig(Sizes):
         return cls._from(ConfigFile.of_folder(folder))
 
     @classmethod
-    def from_dict(cls, raw: dict[str, Any], source: str = "config") -> "ModelConfig":
-        """Build from the fields of config.json. `source` is what error messages call it.
+    def from_dict(cls, raw: dict[str, Any]) -> "ModelConfig":
+        """Build from the fields of config.json.
 
         Raises ValueError and names the field that is missing or unsupported.
         """
-        return cls._from(ConfigFile(raw, source))
+        return cls._from(ConfigFile(raw, "config"))
 
     @classmethod
     def _from(cls, file: ConfigFile) -> "ModelConfig":
@@ -64,7 +66,7 @@ class ModelConfig(Sizes):
         family = FAMILIES[name]
         file = ConfigFile(file.raw, source, family.defaults)
         try:
-            file.refuse_common(family.has_windows)
+            file.refuse_common(family.layer_types)
             outside = {"embedding": family.embedding(file), "head": family.head(file)}
             config = cls(**_sizes(family, file), blocks=tuple(family.layers(file)), **outside)
             if file.fields.attention_bias and not config.values["qkv_bias"]:
@@ -113,6 +115,11 @@ class ModelConfig(Sizes):
     def mixture(self) -> MixtureOfExperts | None:
         """The block of the layers with experts; None where every layer has one MLP."""
         return next((block for block in self.distinct_blocks if isinstance(block, MixtureOfExperts)), None)
+
+    @cached_property
+    def states(self) -> dict[int, StateShape]:
+        nets = ((i, branch.block) for i, layer in enumerate(self.blocks) for branch in layer)
+        return {i: block.shape for i, block in nets if isinstance(block, DeltaNet)}
 
     @property
     def experts(self) -> Experts | None:

@@ -4,7 +4,7 @@ Nothing in the file is passed over: a key is read, or it is listed here as one t
 file is refused by the key's name.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -186,10 +186,10 @@ class ConfigFile:
         """Raise UnsupportedError for the value of a field, which asks for what no block computes."""
         self.wrong(f"{field} = {shown(value)} is not supported; {remedy}")
 
-    def refuse_common(self, has_windows: bool = False) -> None:
+    def refuse_common(self, layer_types: Collection[str]) -> None:
         """Refuse what changes the computation of any family in a way the kernels do not know.
 
-        has_windows: whether the family computes layers of sliding_attention.
+        layer_types: those that the family knows.
         """
         raw = self.raw
         if raw.get("quantization_config"):
@@ -202,10 +202,10 @@ class ConfigFile:
         if "use_sliding_window" in self.defaults | raw:  # then it governs these two
             raw.looked_at.update({"sliding_window", "max_window_layers"})
         types = set(raw.get("layer_types") or [])
-        if raw.get("use_sliding_window") or ("sliding_attention" in types and not has_windows):
+        if raw.get("use_sliding_window") or "sliding_attention" in types - set(layer_types):
             self.refuse("sliding window attention", raw.get("sliding_window"), "only full attention is")
-        if types - {"full_attention", "sliding_attention"}:
-            self.refuse("layer_types", sorted(types), "only full_attention is")
+        if types - set(layer_types):
+            self.refuse("layer_types", sorted(types), f"only {' and '.join(sorted(layer_types))} is")
         if raw.get("attention_dropout"):
             self.refuse(
                 "attention_dropout",

@@ -2,6 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from types import MappingProxyType
 from typing import Protocol
 
@@ -14,6 +15,7 @@ from ..kernels.grad import GradBuffer
 from ..kernels.low_rank import LowRankBuffers
 from ..kernels.order import token_blocks
 from ..kernels.passes import Pass
+from ..kernels.recurrent_state import RecurrentState, Segments
 from ..kernels.upload import Tables
 from .routing import FREE, Routing
 from .sizes import Sizes
@@ -43,6 +45,15 @@ class Context(Protocol):
     routing: Routing
     tables: Sequence[Tables]
 
+    @property
+    def segments(self) -> Segments:
+        """How the rows lie in sequences, for layers with a state."""
+        ...
+
+    def state(self, layer: int) -> RecurrentState | None:
+        """Where such a layer has what the sequences left before; None where these are whole."""
+        ...
+
     def attend(
         self,
         layer: int,
@@ -67,7 +78,14 @@ class KeepingContext(Context, Protocol):
         ...
 
 
-class PackedContext:
+class WholeSequences:
+    """A context of sequences from their first token on."""
+
+    def state(self, layer: int) -> None:
+        return None
+
+
+class PackedContext(WholeSequences):
     """Whole sequences, packed one after another. lengths [S] in tokens, summing to T.
 
     `padding` rows may follow, which nobody reads. They are one more sequence for attention. They are in no
@@ -86,12 +104,16 @@ class PackedContext:
         routing: Routing = FREE,
     ):
         self.routing = routing
-        all_lengths = [*lengths, padding] if padding else list(lengths)
+        all_lengths = self._lengths = [*lengths, padding] if padding else list(lengths)
         self.positions = torch.from_numpy(
             np.concatenate([*map(np.arange, lengths), np.zeros(padding, np.int64)])
         )
         self.in_pass = Pass(token_blocks(lengths, shards), buffers)
         self._plan = varlen_plan(all_lengths, config.heads, config.kv_heads)
+
+    @cached_property
+    def segments(self) -> Segments:
+        return Segments(self._lengths)
 
     @property
     def tables(self) -> list[Tables]:

@@ -32,6 +32,7 @@ from .blocks.rope import rotation_table
 from .config import ModelConfig
 from .context import Buffers, Context, Hook, KeepingContext, NarrowingContext, no_hook
 from .numerics import COMPUTE, Numerics
+from .offload import HERE, Offload
 from .weights import VALUE_HEAD, FlatWeights, Layout, WeightSource
 
 # What a layer gives to the next one, [T, D] each: the output of its last block, and what to add it to.
@@ -61,13 +62,20 @@ class Forward:
 
     Decoder has them in one flat tensor, and CausalLM (causal_lm.py) as Parameters. With `recompute` a
     backward computes each layer again instead of keeping its activations. That decides no bit.
+    `offload`: where the inputs of these layers lie until then, and what else no kernel reads.
     """
 
     weights: WeightSource
     _rope: Rotations  # of all positions
 
-    def __init__(self, config: ModelConfig, numerics: Numerics = COMPUTE, recompute: bool = False):
-        self.config, self.numerics, self.recompute = config, numerics, recompute
+    def __init__(
+        self,
+        config: ModelConfig,
+        numerics: Numerics = COMPUTE,
+        recompute: bool = False,
+        offload: Offload = HERE,
+    ):
+        self.config, self.numerics, self.recompute, self.offload = config, numerics, recompute, offload
 
     @property
     def dtype(self) -> torch.dtype:
@@ -169,11 +177,16 @@ class Forward:
         hook(Embedding.name, residual)
         return None, residual
 
-    def _run_layer(self, i: int, *args: Any) -> Stream:
+    def _run_layer(self, i: int, stream: Stream, *args: Any) -> Stream:
         """_layer, whose activations are kept for the backward, or computed again there."""
-        if self.recompute and torch.is_grad_enabled():
-            return checkpoint(self._layer, i, *args, use_reentrant=False, preserve_rng_state=False)
-        return self._layer(i, *args)
+        if not (self.recompute and torch.is_grad_enabled()):
+            return self._layer(i, stream, *args)
+
+        def layer(x: torch.Tensor | None, residual: torch.Tensor) -> Stream:
+            return self._layer(i, (x, residual), *args)
+
+        with self.offload.keeping():  # it sees the tensors among the arguments, and none inside a tuple
+            return checkpoint(layer, *stream, use_reentrant=False, preserve_rng_state=False)
 
     def _layer(self, i: int, stream: Stream, rotations: Rotations, context: Context, hook: Hook) -> Stream:
         """The stream after layer i, of whose weights the layer asks once."""
@@ -205,8 +218,9 @@ class Decoder(Forward):
         layout: Layout | None = None,
         numerics: Numerics = COMPUTE,
         recompute: bool = False,
+        offload: Offload = HERE,
     ):
-        super().__init__(config, numerics, recompute)
+        super().__init__(config, numerics, recompute, offload)
         if on_triton(flat):
             config.refuse_on_triton()
         self.flat, self.layout = flat, layout or Layout(config)

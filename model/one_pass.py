@@ -14,6 +14,7 @@ Shapes: n rows of samples, B rows of prompts (without the last token of each), T
 """
 
 from collections.abc import Sequence
+from functools import cached_property
 from itertools import compress
 from typing import NamedTuple
 
@@ -24,11 +25,20 @@ from ..kernels.attention import attention, varlen_plan
 from ..kernels.attention_rule import AttentionRule
 from ..kernels.order import token_blocks
 from ..kernels.passes import ONE_SEQUENCE, Pass
+from ..kernels.recurrent_state import Segments
 from ..kernels.upload import Tables
 from .config import ModelConfig
-from .context import NO_BUFFERS, Buffers, NarrowingContext
+from .context import NO_BUFFERS, Buffers, NarrowingContext, WholeSequences
 from .decoder import Forward, with_padding
-from .prompts import PromptLayout, SampleTables, attend_after, prompt_passes, ranges, reordered
+from .prompts import (
+    PromptLayout,
+    SampleTables,
+    attend_after,
+    prompt_passes,
+    ranges,
+    reordered,
+    whole_sequences,
+)
 from .routing import FREE, Routing
 
 
@@ -56,7 +66,7 @@ class _RoutingByKind(Routing):
         return ids if given is by_kind else given[order]
 
 
-class OnePassContext(NarrowingContext):
+class OnePassContext(NarrowingContext, WholeSequences):
     """The rows of samples and of their prompts, all of one virtual shard."""
 
     def __init__(
@@ -79,6 +89,7 @@ class OnePassContext(NarrowingContext):
         self._last = config.layers - 1
         self.rows = sum(lengths), int(layout.lengths.sum()), padding
         self._samples = SampleTables(config, lengths, layout, layout.prompt_of_sample)
+        self._layout, self._lengths = layout, [*lengths, padding] if padding else list(lengths)
         read = [n for n in layout.lengths.tolist() if n]
         self._prompts = varlen_plan(read, config.heads, config.kv_heads) if read else None
         self._ordered, in_order = _order(lengths, layout, prompt_passes(prompts), padding)
@@ -89,6 +100,11 @@ class OnePassContext(NarrowingContext):
         self.positions = torch.cat([self._samples.positions, prompt_positions, zeros])[self._ordered]
         self.in_pass = Pass(token_blocks(in_order), buffers)
         self.narrowed = _Samples(Pass(self._samples.blocks, buffers), routing)
+
+    @cached_property
+    def segments(self) -> Segments:
+        whole_sequences(self._layout)
+        return Segments(self._lengths)
 
     @property
     def tables(self) -> list[Tables]:
@@ -122,7 +138,7 @@ class OnePassContext(NarrowingContext):
     ) -> torch.Tensor:
         """In the last layer it returns only the rows of the samples, [n, Hq, D]."""
         (q, q_prompts, q_padding), (k, k_prompts, _), (v, v_prompts, _) = map(self.by_kind, (q, k, v))
-        kv = torch.stack([k_prompts, v_prompts], dim=1).view(self.rows[1], -1)
+        kv = torch.stack([k_prompts, v_prompts], dim=1).flatten(1)
         # The gradient of a prompt's keys and values is summed over its samples in fp32, and rounded once.
         o = attend_after(kv, ONE_SEQUENCE, self._samples, q, k, v, scale, rule)
         if layer == self._last:

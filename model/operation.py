@@ -32,6 +32,10 @@ class Equation(Enum):
     GELU_MUL = "gelu(x) y, of the tanh form"
     EXPERTS = "the weighted sum of the MLPs of the chosen experts"
     ADD_GATED = "x + sigmoid(z) y, with one z for each row"
+    CONV_SILU = "silu of a causal convolution of each channel"
+    DELTA_RULE = "gated delta rule"
+    GATED_NORM = "RMS norm of each head, times silu of a gate"
+    MUL_SIGMOID = "x sigmoid(z), with z beside the queries of each head"
     LOGPROB = "log-probability of the drawn token"
 
 

@@ -13,10 +13,13 @@ from functools import cache
 
 import torch
 
+from ..kernels.recurrent_state import StateShape
 from ..verify.operation_outputs import Trace
 from .blocks.attention import Attention
+from .blocks.delta_net import DeltaNet
 from .blocks.embedding import Embedding, Head
 from .blocks.experts import MixtureOfExperts
+from .blocks.gated_attention import GatedAttention
 from .blocks.mlp import GatedMlp
 from .blocks.residual import Layer, layer_operations, post_norm, pre_norm
 from .config import ModelConfig
@@ -31,7 +34,12 @@ KINDS_OF_LAYERS = (
 )
 # Kinds that some families have instead. Their modules have the names of other operations' modules, so an
 # engine's model shows them only where it is of such a family.
-OTHER_KINDS = (post_norm(Attention(wide_qk_norm=True), GatedMlp(activation="gelu_tanh")),)
+OTHER_KINDS = (
+    post_norm(Attention(wide_qk_norm=True), GatedMlp(activation="gelu_tanh")),
+    pre_norm(GatedAttention(), GatedMlp()),
+    pre_norm(DeltaNet(StateShape(1, 1, 1, 1)), GatedMlp()),
+    pre_norm(DeltaNet(StateShape(1, 1, 1, 1), fused_names=True), GatedMlp()),
+)
 # Where the sizes of a model are not known, or do not matter.
 ANY_SIZES = Sizes("", 1, 1, 1, 1, 1, 1, 16, 1, 0.0, 1.0, None, 16, False, False, {})
 

@@ -16,6 +16,7 @@ tokens of one forward; D width of a head.
 """
 
 from collections.abc import Sequence
+from functools import cached_property
 from itertools import compress
 
 import numpy as np
@@ -27,9 +28,10 @@ from ..kernels.embedding import RowIds, read_rows
 from ..kernels.grad import GradBuffer
 from ..kernels.order import token_blocks
 from ..kernels.passes import Pass
+from ..kernels.recurrent_state import Segments
 from ..kernels.upload import Tables, upload_tables
 from .config import ModelConfig
-from .context import NO_BUFFERS, Buffers, Hook, PackedContext, no_hook
+from .context import NO_BUFFERS, Buffers, Hook, PackedContext, WholeSequences, no_hook
 from .decoder import Decoder, with_padding
 from .observer import Observer, Rows, observed
 from .routing import FREE, Routing
@@ -84,6 +86,18 @@ class PromptLayout:
         self.starts = np.cumsum(self.lengths) - self.lengths  # [N], in B
 
 
+def whole_sequences(layout: PromptLayout) -> None:
+    """Raise ValueError unless every prompt has one token: then the rows of a sample are a whole sequence.
+
+    No gradient goes through a state from samples to a prompt that was read for all of them.
+    """
+    if layout.lengths.any():
+        raise ValueError(
+            "prompts: a model with a gated delta net reads no prompt once for its samples; give each sample "
+            "its whole sequence, after a prompt of its first token"
+        )
+
+
 class Prompts(PromptLayout):
     """The prompts of n samples, read by one forward."""
 
@@ -103,9 +117,12 @@ class Prompts(PromptLayout):
 
         observer: its rows are of the n samples. buffers: where the gradients of the weights are summed, by
         the prompts and by their samples. tables: what the samples read, which goes to the device by the same
-        copy as the prompts. Raises ValueError for an empty prompt.
+        copy as the prompts. Raises ValueError for an empty prompt, and where a layer keeps a state for one of
+        more tokens than one (whole_sequences).
         """
         super().__init__(prompts, shards)
+        if decoder.config.states:
+            whole_sequences(self)
         self.buffers = buffers
         ids = [token for prompt in compress(prompts, self.firsts) for token in prompt[:-1]]
         if observer is not None and ids:
@@ -234,6 +251,7 @@ class SampleTables:
             rows, prompt_rows, prompt_starts = (
                 np.append(x, n) for x, n in ((rows, padding), (prompt_rows, 0), (prompt_starts, 0))
             )
+        self._layout, self._rows = layout, rows.tolist()
         self.blocks = token_blocks(lengths, shards)
         self.positions = torch.from_numpy(ranges(prompt_rows, rows))
         self.prompt_rows = RowIds(torch.from_numpy(ranges(prompt_starts, prompt_rows)))
@@ -244,6 +262,12 @@ class SampleTables:
         inverse = torch.from_numpy(places)
         self.order = inverse.argsort(), inverse
         self.plan = varlen_plan(rows.tolist(), config.heads, config.kv_heads, prompt_rows.tolist())
+
+    @cached_property
+    def segments(self) -> Segments:
+        """The rows of the samples and of padding, for layers with a state."""
+        whole_sequences(self._layout)
+        return Segments(self._rows)
 
     @property
     def tables(self) -> list[Tables]:
@@ -258,7 +282,7 @@ class SampleTables:
         self.prompt_rows, self.order = RowIds(prompt_rows), (order, inverse)
 
 
-class SampleContext:
+class SampleContext(WholeSequences):
     """Samples that continue prompts which were read. sample_tables: of these samples, on the device.
 
     routing: of their rows.
@@ -271,6 +295,10 @@ class SampleContext:
         self.positions, self._tables, self._kv = sample_tables.positions, sample_tables, prompts.kv
         self.in_pass = Pass(sample_tables.blocks, prompts.buffers)
         self._kv_pass = Pass(buffers=prompts.kv_buffers)
+
+    @property
+    def segments(self) -> Segments:
+        return self._tables.segments
 
     def attend(
         self,

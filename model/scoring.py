@@ -252,14 +252,23 @@ def cached_scores(
     """
     inputs = [[*prompt, *completion[:-1]] for prompt, completion in pairs]
     blocks_needed = [-(-len(ids) // KEY_TILE) for ids in inputs]
-    cache = BlockCache(decoder.config, sum(blocks_needed), decoder.cache_dtype, decoder.device)
+    cache = BlockCache(
+        decoder.config, sum(blocks_needed), decoder.cache_dtype, decoder.device, slots=len(pairs)
+    )
+    slots = [cache.take_slot() for _ in pairs]
     blocks = [cache.allocate(n) for n in blocks_needed]
     hidden: list[list[torch.Tensor]] = [[] for _ in pairs]
     for start in range(0, max(map(len, inputs)), chunk):
         active = [i for i, ids in enumerate(inputs) if len(ids) > start]
         chunks = [inputs[i][start : start + chunk] for i in active]
         lengths = [len(ids) for ids in chunks]
-        context = CachedContext(cache, lengths, [start] * len(active), [blocks[i] for i in active])
+        context = CachedContext(
+            cache,
+            lengths,
+            [start] * len(active),
+            [blocks[i] for i in active],
+            slots=[slots[i] for i in active],
+        )
         rows = decoder.hidden(torch.tensor([token for ids in chunks for token in ids]), context)
         for i, sequence_rows in zip(active, rows.split(lengths), strict=True):
             hidden[i].append(sequence_rows)

@@ -1,8 +1,11 @@
 """The sizes of a decoder, as its config.json gives them."""
 
 import dataclasses
+from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, fields
 from typing import Any
+
+from ..kernels.recurrent_state import StateShape
 
 # Upper limit of a size. A larger one is a mistake, and the mistake would take all time or memory before
 # anybody sees it.
@@ -71,6 +74,11 @@ class Sizes:
     norm_plus_one: bool  # a norm multiplies by 1 + its weight
     tied: bool  # lm_head shares the embedding's weight
     raw: dict[str, Any] = dataclasses.field(repr=False, compare=False)  # config.json as read
+
+    @property
+    def states(self) -> Mapping[int, StateShape]:
+        """The layers that keep a state of each sequence in place of keys and values, and its sizes."""
+        return {}
 
     def check(self, source: str) -> None:
         """Raise ValueError for a number that no model can have, or that the kernels cannot take.

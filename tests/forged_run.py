@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from safetensors.torch import load_file, save_file
-from zerokl.engine.runs.checkpoints import open_checkpoint
 from zerokl.engine.runs.checks.logged_steps import read_step
+from zerokl.engine.runs.intact_checkpoints import open_checkpoint
 from zerokl.engine.runs.resume import derived_summary
 from zerokl.engine.runs.summary import write_summary
+from zerokl.engine.train.ledger_recorder import hash_rewards, hash_rollouts
 from zerokl.engine.train.metrics import rollout_metrics
-from zerokl.engine.train.recorder import hash_rewards, hash_rollouts
 from zerokl.files.writing import MANIFEST, hash_json, write_manifest
 from zerokl.verify.ledger import read_ledger
 

@@ -6,18 +6,25 @@ import importlib
 import subprocess
 import sys
 from dataclasses import fields
+from functools import cache
 from pathlib import Path
 
 import pytest
 from zerokl.audit.frameworks import FRAMEWORKS
 from zerokl.cli import app
 from zerokl.cli.command_line import OF_THE_TRAINER
-from zerokl.verify.environment import PACKAGE_ROOT
+from zerokl.verify.run_environment import PACKAGE_ROOT
 
 sys.path.insert(0, str(PACKAGE_ROOT / "wheels" / "audit"))
 shipped = importlib.import_module("shipped")
 
-FILES = shipped.shipped()
+
+@cache
+def files() -> dict[str, Path]:
+    """The wheel's modules and their files."""
+    return shipped.shipped()
+
+
 # The rooms of the wheel.
 ROOMS = {
     "",
@@ -77,16 +84,16 @@ def room(file: Path) -> str:
 
 
 def test_the_wheel_has_these_rooms_and_no_others():
-    assert {room(file) for file in FILES.values()} == ROOMS
-    assert len(FILES) > 200
-    assert sum(file.stat().st_size for file in FILES.values()) < 2_100_000
+    assert {room(file) for file in files().values()} == ROOMS
+    assert len(files()) > 200
+    assert sum(file.stat().st_size for file in files().values()) < 2_100_000
 
 
 def test_the_wheel_has_every_framework_and_its_recorder():
     for framework in FRAMEWORKS.values():
-        assert f"audit.frameworks.{framework.name.replace('-', '_')}" in FILES
+        assert f"audit.frameworks.{framework.name.replace('-', '_')}" in files()
         if framework.recording:
-            assert f"integrations.{framework.recording.recorder.partition(':')[0]}" in FILES
+            assert f"integrations.{framework.recording.recorder.partition(':')[0]}" in files()
 
 
 def undefined(tree: ast.Module) -> set[str]:
@@ -102,12 +109,10 @@ def undefined(tree: ast.Module) -> set[str]:
     return {x.id for x in names} - given
 
 
-FAULT_FILES = [file for file in FILES.values() if shipped.has_plants(file) and file.name != "__init__.py"]
-
-
 def test_a_fault_is_shipped_without_its_plants_and_whole_otherwise():
-    assert len(FAULT_FILES) > 60
-    for file in FAULT_FILES:
+    fault_files = [x for x in files().values() if shipped.has_plants(x) and x.name != "__init__.py"]
+    assert len(fault_files) > 60
+    for file in fault_files:
         source = file.read_text()
         assert shipped.text(file).count("\n") == source.count("\n")
         assert undefined(ast.parse(shipped.text(file))) == set(), file
@@ -135,10 +140,10 @@ def test_control_what_a_prediction_needs_stays_and_a_lost_name_is_found():
 
 
 def test_every_import_of_a_shipped_file_is_of_a_shipped_file():
-    for name, file in FILES.items():
+    for name, file in files().items():
         for wanted in shipped.imported(file):
             module = wanted if shipped.module_file(wanted) else wanted.rpartition(".")[0]
-            assert module in FILES, f"{name} imports {wanted}"
+            assert module in files(), f"{name} imports {wanted}"
 
 
 # Names of the standard library that Python 3.10 has not, among those that were used here.
@@ -163,7 +168,7 @@ def newer_than_3_10(tree: ast.Module) -> set[str]:
 
 @pytest.mark.full
 def test_the_files_are_for_python_3_10():
-    for name, file in FILES.items():
+    for name, file in files().items():
         assert newer_than_3_10(shipped.parsed(file)) == set(), name
 
 
@@ -175,7 +180,7 @@ def test_control_what_python_3_10_has_not_is_found(line):
 @pytest.mark.full
 def test_the_doors_are_these():
     doors = set()
-    for file in FILES.values():
+    for file in files().values():
         tree = shipped.parsed(file)
         walked = {node.lineno for node in shipped.imports(tree)}
         behind = [n for n in ast.walk(tree) if isinstance(n, ast.ImportFrom) and n.lineno not in walked]
@@ -229,13 +234,13 @@ def third_party_at_the_top(roots: tuple[str, ...]) -> set[str]:
     packages, seen, waiting = set(), set(), list(roots)
     while waiting:
         name = waiting.pop()
-        if name in seen or name not in FILES:
+        if name in seen or name not in files():
             continue
         seen.add(name)
-        tree = shipped.parsed(FILES[name])
+        tree = shipped.parsed(files()[name])
         for node in (n for n in shipped.imports(tree) if not n.col_offset):
             if isinstance(node, ast.ImportFrom) and node.level:
-                base = [*room(FILES[name]).split(".")]
+                base = [*room(files()[name]).split(".")]
                 base = base[: len(base) - node.level + 1] + (node.module.split(".") if node.module else [])
                 waiting += [".".join(base), *(".".join([*base, a.name]) for a in node.names)]
             else:

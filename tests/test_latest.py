@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 import pytest
-from zerokl.verify.environment import PACKAGE_ROOT as ROOT
+from zerokl.verify.run_environment import PACKAGE_ROOT as ROOT
 
 sys.path.insert(0, str(ROOT / "tests" / "package"))
 latest = importlib.import_module("latest")

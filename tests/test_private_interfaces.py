@@ -5,7 +5,7 @@ import re
 from pathlib import Path
 
 import pytest
-from zerokl.verify.environment import PACKAGE_ROOT
+from zerokl.verify.run_environment import PACKAGE_ROOT
 
 from tests.test_floors import FLOORS
 

@@ -9,7 +9,7 @@ import tomllib
 
 import pytest
 import yaml
-from zerokl.verify.environment import PACKAGE_ROOT as ROOT
+from zerokl.verify.run_environment import PACKAGE_ROOT as ROOT
 
 from tests.test_floors import FLOORS
 

@@ -4,7 +4,7 @@ import ast
 from pathlib import Path
 
 import pytest
-from zerokl.verify.environment import PACKAGE_ROOT
+from zerokl.verify.run_environment import PACKAGE_ROOT
 
 _ROOMS = ("engine/train", "engine/train/parallel", "engine/runs", "engine/runs/checks")
 # file: what it assigns -> why that completes no object.

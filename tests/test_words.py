@@ -1,11 +1,12 @@
-"""A variable has a name that says what it holds, and a docstring says more than where to look."""
+"""A variable's name says what it holds, a file's name one thing, and a docstring more than where to look."""
 
 import ast
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from zerokl.verify.environment import PACKAGE_ROOT
+from zerokl.verify.run_environment import PACKAGE_ROOT
 
 from tests.test_floors import FLOORS
 
@@ -70,3 +71,32 @@ def test_control_an_empty_word_is_found(tmp_path, code, word):
         f'owner = x.own = 1\ndef of_x():\n    """Do f. See X."""\n{code}\n'
     )
     assert empty_words(tmp_path) == {f"{_FOLDERS[0]}/wrong.py: {word}"}
+
+
+# Words that name files of several places, and one thing in all of them: an operation or a block, another
+# project or an engine, a kind of fault beside what predicts it, the page and its charts, a configuration.
+_SHARED = {
+    *("attention", "draw", "embedding", "experts", "logprob", "norm", "residual", "rope", "weights"),
+    *("engine", "hf", "openrlhf", "skyrl", "trl", "verl"),
+    *("adapters", "generation_config", "penalties"),
+    *("charts", "page"),
+    *("columns", "config", "config_file", "installed"),
+}
+
+
+def shared_words(root: Path) -> set[str]:
+    """The names that files of several places have."""
+    names = Counter(file.stem for folder in FLOORS for file in (root / folder).rglob("*.py"))
+    return {name for name, n in names.items() if n > 1 and name != "__init__"}
+
+
+def test_no_word_names_two_things():
+    assert shared_words(PACKAGE_ROOT) == _SHARED
+
+
+def test_control_a_word_of_two_places_is_found(tmp_path):
+    for folder in FLOORS[:2]:
+        (tmp_path / folder).mkdir()
+        for name in ("__init__", "recorder", folder):
+            (tmp_path / folder / f"{name}.py").touch()
+    assert shared_words(tmp_path) == {"recorder"}

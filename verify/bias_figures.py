@@ -32,6 +32,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from .mismatch import Estimate
+
 
 def floor_of_step(exact: np.ndarray) -> dict[str, float]:
     """The floors of a step, and its exact draws alone. exact [2, 2]: the inner products of A and B.
@@ -71,14 +73,6 @@ def _root(x: float) -> float:
 
 def _ratio(x: float, y: float) -> float:
     return x / y if y > 0 else math.nan
-
-
-@dataclass(frozen=True)
-class Estimate:
-    """A value and its standard error."""
-
-    value: float
-    standard_error: float
 
 
 @dataclass(frozen=True)

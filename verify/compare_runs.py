@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from .difference import Difference, differences, first_difference
-from .environment import LAWFUL
 from .ledger import LEDGER, Head, LedgerFile, Line, read_ledger
+from .run_environment import LAWFUL
 
 
 @dataclass(frozen=True)

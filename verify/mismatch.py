@@ -26,6 +26,7 @@ All sums are correctly rounded in fp64 (math.fsum), so they do not depend on the
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -33,6 +34,14 @@ _PERCENTILES = {"ratio_p1": 1, "ratio_p50": 50, "ratio_p99": 99}
 # A larger log ratio counts as infinite. The sum of the squares of 10^40 such ratios is still a number of
 # fp64.
 _LARGEST = 300.0
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A value and its standard error; NaN where it is unknown."""
+
+    value: float
+    standard_error: float
 
 
 def mean(x: np.ndarray) -> float:

@@ -17,8 +17,8 @@ from ..compare import score
 from ..config import AuditConfig
 from ..drawing import requests
 from ..engines.engine import Engine
+from ..engines.engine_settings import machine_settings
 from ..engines.make import device_of, library_errors, make_engines
-from ..engines.settings import machine_settings
 from ..formats.record import LoggedRollout
 from .capsule import Drawn
 

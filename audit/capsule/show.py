@@ -2,9 +2,9 @@
 
 from dataclasses import asdict
 
+from ...pages.markdown import escaped, table
 from ..figures.bands import band_lines
 from ..junit import Case
-from ..markdown import escaped
 from .asked_again import Replay
 from .column_pairs import Pair
 
@@ -43,27 +43,32 @@ def pair_line(pair: Pair) -> str:
 
 def markdown(replay: Replay) -> str:
     """The summary for GitHub."""
+    compared = ("compared", "tokens", "equal to the bit", "largest difference", "k3", "bits part first at")
     text = [
         f"### zerokl capsule: {'passed' if replay.passed else 'failed'}",
         "",
         f"**{escaped(replay.words)}** ({escaped(replay.capsule)})",
         "",
-        "| compared | tokens | equal to the bit | largest difference | k3 | bits part first at |",
-        "| --- | --- | --- | --- | --- | --- |",
+        table(compared, map(_row, replay.pairs)),
     ]
-    for pair in replay.pairs:
-        figures = pair.figures
-        text.append(
-            f"| {pair.name} | {figures.tokens:,} | {figures.frac_equal:.4%} | {figures.max_abs:.4g} | "
-            f"{figures.k3.value:.4g} | {escaped(str(pair.first or '-'))} |"
-        )
     if replay.changes:
-        text += ["", "| setting | then | now |", "| --- | --- | --- |"]
-        rows = [asdict(change).values() for change in replay.changes[:_LISTED]]
-        text += [f"| {' | '.join(escaped(value) for value in row)} |" for row in rows]
+        rows = [map(escaped, asdict(change).values()) for change in replay.changes[:_LISTED]]
+        text += ["", table(("setting", "then", "now"), rows)]
     notes = [*replay.model, *replay.drawn]
     text += ["", *(f"- {escaped(note)}" for note in notes)] if notes else []
     return "\n".join(text) + "\n"
+
+
+def _row(pair: Pair) -> list[str]:
+    figures = pair.figures
+    return [
+        pair.name,
+        f"{figures.tokens:,}",
+        f"{figures.frac_equal:.4%}",
+        f"{figures.max_abs:.4g}",
+        f"{figures.k3.value:.4g}",
+        escaped(str(pair.first or "-")),
+    ]
 
 
 def cases(replay: Replay) -> list[Case]:

@@ -2,6 +2,7 @@
 
 import math
 
+from ...files.reading import first_few
 from ..finding import Finding
 from ..hypotheses.judgement import EDGE
 from ..report import Measurements
@@ -146,8 +147,7 @@ def _clauses(difference: CheckpointsDifference) -> list[str]:
         )
     for names, side in ((difference.only_first, "first"), (difference.only_second, "second")):
         if names:
-            more = f" and {len(names) - 1} more" * (len(names) > 1)
-            clauses.append(f"only the {side} has {names[0]}{more}")
+            clauses.append(f"only the {side} has {first_few(names, 1)}")
     return clauses
 
 
@@ -158,10 +158,8 @@ def _absent_operation(measured: Measurements) -> Finding | None:
         return None
     ops = trace.one_sided["sampler"] or trace.one_sided["trainer"]
     name = measured.sampler if trace.one_sided["sampler"] else measured.trainer
-    more = f" and {len(ops) - 1} more" if len(ops) > 1 else ""
-    return Finding(
-        "operation", f"only {name} has {ops[0]}{more}.", "Compare the architectures of the two models."
-    )
+    text = f"only {name} has {first_few(ops, 1)}."
+    return Finding("operation", text, "Compare the architectures of the two models.")
 
 
 def _other_than_it_scores(measured: Measurements) -> Finding | None:

@@ -2,6 +2,7 @@
 
 import math
 
+from ...files.reading import first_few
 from ..figures.drawn_from import mass_missing, ratio_words
 from ..figures.measure import Estimate
 from ..page.numbers import percent
@@ -134,8 +135,7 @@ def _against(measured: Measurements) -> str:
     names = [change.setting for change in since.changed]
     if not names:
         return f"Since {since.audit} no setting has changed."
-    more = f" and {len(names) - LISTED} more" if len(names) > LISTED else ""
-    return f"Since {since.audit} {len(names)} settings have changed: {', '.join(names[:LISTED])}{more}."
+    return f"Since {since.audit} {len(names)} settings have changed: {first_few(names, LISTED)}."
 
 
 def _cut_off(measured: Measurements) -> list[str]:

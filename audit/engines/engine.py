@@ -25,7 +25,7 @@ from ...model.decoder import Decoder, Numerics
 from ...model.operations import in_order, split_fused
 from ...model.scoring import cached_scores, logprobs, pack
 from ...verify.operation_outputs import Trace
-from .settings import Settings, zerokl_settings
+from .engine_settings import Settings, zerokl_settings
 
 Pair = tuple[Sequence[int], Sequence[int]]  # prompt and completion
 

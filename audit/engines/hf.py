@@ -23,9 +23,9 @@ from ...model.operation import Operation, Shown, Site
 from ...model.operations import in_order, sites
 from ...verify.operation_outputs import Trace
 from .engine import DISTRIBUTIONS, TOGETHER, Pair
+from .engine_settings import Settings, hf_settings
 from .module_trace import module_outputs
 from .modules import module_at, output
-from .settings import Settings, hf_settings
 
 
 def cache_argument(model: torch.nn.Module, cache: Any) -> dict[str, Any]:

@@ -27,8 +27,8 @@ from ...model.operation import Site
 from ...model.operations import in_order, sites
 from ...verify.operation_outputs import Trace
 from .engine import DISTRIBUTIONS, Pair, ZeroklEngine, trace_decoder
+from .engine_settings import Settings, vllm_settings
 from .modules import module_at, output
-from .settings import Settings, vllm_settings
 
 Record = Callable[[str, torch.Tensor], None]
 

@@ -8,7 +8,7 @@ import torch
 
 from ...model.operation import Equation
 from ...model.operations import input_names
-from ..operations.operations import Lookup, Operations, Tensor
+from ..operations.plain_operations import Lookup, Operations, Tensor
 
 Change = tuple[str, Tensor]  # what would be changed, in words, and the output that it would give
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from ...verify.mismatch import (
+    Estimate,
     infinite,
     largest,
     log_ratios,
@@ -34,14 +35,6 @@ _BEYOND_PERCENTILE = 5
 _WORST = 10
 # Shares of its capital that a bet on r > 1 stakes (see evidence).
 _STAKES = (0.05, 0.3, 1.0)
-
-
-@dataclass(frozen=True)
-class Estimate:
-    """A mean over tokens and its standard error; NaN where it is unknown."""
-
-    value: float
-    standard_error: float
 
 
 @dataclass(frozen=True)

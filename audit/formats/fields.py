@@ -14,6 +14,7 @@ from .record import LOGGED_NAN, TokenIds
 _NUMBERS = {int, float}
 # Beyond it a JSON number is no exact whole number in every reader.
 _LARGEST = 2**53
+_LARGEST_FP32 = float(np.finfo(np.float32).max)
 
 
 def number(name: str, value: Any, default: float | None = None) -> float:
@@ -151,8 +152,10 @@ def logprobs(name: str, value: Any, count: int, drawn: np.ndarray | None = None)
         raise ValueError(
             f"{name}[{index}] ({_short(value[index])}) is beyond the numbers of a computer"
         ) from None
-    largest = np.finfo(np.float32).max
-    result = np.where(np.isinf(exact), exact, np.clip(exact, -largest, largest)).astype(np.float32)
+    if drawn is None and not absent.any() and np.abs(exact).max(initial=0.0) <= _LARGEST_FP32:
+        return exact.astype(np.float32)
+    finite = np.clip(exact, -_LARGEST_FP32, _LARGEST_FP32)
+    result = np.where(np.isinf(exact), exact, finite).astype(np.float32)
     result[np.isnan(exact)] = LOGGED_NAN
     result[absent if drawn is None else absent | ~drawn] = np.nan
     return result

@@ -15,20 +15,30 @@ _REPORT_EVERY_S = 5.0
 _BOM = b"\xef\xbb\xbf"
 
 
-def json_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+def json_rows(path: Path, end: int | None = None) -> Iterator[tuple[str, dict[str, Any]]]:
     """The JSON objects of a file, one a line, with their places. Empty lines are passed over.
 
-    Raises ValueError that names file and line for a line that is none, and for a file that cannot be read.
+    end: the bytes that are read, whole lines; None reads all. Raises ValueError that names file and line for
+    a line that is none, and for a file that cannot be read.
     """
     try:
         with open_input(path) as file:
+            read = 0
             for number, line in enumerate(_shown(path, file), 1):
-                if number == 1:
-                    line = line.removeprefix(_BOM)
-                if line.strip():
-                    yield f"line {number}", _object(path, number, line)
+                read += len(line)
+                if end is not None and read > end:
+                    return
+                yield from json_row(path, number, line)
     except OSError as error:
         raise ValueError(f"{path} cannot be read ({error.strerror})") from None
+
+
+def json_row(path: Path, number: int, line: bytes) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The object of a line with its place; nothing for an empty one. number: of the line, from 1."""
+    if number == 1:
+        line = line.removeprefix(_BOM)
+    if line.strip():
+        yield f"line {number}", _object(path, number, line)
 
 
 def _object(path: Path, number: int, line: bytes) -> dict[str, Any]:

@@ -73,7 +73,9 @@ class LoggedRollout:
 
     def drawn_with(self, params: SamplingParams | None) -> "LoggedRollout":
         """This completion, drawn with these parameters where its log says none."""
-        return replace(self, sampling_params=self.sampling_params or params)
+        if params is None or self.sampling_params is not None:
+            return self
+        return replace(self, sampling_params=params)
 
     def check_scored(self, remedy: str) -> None:
         """Raise ValueError where there are no token ids, or no logprobs of the sampler. remedy: or empty."""

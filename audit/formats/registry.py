@@ -2,10 +2,12 @@
 
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from itertools import islice
 from pathlib import Path
+from types import MappingProxyType
 
 from ...files.inputs import open_input
 from ...files.reading import one_line
@@ -21,6 +23,8 @@ _PARQUET, _PICKLE = b"PAR1", b"\x80"
 # Completions of a log that are looked at before a model is loaded.
 _FIRST_ROWS = 16
 LOG_SUFFIXES = (".jsonl", ".parquet", ".pt")
+# Of a log that does not grow: all of it counts.
+ALL: Mapping[Path, int] = MappingProxyType({})
 
 
 def holds_logs(folder: Path, suffixes: tuple[str, ...] = LOG_SUFFIXES) -> bool:
@@ -40,12 +44,12 @@ def log_files(path: Path) -> list[Path]:
     files = [file for file in path.rglob("*") if file.suffix in LOG_SUFFIXES and file.is_file()]
     if not files:
         raise ValueError(f"{path} holds no log ({', '.join(LOG_SUFFIXES)})")
-    return sorted(files, key=lambda file: _natural(str(file.relative_to(path))))
+    return sorted(files, key=lambda file: natural_order(file.relative_to(path)))
 
 
-def _natural(name: str) -> list[tuple[int, str]]:
-    """A key that sorts numbers in a name by their value."""
-    return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", name)]
+def natural_order(path: Path) -> list[tuple[int, str]]:
+    """A key that sorts numbers in a name by their value: step 2 before step 10."""
+    return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", str(path))]
 
 
 def find_format(path: Path, name: str = "auto") -> Log:
@@ -97,17 +101,22 @@ def _magic(path: Path) -> bytes:
         raise ValueError(f"{path} cannot be read ({error.strerror})") from None
 
 
-def read_rollouts(path: Path, format: str = "auto") -> Iterator[tuple[str, LoggedRollout]]:
+def read_rollouts(
+    path: Path, format: str = "auto", ends: Mapping[Path, int] = ALL
+) -> Iterator[tuple[str, LoggedRollout]]:
     """The completions of a log, file or folder, with the place of each ("FILE, line 3").
 
-    A completion that an earlier file of the folder has counts once: ranks write the same samples, and a
-    framework may write all of them and those it trained on. Raises ValueError that names file and line for a
-    line that cannot be read.
+    ends: where it is given, the files of lines that count, and the bytes of each. A completion that an
+    earlier file of the folder has counts once: ranks write the same samples, and a framework may write all
+    of them and those it trained on. Raises ValueError that names file and line for a line that cannot be
+    read.
     """
-    files = log_files(path)
+    files = list(ends) or log_files(path)
     earlier: set[int] = set()
     for file in files:
         chosen = find_format(file, format)
+        if file in ends:
+            chosen = replace(chosen, rows=partial(json_rows, end=ends[file]))
         here: set[int] = set()
         again = 0
         for where, rollout in _file_rollouts(file, chosen):

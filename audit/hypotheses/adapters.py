@@ -21,9 +21,9 @@ from ...model.context import Hook
 from ...model.lora import Lora
 from ...model.peft import read_adapter, stored_lora
 from .evidence import Evidence
+from .other_weights import with_weights
 from .prediction import Prediction
 from .scores import decoder_scores
-from .weights import with_weights
 
 NARROW = ("bfloat16", "float16")
 

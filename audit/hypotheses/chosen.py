@@ -7,7 +7,7 @@ import numpy as np
 from .compared import apart
 from .evidence import Evidence
 from .judgement import COLUMN_LINES, EDGE, LINES
-from .lines import Line, Scores
+from .scorable_lines import Line, Scores
 
 
 def inside(evidence: Evidence) -> Evidence:

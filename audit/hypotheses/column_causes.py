@@ -5,11 +5,11 @@ from dataclasses import replace
 
 import numpy as np
 
-from ..faults.registry import without_model
+from ..faults.all_faults import without_model
 from ..formats.record import LoggedRollout
 from .evidence import Evidence
 from .fit import explain
-from .lines import Line
+from .scorable_lines import Line
 from .tried import Tried
 
 

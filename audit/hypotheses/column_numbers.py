@@ -9,8 +9,8 @@ import numpy as np
 
 from .evidence import Evidence
 from .judgement import MOST
-from .lines import Line, Scores
 from .prediction import Prediction
+from .scorable_lines import Line, Scores
 
 
 def mapped(evidence: Evidence, change: Callable[[Line], np.ndarray]) -> Scores:
@@ -47,8 +47,9 @@ def moved(x: np.ndarray, by: int) -> np.ndarray:
     return result
 
 
-def closest(line: Line, candidates: Sequence[np.ndarray]) -> np.ndarray:
-    """The candidate [C] that is nearest to the logged numbers of a line."""
+def closest(line: Line, candidates: Sequence[np.ndarray] | np.ndarray) -> np.ndarray:
+    """The candidate [C] of `candidates` [n, C] that is nearest to the logged numbers of a line."""
+    candidates = np.asarray(candidates)
     with np.errstate(invalid="ignore"):  # both may be at -inf
-        distances = [np.nansum(np.minimum(np.abs(c - line.logged), MOST)) for c in candidates]
+        distances = np.nansum(np.minimum(np.abs(candidates - line.logged), MOST), axis=1)
     return candidates[int(np.argmin(distances))]

@@ -6,8 +6,8 @@ Shapes: C completion tokens of a line.
 import numpy as np
 
 from .judgement import MOST
-from .lines import Line
 from .noise import beyond_slack
+from .scorable_lines import Line
 
 
 def apart(line: Line, scores: np.ndarray) -> np.ndarray:

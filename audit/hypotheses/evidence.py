@@ -4,10 +4,10 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from .lines import Line, Lines, Scores
+from .scorable_lines import Line, Lines, Scores
 
 if TYPE_CHECKING:
-    from .scorer import Scorer
+    from .other_scores import Scorer
 
 
 @dataclass(frozen=True)

@@ -15,12 +15,14 @@ from functools import cached_property
 import numpy as np
 
 from ...engine.display.progress import silent
+from ...files.dtypes import dtype_name
+from ..faults.all_faults import predicted_count
 from ..faults.fault import Predicted
-from ..faults.registry import predicted_count
 from . import noise as rounding_of
 from .chance import is_beyond_chance, shuffled_logs
 from .chosen import by_nearest_engine, chosen_lines, inside, total_of, without_edge
 from .compared import Compared, apart, shifted
+from .difference_places import where
 from .evidence import Evidence
 from .judgement import (
     BOTH,
@@ -44,10 +46,9 @@ from .judgement import (
     SURE_ERRORS,
     TIMES,
 )
-from .lines import Scores
 from .noise import Noise, beyond_slack, is_rounding
-from .places import where
 from .prediction import Prediction
+from .scorable_lines import Scores
 from .slope import slope
 from .tried import Row, Tried
 
@@ -165,7 +166,7 @@ def _measured(evidence: Evidence) -> list[Noise]:
     noises = {name: rounding_of.measured(name, list(x.values()), exact) for name, x in names.items()}
     # fp32 has 16 bits more than bf16; its engines differ by a few of the last ones.
     noises["float32"] = Noise("float32", max(noises["bfloat16"].size * FP32_OF_BF16, FP32))
-    return rounding_of.pairs(str(evidence.scorer.dtype).removeprefix("torch."), noises)
+    return rounding_of.pairs(dtype_name(evidence.scorer.dtype), noises)
 
 
 def _signed(evidence: Evidence) -> list[np.ndarray]:

@@ -1,6 +1,5 @@
 """What may have gone wrong with a log: the hypotheses and the checks of its ids, as a part of the report."""
 
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -16,12 +15,13 @@ from ...model.config import ModelConfig
 from ...model.peft import CONFIG, read_adapter, read_adapter_config, stored_lora
 from ...model.weights import Layout
 from ..engines.audited_model import audited_model
+from ..faults.all_faults import in_draws, with_model
 from ..faults.fault import LogFault
 from ..faults.model import another_dtype
-from ..faults.registry import in_draws, with_model
 from ..figures.drawn_from import UNDECLARED_CUT, check
 from ..figures.repeats import Drawn, group_of
 from ..formats.record import LoggedRollout
+from ..formats.registry import natural_order
 from ..knobs.column import KnobModel, with_knobs
 from ..log_section import TrainerColumn
 from .column_causes import said
@@ -29,9 +29,9 @@ from .compared import apart
 from .evidence import Evidence
 from .fit import explain
 from .judgement import EXACT
-from .lines import Line
 from .log_checks import check_log, drawn_parts
-from .scorer import ModelAdapters, Scorer
+from .other_scores import ModelAdapters, Scorer
+from .scorable_lines import Line
 from .tried import Tried
 
 # Lines whose random numbers are compared.
@@ -163,7 +163,7 @@ def other_checkpoints(names: Sequence[str], folder: Path) -> tuple[Path, ...]:
             [config.parent for config in Path(name).glob("**/config.json")] if Path(name).is_dir() else []
         )
         inside = [x for x in inside if x != Path(name)]
-        folders += [resolve_model(name)] if not inside else sorted(inside, key=_natural)
+        folders += [resolve_model(name)] if not inside else sorted(inside, key=natural_order)
     folders = [x for x in dict.fromkeys(folders) if x.resolve() != folder.resolve()]
     for other in folders:
         if different := _other_shape(folder, other):
@@ -187,7 +187,7 @@ def model_adapters(names: Sequence[str], folder: Path) -> ModelAdapters | None:
         inside = [path] if (path / CONFIG).exists() else [x.parent for x in path.glob(f"**/{CONFIG}")]
         if not inside:
             raise ValueError(f"audit: --adapter {path} holds no {CONFIG}; give the folder of a PEFT adapter")
-        folders += sorted(inside, key=_natural)
+        folders += sorted(inside, key=natural_order)
     if not folders:
         return None
     first, *others = dict.fromkeys(folders)
@@ -206,11 +206,6 @@ def model_adapters(names: Sequence[str], folder: Path) -> ModelAdapters | None:
         raise ValueError(f"audit: {base}, the base of {first}, has another {different} than {folder}")
     check_weights(base, Layout(ModelConfig.from_file(base)))
     return ModelAdapters(base, first, tuple(others))
-
-
-def _natural(path: Path) -> list[int | str]:
-    """Step 2 before step 10."""
-    return [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", str(path))]
 
 
 def _other_shape(a: Path, b: Path) -> str | None:

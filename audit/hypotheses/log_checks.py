@@ -3,10 +3,10 @@
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from ..faults.all_faults import in_ids
 from ..faults.chat_template import generation_prompt
 from ..faults.fault import LogFault
 from ..faults.ids import after_the_end, never_drawn, template_in_completion
-from ..faults.registry import in_ids
 from ..formats.record import LoggedRollout
 
 if TYPE_CHECKING:

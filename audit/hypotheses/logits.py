@@ -15,7 +15,7 @@ from ...kernels.sampling_params import SamplingParams
 from ...kernels.softcap import softcap
 from ...kernels.truncation import scaled_logits
 from .hf_forward import HfForward
-from .lines import Line, Lines, Scores
+from .scorable_lines import Line, Lines, Scores
 from .scores import Forward, hidden_rows
 
 # Logits that are held at once, and those that a search reads again and again; of a larger vocabulary fewer

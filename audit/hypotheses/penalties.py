@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import torch
 
-from .lines import Line
+from .scorable_lines import Line
 
 
 def seen_counts(ids: Sequence[int], V: int) -> torch.Tensor:

@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from .evidence import Evidence
-from .lines import Scores
 from .noise import Noise
+from .scorable_lines import Scores
 
 if TYPE_CHECKING:
     import numpy as np

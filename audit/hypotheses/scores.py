@@ -15,7 +15,7 @@ from ...model.decoder import Decoder
 from ...model.scoring import pack
 from ..engines.engine import TOGETHER, Pair
 from .hf_forward import HfForward
-from .lines import Lines, Scores
+from .scorable_lines import Lines, Scores
 
 Forward = Decoder | HfForward
 

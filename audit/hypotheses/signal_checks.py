@@ -13,6 +13,7 @@ from itertools import accumulate, pairwise
 
 import numpy as np
 
+from ...files.reading import first_few
 from ..faults.fault import LogFault
 from ..faults.signal import (
     advantages_without_numbers,
@@ -185,11 +186,9 @@ def _by_group(completions: Sequence[Completion]) -> list[list[Completion]]:
 def _named(completions: Sequence[Completion]) -> str:
     """The places of some completions, in words."""
     places = list(dict.fromkeys(x.place for x in completions))
-    first, *others = places[:_NAMED]
+    first, *others = places
     file = first.rpartition(", ")[0]
-    listed = [first, *(x.removeprefix(f"{file}, ") for x in others)]
-    more = f" and {len(places) - _NAMED:,} more" if len(places) > _NAMED else ""
-    return ", ".join(listed) + more
+    return first_few([first, *(x.removeprefix(f"{file}, ") for x in others)], _NAMED)
 
 
 # --- numbers ---

@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass, field
 
+from .difference_places import Where
 from .judgement import EXACT, FP32
-from .places import Where
 
 
 @dataclass(frozen=True)

@@ -78,6 +78,11 @@ class ColumnValues:
 
         drawn: [C] bool. cut: whether the column may give a drawn token the probability 0.
         """
+        # A log has 10^6 lines, and nearly all hold ordinary numbers alone. A NaN is within no bounds.
+        if drawn.all() and column.min() >= _DEEP and column.max() <= _HIGHEST:
+            self.drawn += len(column)
+            self.known += len(column)
+            return column
         temperature = min(1.0, params.temperature if params and params.temperature else 1.0)
         wrong = ~((column <= _HIGHEST) & (column >= _LOWEST / temperature)) | np.isin(column, self._stand_ins)
         wrong &= drawn & ~(np.isneginf(column) & cut)
@@ -161,8 +166,10 @@ class LogValues:
         for name, column in self.columns.items():
             if (values := getattr(rollout, name)) is not None:
                 cut = name == "trainer_logprobs" and (may_cut(params) or rollout.sampling_mask is not None)
-                taken[name] = column.taken(place, values, drawn, params, cut)
-        return replace(rollout, **taken)
+                left = column.taken(place, values, drawn, params, cut)
+                if left is not values:
+                    taken[name] = left
+        return replace(rollout, **taken) if taken else rollout
 
     def stand_ins(self) -> dict[str, frozenset[float]]:
         """The constants of each column that stand for a missing number; empty where there are none."""

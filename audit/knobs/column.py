@@ -14,14 +14,14 @@ from ...model.checkpoint import DTYPES
 from ...model.weight_files import stored_tensors
 from ..hypotheses.evidence import Evidence
 from ..hypotheses.judgement import FEWEST_TOKENS, FP32, FP32_OF_BF16
-from ..hypotheses.lines import Line
 from ..hypotheses.noise import Noise, measured
+from ..hypotheses.scorable_lines import Line
 from ..hypotheses.tried import Row, Tried
 from .dictionary import meaning
-from .fit import REFUSALS, Fitted
 from .forward import Tokens, chosen, sampled, usable
 from .knob import Turn
-from .places import Places, places_of
+from .knob_fit import REFUSALS, Fitted
+from .module_places import Places, places_of
 from .search import Answer, Knobs, leaves_rounding
 
 # Products of a weight and a token in a screening forward and in one of a fit; tokens of these at most.

@@ -4,8 +4,8 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-from .fit import Fitted
 from .knob import Turn
+from .knob_fit import Fitted
 
 # Scalings of YaRN and of linear interpolation that models ship with.
 _SCALINGS = (2.0, 4.0, 8.0, 16.0, 32.0, 40.0, 64.0)

@@ -12,8 +12,8 @@ import torch
 
 from ...kernels.truncation import scaled_logits
 from ..hypotheses.judgement import MOST
-from ..hypotheses.lines import Line
 from ..hypotheses.noise import weight
+from ..hypotheses.scorable_lines import Line
 from .knob import Turn, turned
 
 # Tokens that a completion is cut to at least.

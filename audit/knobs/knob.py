@@ -27,7 +27,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from ..engines.module_trace import first_tensor
-from .places import Place
+from .module_places import Place
 
 _PRODUCTS = (torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__)
 _E4M3_LARGEST = 448.0

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import torch
 
 from .knob import Knob
-from .places import Place, Places
+from .module_places import Place, Places
 
 # Values that a search begins with, beside those that a slope leads to.
 _SCALES = (0.0, 0.5, 2.0)

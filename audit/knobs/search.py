@@ -19,11 +19,11 @@ from ...engine.display.progress import silent
 from ..hypotheses.judgement import ERRORS, SECOND, SLOPE
 from ..hypotheses.noise import Noise, is_rounding
 from ..hypotheses.slope import slope
-from .fit import REFUSALS, Fitted, effect_on, refined, screened
 from .forward import Tokens
 from .knob import Knob, Turn
+from .knob_fit import REFUSALS, Fitted, effect_on, refined, screened
 from .knobs import knobs_of
-from .places import Places
+from .module_places import Places
 
 # Classes that are refined in all layers, and that are looked at by layer; leads by layer that are refined;
 # leads that are fitted on all tokens; first and second knobs of pairs.

@@ -22,7 +22,7 @@ from ..engines.engine import Pair
 from ..formats.record import LoggedRollout
 from ..hypotheses.hf_forward import HfForward
 from ..sections import ExpertsDifference
-from .operations import Checkpoint, choice_scores
+from .plain_operations import Checkpoint, choice_scores
 
 
 def experts_difference(a: Trace, b: Trace, checkpoint: Checkpoint) -> ExpertsDifference | None:

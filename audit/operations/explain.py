@@ -10,10 +10,10 @@ import torch
 
 from ...model.operation import Equation
 from ...model.operations import operation
+from ..faults.all_faults import changed_operations
 from ..faults.changed_operation import SHORT, Change, Traced
-from ..faults.registry import changed_operations
 from .operation_errors import FIT, excess, in_dtype, recorded, rms
-from .operations import Lookup, Operations, Tensor
+from .plain_operations import Lookup, Operations, Tensor
 
 # In TF32 a factor of an fp32 product has float16's 11 bits; vLLM's attention on a GPU is an example.
 _PRODUCTS = {Equation.LINEAR, Equation.ATTENTION, Equation.EXPERTS}

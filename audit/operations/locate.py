@@ -7,19 +7,18 @@ does something else than its checkpoint says (operation_errors.py). Only the sec
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 
-import torch
-
+from ...files.dtypes import dtype_name
 from ...kernels.sampling_params import SamplingParams
 from ...model.operation import STREAM
 from ...model.operations import is_optional, known, known_operation, operation_names, split_name
 from ...verify.operation_outputs import Trace, compare_traces, first_divergence, one_sided
 from ..engines.engine import Engine, Pair
 from ..sections import Jump, TraceSection
-from .checkpoints import compare_checkpoints, have_one_shape
 from .experts import experts_difference
 from .explain import explain
 from .operation_errors import OwnError, own_errors
-from .operations import Checkpoint, Operations
+from .other_checkpoint import compare_checkpoints, have_one_shape
+from .plain_operations import Checkpoint, Operations
 
 # Further operations at fault that a report lists by name.
 _LISTED = 12
@@ -125,7 +124,7 @@ def _jump(
     return Jump(
         **asdict(error),
         engine=sides[i].name,
-        dtype=_dtype(sides[i].trace[error.op]),
+        dtype=dtype_name(sides[i].trace[error.op].dtype),
         explanation=explain(error.op, sides[i].trace, exact),
         absent=_absent(error.op, sides[i].trace, yardsticks[i]),
         both_engines=both,
@@ -146,7 +145,3 @@ def _absent(op: str, trace: Trace, checkpoint: Checkpoint) -> str:
 def _is_optional(source: str) -> bool:
     """Whether what an operation reads is one that only some models have."""
     return source != STREAM and is_optional(known_operation(source))
-
-
-def _dtype(x: torch.Tensor) -> str:
-    return str(x.dtype).removeprefix("torch.")

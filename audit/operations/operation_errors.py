@@ -20,7 +20,7 @@ import torch
 from ...model.operation import Equation
 from ...model.operations import operation, operation_names
 from ...verify.operation_outputs import Trace
-from .operations import Lookup, Operations, Tensor, cut
+from .plain_operations import Lookup, Operations, Tensor, cut
 
 # Times the sound error from which an operation is at fault. Of sound engines (transformers with both kinds of
 # attention, vLLM for CPUs, our kernels; fp32, bf16 and fp16) none was seen above 4, where outputs that are

@@ -1,11 +1,13 @@
 """The bias of the gradient in words and rows: for the terminal, and for audit.html."""
 
 from collections.abc import Mapping
+from functools import partial
 
-from ...verify.bias_figures import Bias, DrawnBias, Estimate
-from .numbers import number
+from ...verify.bias_figures import Bias, DrawnBias
+from .numbers import estimate
 
 Row = tuple[str, ...]
+_shown = partial(estimate, digits=3)
 # Headings of the losses, and what the figures are (verify/bias_figures.py).
 LOSSES = ("correction", "bias", "length", "cosine", "noise of a step", "cosine of a step")
 LEGEND = (
@@ -41,7 +43,3 @@ def drawn_from(bias: DrawnBias) -> str:
         f"of {bias.prompts} prompts x {bias.num_generations} completions. The exact ones have noise "
         f"{_shown(floor.noise)}, and two of them the cosine {_shown(floor.draws_cosine)}: the floor."
     )
-
-
-def _shown(x: Estimate) -> str:
-    return f"{number(x.value, 3)} ± {number(x.standard_error, 2)}"

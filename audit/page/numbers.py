@@ -3,6 +3,7 @@
 import math
 
 from ...pages.html import visible
+from ...verify.mismatch import Estimate
 
 
 def number(x: float | None, digits: int = 4) -> str:
@@ -10,6 +11,11 @@ def number(x: float | None, digits: int = 4) -> str:
     if x is None or math.isnan(x):
         return "-"
     return f"{x:.{digits}g}"
+
+
+def estimate(x: Estimate, digits: int = 4) -> str:
+    """A figure and its standard error."""
+    return f"{number(x.value, digits)} ± {number(x.standard_error, 2)}"
 
 
 def percent(share: float) -> str:

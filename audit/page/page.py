@@ -8,6 +8,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from ...files.reading import first_few
 from ...pages.charts import chart
 from ...pages.html import card, cell, figure_card, folded, inert, table, table_of_cells
 from ...pages.page import document
@@ -26,7 +27,6 @@ from .rows import (
     HYPOTHESES,
     OPERATIONS,
     PLUS_MINUS,
-    STEP_FIGURES,
     WORST,
     against_rows,
     figure_rows,
@@ -37,6 +37,7 @@ from .rows import (
     own_rows,
     position_rows,
     setting_rows,
+    step_figures,
     step_rows,
     worst_rows,
 )
@@ -74,10 +75,13 @@ def run_page(report: RunReport, sentences: Sequence[str]) -> str:
     title = f"{report.run}: {report.sampler} against {report.trainer}"
     rows = report.steps
     body = "" if all(r.frac_equal == 1.0 for r in rows) else chart(steps_chart(rows))
-    links = (f'<td><a href="step-{r.step:06d}/audit.html">step {r.step}</a></td>' for r in rows)
-    cells = ("".join(map(cell, texts)) for texts in step_rows(report))
-    linked = (row + link for row, link in zip(cells, links, strict=True))
-    body += table_of_cells((*STEP_FIGURES, "report"), linked)
+    if report.bar:
+        body += table(step_figures(report), step_rows(report))
+    else:
+        links = (f'<td><a href="step-{r.step:06d}/audit.html">step {r.step}</a></td>' for r in rows)
+        cells = ("".join(map(cell, texts)) for texts in step_rows(report))
+        linked = (row + link for row, link in zip(cells, links, strict=True))
+        body += table_of_cells((*step_figures(report), "report"), linked)
     text = "".join(f"<p>{inert(sentence)}</p>" for sentence in sentences[1:] or sentences)
     cards = f"{card(_SECTIONS['cause'], text)}{card('By step', body)}"
     shown = f'<section id="cause" class="stack" tabindex="-1">{cards}</section>'
@@ -266,8 +270,7 @@ def _operations(report: Report, trace: TraceSection) -> str:
         body += chart(operations_chart(trace))
     for side, ops in trace.one_sided.items():
         if ops:
-            listed = ", ".join(ops[:8]) + (f" and {len(ops) - 8} more" if len(ops) > 8 else "")
-            body += f"<p>Only {inert(getattr(report, side))} ({side}) has {inert(listed)}.</p>"
+            body += f"<p>Only {inert(getattr(report, side))} ({side}) has {inert(first_few(ops, 8))}.</p>"
     if trace.other_shapes:
         body += f"<p>Of another shape: {inert(', '.join(trace.other_shapes[:8]))}.</p>"
     headings = (*OPERATIONS, *(f"own error, {name}" for name in trace.own_errors or {}))

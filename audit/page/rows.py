@@ -1,12 +1,13 @@
 """The figures of a report in words and rows: for the terminal, and for audit.html."""
 
-from ..figures.measure import Bucket, Estimate, Spread
+from ...verify.mismatch import Estimate
+from ..figures.measure import Bucket, Spread
 from ..hypotheses.tried import Tried
 from ..report import Report
 from ..run_report import RunReport
 from ..sections import FullVocab
 from ..settings import distribution_words
-from .numbers import distance, logprob, number, percent, quoted
+from .numbers import distance, estimate, logprob, number, percent, quoted
 
 Row = tuple[str, ...]
 
@@ -31,7 +32,7 @@ WORST = ("sequence", "position", "text before", "token", "sampler", "trainer")
 # Headings of the hypotheses about a log, in nats a token.
 HYPOTHESES = ("hypothesis", "what it says", "nats explained", "nats left", "lines", "candidates")
 # Headings of the checkpoints of a run.
-STEP_FIGURES = ("step", "equal", "largest |d|", "k3", "perplexity", "bits part at", "tokens", "cause")
+_STEP_FIGURES = ("step", "equal", "largest |d|", "k3", "perplexity", "bits part at", "tokens", "cause")
 # Headings of what changed since an earlier audit.
 AGAINST = ("setting or figure", "then", "now")
 OPERATIONS = (
@@ -62,7 +63,7 @@ def figure_rows(report: Report) -> list[Row]:
     """Name, value and meaning of the figures over all tokens."""
     figures = report.shown.figures
     meaning = "of exp(trainer - sampler); 1 where both are sound"
-    rows = [("mean ratio", _with_error(figures.mean_ratio), meaning)]
+    rows = [("mean ratio", estimate(figures.mean_ratio), meaning)]
     if report.log:
         compared = f"{figures.sequences:,} of {report.log.logged:,}"
         rows.append(("rollouts", compared, "compared, of those in the log; -n takes more or fewer"))
@@ -78,12 +79,8 @@ def figure_rows(report: Report) -> list[Row]:
 
 def _shown(value: Estimate | float | int) -> str:
     if isinstance(value, Estimate):
-        return _with_error(value)
+        return estimate(value)
     return f"{value:,}" if isinstance(value, int) else number(value, 6)
-
-
-def _with_error(x: Estimate) -> str:
-    return f"{number(x.value)} ± {number(x.standard_error, 2)}"
 
 
 def _left_out_rows(report: Report) -> list[Row]:
@@ -136,8 +133,8 @@ def full_vocab_rows(w: FullVocab | None) -> list[Row]:
         ("vocab: places equal", percent(w.frac_places_equal), f"all log-probabilities equal; {both}"),
         ("vocab: values equal", percent(w.frac_values_equal), "log-probabilities with equal bits"),
         ("vocab: largest |d|", number(w.max_abs), where if w.token is not None else "of any token"),
-        ("vocab: KL(s || t)", _with_error(w.kl_sampler_trainer), f"sampler to trainer: {kl}"),
-        ("vocab: KL(t || s)", _with_error(w.kl_trainer_sampler), f"trainer to sampler: {kl}"),
+        ("vocab: KL(s || t)", estimate(w.kl_sampler_trainer), f"sampler to trainer: {kl}"),
+        ("vocab: KL(t || s)", estimate(w.kl_trainer_sampler), f"trainer to sampler: {kl}"),
         (
             "vocab: mass - 1",
             f"{number(w.mass_sampler, 2)}, {number(w.mass_trainer, 2)}",
@@ -266,8 +263,30 @@ def against_rows(report: Report) -> list[Row]:
     return [*((c.setting, c.before, c.now) for c in since.changed), *figures]
 
 
+def step_figures(report: RunReport) -> Row:
+    """The headings of step_rows."""
+    if not report.bar:
+        return _STEP_FIGURES
+    bar = (report.bar.figure,) if report.bar.name else ()
+    return ("step", *bar, "k3", "largest |d|", "tokens", "outcome", "completions", "equal")
+
+
 def step_rows(report: RunReport) -> list[Row]:
-    """The figures of each checkpoint of a run."""
+    """The figures of each checkpoint of a run, or of each step of a log."""
+    if report.bar:
+        return [
+            (
+                str(r.step),
+                *([number(r.bar, 4)] if report.bar.name else []),
+                number(r.k3.value, 3),
+                number(r.max_abs, 3),
+                f"{r.tokens:,}",
+                r.outcome.words,
+                f"{r.completions:,}",
+                percent(r.frac_equal),
+            )
+            for r in report.steps
+        ]
     return [
         (
             str(r.step),

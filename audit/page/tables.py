@@ -14,7 +14,6 @@ from .rows import (
     AGAINST,
     HYPOTHESES,
     PLUS_MINUS,
-    STEP_FIGURES,
     WORST,
     against_rows,
     figure_rows,
@@ -23,6 +22,7 @@ from .rows import (
     own_rows,
     position_rows,
     setting_rows,
+    step_figures,
     step_rows,
     worst_rows,
 )
@@ -48,7 +48,7 @@ def run_tables(report: RunReport) -> list[Table]:
     title = f"{report.sampler} against {report.trainer}, by step of {report.run}"
     shown = 6  # more columns would not fit a terminal of 80
     return [
-        _table(STEP_FIGURES[:shown], [cells[:shown] for cells in step_rows(report)], title),
+        _table(step_figures(report)[:shown], [cells[:shown] for cells in step_rows(report)], title),
         _settings(report),
     ]
 

@@ -20,6 +20,7 @@ from zlib import crc32
 
 import numpy as np
 import torch
+from zerokl.pages.markdown import table as markdown_table
 
 if TYPE_CHECKING:
     from zerokl.audit.faults.fault import Fault, Plant
@@ -53,7 +54,7 @@ def build(root: Path, seed: int, only: str, families: Sequence[str] = FAMILIES) 
     """Draw every plant of every fault, and every sound log, and write each with its options."""
     import models
     from sound import SOUND
-    from zerokl.audit.faults.registry import everything
+    from zerokl.audit.faults.all_faults import everything
 
     worlds = [models.world(family, seed, root / "models") for family in families]
     planted = [(fault, plant) for fault in everything() for plant in fault.plants]
@@ -171,10 +172,11 @@ def table(root: Path, seed: int, only: str) -> None:
                 others.append(f"{result['word']}: {case['name']} ({case['family']}): {result['text'][:150]}")
     for held_out, by_group in counts.items():
         print(f"\n{'Held out' if held_out else 'What the constants were set on'}:\n")
-        print("| class | audited | " + " | ".join(WORDS) + " |\n|" + " --- |" * (2 + len(WORDS)))
-        for group, words in by_group.items():
-            cells = [str(words.total()), *(str(words[word]) for word in WORDS)]
-            print(f"| {CLASSES[group]} | {' | '.join(cells)} |")
+        rows = [
+            [CLASSES[group], str(words.total()), *(str(words[word]) for word in WORDS)]
+            for group, words in by_group.items()
+        ]
+        print(markdown_table(("class", "audited", *WORDS), rows))
     print("\n".join(others))
 
 

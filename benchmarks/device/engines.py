@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from zerokl.files.dtypes import dtype_name
 
 Call = Callable[[int], int]
 
@@ -43,7 +44,7 @@ def native(model: Path, dtype: torch.dtype, device: torch.device, requests: Requ
         max_concurrency=requests.sequences,
         cache_bytes=requests.cache_bytes,
     )
-    return _keyed(sampler, requests)
+    return keyed(sampler, requests)
 
 
 def vllm_zerokl(
@@ -59,7 +60,7 @@ def vllm_zerokl(
     if device.type == "cpu":  # vLLM's process maps the trainer's memory
         weights = SharedTensor(decoder.layout.numel, dtype)
         decoder.move_to(weights.tensor)
-    return _keyed(VllmZeroklSampler(model, decoder.config, weights, _vllm_config(requests, graphs)), requests)
+    return keyed(VllmZeroklSampler(model, decoder.config, weights, _vllm_config(requests, graphs)), requests)
 
 
 def vllm_exact(
@@ -72,7 +73,7 @@ def vllm_exact(
     decoder = load_decoder(model, dtype, device)
     flat = decoder.flat.detach()
     sampler = VllmExactSampler(model, decoder.config, decoder.layout, flat, _vllm_config(requests, graphs))
-    return _keyed(sampler, requests)
+    return keyed(sampler, requests)
 
 
 def _vllm_config(requests: Requests, graphs: bool):
@@ -87,7 +88,7 @@ def _vllm_config(requests: Requests, graphs: bool):
     )
 
 
-def _keyed(sampler, requests: Requests) -> Call:
+def keyed(sampler, requests: Requests) -> Call:
     """Calls of a sampler of zerokl's."""
     from zerokl.engine.rollout.types import GenerationParams, RngKey, complete
     from zerokl.kernels.sampling_params import SamplingParams
@@ -107,7 +108,7 @@ def vllm_as_it_comes(model: Path, dtype: torch.dtype, requests: Requests, **argu
 
     llm = LLM(
         model=str(model),
-        dtype=str(dtype).removeprefix("torch."),
+        dtype=dtype_name(dtype),
         skip_tokenizer_init=True,
         logprobs_mode="processed_logprobs",
         disable_log_stats=True,

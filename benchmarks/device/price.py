@@ -29,10 +29,10 @@ def price(m: Machine, dtype: torch.dtype = torch.bfloat16) -> Iterator[Row]:
         on_device = ids.to(m.device)
 
         def ours(shard_sum: ShardSum = shard_sum, batch=batch) -> None:
-            shard_sum.add(_gradient, [batch])
+            shard_sum.add(gradient, [batch])
 
         def plain(decoder: Decoder = decoder, weights=weights, ids=on_device) -> None:
-            logits = _plain_hidden(decoder.config, weights, ids[:, :-1]) @ weights["embed"].t()
+            logits = plain_hidden(decoder.config, weights, ids[:, :-1]) @ weights["embed"].t()
             loss = F.cross_entropy(logits.flatten(0, 1).float(), ids[:, 1:].flatten())
             torch.autograd.grad(loss, list(weights.values()))
 
@@ -46,14 +46,14 @@ def price(m: Machine, dtype: torch.dtype = torch.bfloat16) -> Iterator[Row]:
         } | ({"goal_ms": _GOAL_MS} if (name, layers, vocab) == whole and not m.small else {})
 
 
-def _gradient(decoder: Decoder, batches: list[PackedBatch], buffers: Buffers) -> list[None]:
+def gradient(decoder: Decoder, batches: list[PackedBatch], buffers: Buffers) -> list[None]:
     """Add the gradient of a shard, which is one packed batch."""
     for batch in batches:
         logprobs(decoder, batch, SamplingParams(), buffers=buffers)[0].sum().backward()
     return [None]
 
 
-def _plain_hidden(c: ModelConfig, w: dict[str, torch.Tensor], ids: torch.Tensor) -> torch.Tensor:
+def plain_hidden(c: ModelConfig, w: dict[str, torch.Tensor], ids: torch.Tensor) -> torch.Tensor:
     """The hidden states of the model, in plain torch. ids [B, L] -> [B, L, D]."""
     B, L = ids.shape
     angle = torch.arange(L, device=ids.device).unsqueeze(1) * torch.tensor(

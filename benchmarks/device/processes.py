@@ -54,7 +54,7 @@ def rows_of(
 ) -> Iterator[tuple[str, Row]]:
     """Run the commands `jobs` at the same time. Yields (name, row) for each row, job after job.
 
-    turns: so many lines go to each command's stdin (turns.py). variables: for the commands. A command that
+    turns: so many lines go to each command's stdin (by_turns.py). variables: for the commands. A command that
     fails has a row that says why. One that takes more than `limit_s`, or than the part has left, has a row
     that says so.
     """

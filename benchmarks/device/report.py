@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from zerokl.benchmarks.machine import Row
 from zerokl.files.writing import first_free
-from zerokl.verify.environment import environment
+from zerokl.verify.run_environment import environment
 
 RESULTS = Path(os.environ.get("RESULTS") or Path(__file__).resolve().parents[1] / "results")
 

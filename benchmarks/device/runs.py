@@ -15,8 +15,9 @@ from zerokl.engine.runs.setup import make_state
 from zerokl.engine.tasks.loading import load_task
 from zerokl.engine.tasks.rewards import Reward
 from zerokl.engine.tasks.tokenizer import character_tokenizer
-from zerokl.engine.train.recorder import Recorder
+from zerokl.engine.train.ledger_recorder import Recorder
 from zerokl.engine.train.step import train_step
+from zerokl.files.dtypes import dtype_name
 from zerokl.model.checkpoint_writing import write_checkpoint
 from zerokl.model.decoder import Decoder
 from zerokl.model.weights import fingerprint
@@ -62,7 +63,7 @@ def settings(m: Machine, model: Path, dtype: torch.dtype, steps: int) -> dict[st
     return {
         "model": str(model),
         "device": m.device.type,
-        "dtype": str(dtype).removeprefix("torch."),
+        "dtype": dtype_name(dtype),
         "steps": steps,
         "prompts": 4,
         "num_generations": 4,

@@ -6,38 +6,22 @@ Each row is one `zerokl audit`, which is printed as it runs; its report lies in 
 """
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 
+from zerokl.benchmarks.engine_pairs import audit
+from zerokl.pages.markdown import table
+
 _PAIRS = (("hf", "zerokl"), ("vllm", "hf"), ("vllm", "zerokl"), ("vllm-zerokl", "zerokl"))
 _DTYPES = ("float32", "bfloat16")
-_COMPLETIONS, _MAX_TOKENS = 16, 48
 
 
-def audit(model: Path, out: Path, dtype: str, sampler: str, trainer: str) -> dict:
-    """The report of one pair. Raises SystemExit where the audit cannot be made."""
-    folder = out / f"{dtype}-{sampler}-{trainer}"
-    words = [
-        "audit",
-        str(model),
-        "--sampler",
-        sampler,
-        "--trainer",
-        trainer,
-        "--dtype",
-        dtype,
-        "--full_vocab",
-    ]
-    words += ["--prompts", str(Path(__file__).with_name("prompts.txt")), "--chat"]
-    words += ["-n", str(_COMPLETIONS), "--max_tokens", str(_MAX_TOKENS), "--out", str(folder)]
-    zerokl = Path(sys.executable).with_name("zerokl")
-    print("zerokl", *words, flush=True)
-    if not (folder / "audit.json").exists():
-        process = subprocess.run([zerokl, *words], stdout=subprocess.DEVNULL, check=False)
-        if process.returncode == 2:
-            raise SystemExit("audits: the audit above was refused")
-    return json.loads((folder / "audit.json").read_text())
+def audited(model: Path, out: Path, dtype: str, pair: tuple[str, str]) -> dict:
+    """The report of one pair; of an earlier start, if there is one."""
+    folder = out / f"{dtype}-{'-'.join(pair)}"
+    if (folder / "audit.json").exists():
+        return json.loads((folder / "audit.json").read_text())
+    return audit(model, dtype, pair, folder, "--full_vocab", "-n", "16", "--max_tokens", "48")
 
 
 def row(report: dict) -> list[str]:
@@ -60,10 +44,9 @@ def row(report: dict) -> list[str]:
 def main() -> None:
     """Make all audits, and print the table as Markdown."""
     model, out = map(Path, sys.argv[1:3])
-    rows = [row(audit(model, out, dtype, *pair)) for dtype in _DTYPES for pair in _PAIRS]
+    rows = [row(audited(model, out, dtype, pair)) for dtype in _DTYPES for pair in _PAIRS]
     headings = ["dtype", "sampler", "trainer", "tokens", "equal", "largest", "k3", "KL", "part", "cause"]
-    for cells in (headings, ["---"] * len(headings), *rows):
-        print(f"| {' | '.join(cells)} |")
+    print(table(headings, rows))
 
 
 if __name__ == "__main__":

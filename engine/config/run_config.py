@@ -30,6 +30,7 @@ from .training_sections import (
     CheckpointConfig,
     EvaluationConfig,
     LedgerConfig,
+    MemoryConfig,
     MonitorConfig,
     OptimizerConfig,
 )
@@ -286,6 +287,7 @@ class Config(Section):
     loss: LossConfig = LossConfig()
     lora: LoraConfig = LoraConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
+    memory: MemoryConfig = MemoryConfig()
     precision: PrecisionConfig = PrecisionConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     monitor: MonitorConfig = MonitorConfig()

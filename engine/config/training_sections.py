@@ -1,4 +1,4 @@
-"""The sections `optimizer`, `evaluation`, `monitor`, `checkpoint` and `ledger` of the configuration."""
+"""The sections optimizer, memory, evaluation, monitor, checkpoint and ledger of the configuration."""
 
 from typing import Literal
 
@@ -12,10 +12,16 @@ class OptimizerConfig(Section):
 
     lr: float = setting(1e-4, ge=0, common=True, also_called="learning_rate actor_learning_rate max_lr")
     """Peak learning rate."""
-    schedule: Literal["constant", "linear", "cosine"] = setting(
+    schedule: Literal["constant", "linear", "cosine", "cosine_with_restarts", "wsd"] = setting(
         "constant", common=True, also_called="lr_scheduler_type lr_scheduler lr_decay_style"
     )
-    """The learning rate after the warm-up: constant, or falling to min_lr_ratio until the end of the run."""
+    """The learning rate after the warm-up: constant, or falling to min_lr_ratio until the end of the run. wsd
+    (warm-up, stable, decay) is constant first, and falls linearly over the last decay_ratio of the updates.
+    """
+    cycles: int = setting(1, ge=1, head=WHERE_SET, also_called="num_cycles")
+    """How often cosine_with_restarts falls from lr."""
+    decay_ratio: float = setting(0.1, gt=0, le=1, head=WHERE_SET, also_called="num_decay_steps")
+    """Share of the updates after the warm-up over which wsd falls."""
     warmup_steps: int = setting(
         0, ge=0, common=True, also_called="warmup_ratio lr_warmup_steps num_warmup_steps"
     )
@@ -36,6 +42,43 @@ class OptimizerConfig(Section):
         1.0, ge=0, common=True, also_called="max_norm grad_clip clip_grad gradient_clipping"
     )
     """A gradient with a larger global norm is scaled down to this norm; 0 is off."""
+
+    @rule
+    def _schedule(self, run: PlannedRun) -> str | None:
+        if self.cycles != 1 and self.schedule != "cosine_with_restarts":
+            return (
+                f'optimizer.cycles ({self.cycles}) is of schedule = "cosine_with_restarts", '
+                f'not of "{self.schedule}"'
+            )
+        if self.decay_ratio != 0.1 and self.schedule != "wsd":
+            return (
+                f'optimizer.decay_ratio ({self.decay_ratio}) is of schedule = "wsd", not of "{self.schedule}"'
+            )
+
+
+class MemoryConfig(Section, head=free("copies, which change no bit")):
+    """Memory beside the device. It changes no bit of the result."""
+
+    offload: Literal["auto", "none", "host", "disk"] = setting(
+        "auto",
+        needs_whole=lambda place: place in ("host", "disk"),
+        also_called="offload_optimizer offload_param optimizer_offload param_offload cpu_offload "
+        "fsdp_offload_params",
+    )
+    """Where lies what no kernel reads: fp32 master weights (not of fp32 training, which computes with them),
+    the optimizer's moments, the gradient's partial sums, LoRA's base, and, with recompute = "layer", the
+    inputs of layers until their backward. none: on the device. host: in the host's memory, from where it
+    comes by slices. disk: in files without a name in the folder for temporary files (TMPDIR). auto: on a GPU
+    the first of these with which the step is predicted to fit, and on a CPU none.
+    """
+
+    @rule
+    def _one_rank_of_gpus(self, run: PlannedRun) -> str | None:
+        if self.offload in ("host", "disk") and run.ranks > 1 and run.device == "cuda":
+            return (
+                f'memory.offload ("{self.offload}") with {run.ranks} ranks on GPUs: what ranks exchange lies '
+                'on their GPUs; set it to "none", or start one process'
+            )
 
 
 class EvaluationConfig(Section, head=free("only reads the weights, with random numbers of its own")):

@@ -105,15 +105,21 @@ class BudgetPlayer(CompletionPlayer):
             request for r in reasonings for request in self._requests(r, cuts, generation_params, rng_key)
         ]
         answers = draw(sampler, requests)
-        groups = [*zip(_cut(reasonings, len(problems)), _cut(answers, len(problems)), strict=True)]
+        n, k = len(reasonings) // len(problems), len(answers) // len(problems)
         with self._one_at_a_time:
-            texts = [[self._texts(part) for part in group] for group in groups]
+            thoughts = self._tokenizer.grouped_texts([r.completion_ids for r in reasonings], n)
+            answered = self._tokenizer.grouped_texts([r.completion_ids for r in answers], k)
             with self._station("time/reward_s"):
-                rewards = self.reward.values(problems, [answered for _, answered in texts])
+                rewards = self.reward.values(problems, answered)
+        rollouts = [
+            rollout
+            for p in range(len(problems))
+            for rollout in (*reasonings[p * n : (p + 1) * n], *answers[p * k : (p + 1) * k])
+        ]
         return Episodes(
             list(problems),
-            [rollout for group in groups for part in group for rollout in part],
-            [thoughts + answered for thoughts, answered in texts],
+            rollouts,
+            [t + a for t, a in zip(thoughts, answered, strict=True)],
             cuts.with_reasonings(rewards),
             self.binary,
             cuts=cuts,
@@ -132,12 +138,3 @@ class BudgetPlayer(CompletionPlayer):
                 sample = cuts.sample(reasoning.sample, j, k)
                 key = replace(rng_key, prompt=reasoning.prompt, sample=sample)
                 yield Request(ids, key, draw_params, self._answers.max_tokens)
-
-    def _texts(self, rollouts: Sequence[Rollout]) -> list[str]:
-        return [self._tokenizer.decode(r.completion_ids) for r in rollouts]
-
-
-def _cut(rollouts: list[Rollout], prompts: int) -> list[list[Rollout]]:
-    """Those of each prompt; all prompts have as many."""
-    n = len(rollouts) // prompts
-    return [rollouts[p * n : (p + 1) * n] for p in range(prompts)]

@@ -51,6 +51,7 @@ class Row(NamedTuple):
     last: int  # the completion ends when so many tokens of the trajectory are drawn
     rng_key: RngKey
     pages: Sequence[int]  # blocks of the cache
+    slot: int = 0  # of the cache, where a layer has a state
 
 
 class DrawnToken(NamedTuple):
@@ -134,7 +135,10 @@ class DecodeMemory:
         device = decoder.device
         self.padded = on_triton(decoder.flat)
         rows = bucket(rows) if self.padded else rows
-        self.cache = BlockCache(decoder.config, blocks + self.padded, decoder.cache_dtype, device)
+        # One slot for each sample that runs, and one for a prefix whose samples wait.
+        self.cache = BlockCache(
+            decoder.config, blocks + self.padded, decoder.cache_dtype, device, slots=rows + 1
+        )
         self.blocks, self.padding_page = blocks, self.cache.allocate(1)[0] if self.padded else 0
         self.prefix_cache = PrefixCache(self.cache)
         self.state = torch.zeros(len(_Field), rows, dtype=torch.int64, device=device)
@@ -278,7 +282,7 @@ class DecodeRows:
         state = np.zeros((len(_Field), n), np.int64)
         table = np.full((n, memory.table.shape[1]), memory.padding_page, np.int32)
         state[_Field.DONE, len(rows) :] = 1
-        for i, (token, position, drawn, last, key, pages) in enumerate(rows):
+        for i, (token, position, drawn, last, key, pages, _) in enumerate(rows):
             state[:, i] = token, position, 0, last, drawn, key.sample, key.prompt, key.step  # as in _Field
             table[i, : len(pages)] = pages
         tables = [state, table, *self._shared_work(rows, table)]
@@ -338,6 +342,7 @@ class DecodeRows:
             self.packed,
             routing or FREE,
             shared,
+            [row.slot for row in self._rows],
         )
         hidden = self.decoder.hidden(state[_Field.TOKEN], context)
         if routing:

@@ -212,8 +212,7 @@ class CompletionPlayer(EpisodePlayer):
         rollouts = complete(sampler, prompts, generation_params, rng_key)
         G = generation_params.num_generations
         with self._one_at_a_time:
-            flat = [self._tokenizer.decode(r.completion_ids) for r in rollouts]
-            texts = [flat[i : i + G] for i in range(0, len(flat), G)]
+            texts = self._tokenizer.grouped_texts([r.completion_ids for r in rollouts], G)
             with self._station("time/reward_s"):
                 rewards = self.reward.values(problems, texts)
         return Episodes(list(problems), rollouts, texts, rewards, self.binary)

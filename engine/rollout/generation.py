@@ -42,6 +42,7 @@ class Prefix:
     ids: tuple[int, ...]
     waiting: deque[tuple[int, Request]]  # those that have not started, each with its place
     blocks: list[int] = field(default_factory=list)  # of the cache, once the reading begins
+    slot: int = 0  # of the cache, from then on, where a layer has a state
     start: int = 0  # where the reading begins: the tokens before it are in the cache
     # [1, D], hidden state of the last token: predicts the first token of each sample
     last: torch.Tensor | None = None
@@ -65,6 +66,7 @@ class Sample:
     place: int  # of the request
     request: Request
     blocks: list[int]
+    slot: int  # of the cache, where a layer has a state
     is_last: bool  # of its prefix
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
@@ -115,7 +117,7 @@ class Sample:
         ids, tokens, request = self.prefix.ids, self.tokens, self.request
         token, place = tokens[-1] if tokens else ids[-1], len(ids) + len(tokens) - 1
         last = request.drawn + request.max_tokens
-        return Row(token, place, self.drawn, last, request.rng_key, self.blocks)
+        return Row(token, place, self.drawn, last, request.rng_key, self.blocks, self.slot)
 
 
 class Generation:
@@ -258,7 +260,7 @@ class Generation:
         if self.prefix_cache.free_beside(kept) < new_blocks + _next_blocks(prefix):
             return False
         prefix.blocks = self.prefix_cache.take(kept) + self.prefix_cache.take_new(new_blocks)
-        prefix.start = len(kept) * KEY_TILE
+        prefix.start, prefix.slot = len(kept) * KEY_TILE, self.cache.take_slot()
         if self.decoding.names_experts:
             prefix.kept_experts = self.prefix_cache.experts(kept)
         self.tokens_cached += prefix.start
@@ -274,7 +276,10 @@ class Generation:
         place, request = prefix.waiting.popleft()
         new_blocks = self.prefix_cache.take_new(completion_blocks(len(prefix.ids), request.max_tokens))
         blocks = self.cache.share(prefix.blocks[: len(prefix.ids) // KEY_TILE]) + new_blocks
-        sample = Sample(prefix, place, request, blocks, is_last=not prefix.waiting)
+        is_last = not prefix.waiting
+        # The last sample goes on with the prefix's own slot.
+        slot = prefix.slot if is_last else self.cache.take_slot()
+        sample = Sample(prefix, place, request, blocks, slot, is_last)
         if self.speculation is not None:
             sample.guesses = self.speculation.begin(request, sample.tokens)
         return sample
@@ -282,7 +287,7 @@ class Generation:
     def _copy_partial_blocks(self, samples: Sequence[Sample]) -> None:
         """Give each new sample its copy of its prefix's last block, where that is only partly filled.
 
-        The prefix of a last sample is released: nobody reads it again.
+        And a copy of its prefix's slot. The prefix of a last sample is released: nobody reads it again.
         """
         partial = [
             (s, len(s.prefix.ids) // KEY_TILE)
@@ -291,6 +296,8 @@ class Generation:
         ]
         if partial:
             self.cache.copy([s.prefix.blocks[i] for s, i in partial], [s.blocks[i] for s, i in partial])
+        others = [sample for sample in samples if not sample.is_last]
+        self.cache.copy_slots([s.prefix.slot for s in others], [s.slot for s in others])
         for sample in samples:
             if sample.is_last:
                 self.prefix_cache.release(sample.prefix.blocks)
@@ -317,6 +324,7 @@ class Generation:
                 [p.blocks for p, _, _ in batch],
                 self.decoding.packed,
                 routing or FREE,
+                [p.slot for p, _, _ in batch],
             )
             ids = torch.tensor([token for p, start, end in batch for token in p.ids[start:end]])
             self.tokens_read += len(ids)
@@ -364,9 +372,10 @@ class Generation:
         experts = None
         if self.decoding.names_experts:
             experts = np.concatenate([sample.prefix.experts, *(x[np.newaxis] for x in sample.experts)])
-        if sample.request.trajectory_tokens:
+        if sample.request.trajectory_tokens and not self.cache.states:
             self.prefix_cache.keep(sample.written, sample.blocks, experts)
         self.prefix_cache.release(sample.blocks)
+        self.cache.release_slot(sample.slot)
         logprobs = np.array(sample.logprobs, np.float32)
         completion = Completion(tuple(sample.tokens), logprobs, sample.finish, self.version, experts)
         self.source.completed(sample.place, completion)

@@ -26,7 +26,7 @@ from .cache_size import CacheNeed, cache_limit, cache_need
 from .decode import DecodeMemory, DecodeRows
 from .generation import Generation, PassLimits, Prefix, make_prefixes
 from .guesser import Guesser, TextGuesser
-from .scoring import score_rollouts
+from .scoring_sampler import score_rollouts
 from .speculation import Speculation
 from .stopwatch import Stopwatch
 from .types import Completion, DrawParams, Request, RequestSource, Rollout, check_requests
@@ -89,6 +89,11 @@ class NativeSampler:
         self.stopwatch = stopwatch or Stopwatch(decoder.device)
         self._cache_bytes = cache_bytes
         self._speculation: Speculation | None = None
+        if speculate and decoder.config.states:
+            raise ValueError(
+                f"sampler: speculate ({speculate}) must be 0 for a {decoder.config.architecture}: a refused "
+                "guess would stay in the states of its gated delta nets"
+            )
         if speculate:
             vocab, device = decoder.config.vocab_size, decoder.device
             self._speculation = Speculation(guesser or TextGuesser(), speculate, vocab, device)
@@ -217,14 +222,17 @@ class NativeSampler:
         """
         block_bytes = BlockCache.bytes_per_block(self.decoder.config, self.decoder.cache_dtype)
         limit = cache_limit(self._cache_bytes, self.decoder.device) // self.workers
+        slots = BlockCache.bytes_per_slot(self.decoder.config, self.decoder.cache_dtype) * (need.rows + 1)
         padding = on_triton(self.decoder.flat)  # the page of the rows that pad a graph
-        fit = limit // block_bytes - padding
+        fit = (limit - slots) // block_bytes - padding
         if fit < need.one_sample:
             for_each = f" for each of {self.workers} workers" if self.workers > 1 else ""
+            states = f" beside the states of {need.rows + 1} samples ({slots} bytes)" if slots else ""
+            fewer = " or max_concurrency" if slots else ""
             raise ValueError(
                 f"sampler: cache_bytes ({limit * self.workers}) cannot hold one sample of "
                 f"{need.longest_tokens} tokens ({block_bytes * (need.one_sample + padding)} bytes)"
-                f"{for_each}; raise it or lower max_tokens"
+                f"{states}{for_each}; raise it or lower max_tokens{fewer}"
             )
         return fit
 

@@ -11,10 +11,10 @@ from ..tasks.pairs import Pairs
 from ..tasks.rendering import Renderer
 from ..tasks.rewards import Reward, open_reward
 from ..tasks.tokenizer import Tokenizer
-from .answers import AnswerPlayer, GivenAnswers
 from .budgets import BudgetPlayer, DrawnAnswers
 from .episodes import CompletionPlayer, EpisodePlayer
-from .pairs import PairPlayer
+from .given_answers import AnswerPlayer, GivenAnswers
+from .given_pairs import PairPlayer
 from .stopwatch import Stopwatch
 from .turns import TurnLimits, TurnPlayer
 

@@ -18,8 +18,8 @@ from ..config.run_config import EnvironmentConfig, TaskConfig
 from ..tasks.loading import load_task, problems_of
 from ..tasks.perfectible import task_of
 from ..tasks.tokenizer import Tokenizer
-from .answers import GivenAnswers
 from .episodes import Episodes
+from .given_answers import GivenAnswers
 from .native import NativeSampler
 from .players import make_player, open_judge, turn_limits
 from .types import GenerationParams, RngKey, Rollout, complete

@@ -269,11 +269,10 @@ class TurnPlayer(EpisodePlayer):
         P, n = len(problems), self.players
         order = [(plays[p * G + g], player) for p in range(P) for player in range(n) for g in range(G)]
         rollouts = [play.players[player].ended(play.finish, version) for play, player in order]
-        texts = [self._tokenizer.decode(r.completion_ids) for r in rollouts]
         return Episodes(
             [problem for problem in problems for _ in range(n)],
             rollouts,
-            [texts[i : i + G] for i in range(0, len(texts), G)],
+            self._tokenizer.grouped_texts([r.completion_ids for r in rollouts], G),
             np.array([play.players[player].reward for play, player in order]).reshape(P * n, G),
             self.binary,
             [play.players[player].turn_rewards for play, player in order],

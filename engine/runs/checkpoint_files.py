@@ -23,7 +23,7 @@ from ...verify.difference import first_difference, same_json
 from ...verify.ledger import Head
 from ..tasks.perfectible import TASK_FILE
 from ..train.state import TrainState
-from .checkpoints import different_bits
+from .intact_checkpoints import different_bits
 from .ledger_head import run_layout
 from .trainer_state import MOMENTS, SMALL_FILE, Checkpoint, read_older
 

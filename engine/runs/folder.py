@@ -16,7 +16,7 @@ from ...verify.ledger import LEDGER
 from ...verify.run_files import CONFIG, ROLLOUTS
 from ..config.config_file import to_toml
 from ..config.run_config import Config
-from ..train.recorder import Recorder
+from ..train.ledger_recorder import Recorder
 from ..train.state import StepRecord
 from .rollout_lines import rollout_line
 from .trackers import TRACKERS, Trackers

@@ -28,7 +28,7 @@ from ..train.gradient_bias import drawn, exact_gradient, loss_products, measured
 from ..train.parallel.inner_products import WHOLE
 from ..train.state import TrainState
 from .base_model import base_model
-from .checkpoints import checked_checkpoint
+from .intact_checkpoints import checked_checkpoint
 from .resume import run_config
 from .setup import make_state, run_equivalence, settled
 from .trainer_state import Checkpoint, restore

@@ -268,9 +268,10 @@ def random_decoder(
     flat = torch.zeros(layout.numel)
     for i, (name, view) in enumerate(layout.views(flat).items()):
         if view.dim() == 1:
-            view.fill_(0.0 if name.endswith("bias") or config.norm_plus_one else 1.0)
+            plus_one = config.norm_plus_one and not name.endswith("gated_norm")
+            view.fill_(0.0 if name.endswith("bias") or plus_one else 1.0)
             continue
-        fan_in = config.hidden_size if name == "embed" else view.shape[1]
+        fan_in = config.hidden_size if name == "embed" else view[0].numel()
         scale = (3.0 / fan_in) ** 0.5 * (0.5 if name.endswith((".o", "down")) else 1.0)
         u = uniform_range(view.numel(), seed, Stream.WEIGHTS, word=i)
         view.copy_(torch.from_numpy((2.0 * u - 1.0) * scale).view(view.shape))

@@ -19,7 +19,7 @@ from ..rollout.older_weights import OlderWeights, Snapshot
 from ..rollout.perturb import sampled_weights, trained_weights
 from ..rollout.pool.actor import identify, weight_bytes
 from ..rollout.pool.dispatch import Dispatcher
-from ..rollout.pool.sampler import PinnedSampler, Published
+from ..rollout.pool.pinned_sampler import PinnedSampler, Published
 from ..rollout.types import Completion, Request, Sampler
 from ..train.master_weights import SlicedWeights
 from ..train.parallel.workers import Workers

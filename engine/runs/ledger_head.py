@@ -15,8 +15,8 @@ from ...model.config import ModelConfig
 from ...model.freezing import frozen_weights
 from ...model.lora import Lora
 from ...model.weights import FlatLayout, Layout
-from ...verify.environment import PACKAGE_ROOT, environment
 from ...verify.ledger import Head, LedgerFile, digest, digest_ids
+from ...verify.run_environment import PACKAGE_ROOT, environment
 from ..config.lora_section import LoraConfig
 from ..config.run_config import Config
 from ..config.section import settings_of

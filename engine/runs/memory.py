@@ -9,6 +9,7 @@ from ...kernels.logprob import GPU_CHUNK_BYTES, GPU_CHUNK_BYTES_16
 from ...model.adapters import AdapterLayout
 from ...model.cache import BlockCache
 from ...model.checkpoint import DTYPES
+from ...model.offload import SLICE
 from ...model.operations import layer_bytes_per_token
 from ...model.prompts import PASS_TOKENS as PROMPT_TOKENS
 from ...model.weights import Layout
@@ -68,6 +69,11 @@ class RunShape:
         return DTYPES[self.config.dtype]
 
     @property
+    def is_away(self) -> bool:
+        """Whether memory lies beside the device (`offloading.placed` has decided it)."""
+        return self.config.memory.offload in ("host", "disk")
+
+    @property
     def shards_of_a_rank(self) -> int:
         return max(1, self.config.virtual_shards // self.ranks)
 
@@ -123,24 +129,27 @@ def activation_bytes(
     rows: int,
     recompute: bool,
     copied_rows: int = 0,
+    is_away: bool = False,
 ) -> int:
     """What a pass of `rows` rows keeps for its backward, and the temporaries of one layer's backward.
 
     The layers before the first weight that is trained have no backward, and keep nothing. With recompute, a
-    layer keeps its two inputs only, and one layer at a time is computed again.
+    layer keeps its two inputs only, and one layer at a time is computed again. is_away: the inputs lie beside
+    the device, where those of three layers are left: of the one before, of this one, and on their way.
     copied_rows: of prompts, whose keys and values the attention of each sample keeps a copy of.
     """
     model = layout.config
     layer = layer_bytes_per_token(model, dtype.itemsize)
     inputs = 2 * model.hidden_size * dtype.itemsize
     keys = 2 * model.kv_heads * model.head_dim * dtype.itemsize
-    layers = model.layers - _layers_without_backward(layout)
+    layers = model.layers - layers_without_backward(layout)
     if recompute:
+        layers = min(layers, 3) if is_away else layers
         return rows * (layers * inputs + 2 * layer) + 2 * copied_rows * keys
     return (layers + 1) * (rows * layer + copied_rows * keys)
 
 
-def _layers_without_backward(layout: Layout) -> int:
+def layers_without_backward(layout: Layout) -> int:
     """How many of the first layers have frozen weights only, with a frozen embedding before them."""
     first_trained = layout.trained[0].name
     if first_trained.startswith("layers."):
@@ -149,15 +158,20 @@ def _layers_without_backward(layout: Layout) -> int:
 
 
 def footprint(run: RunShape, sizes: PassSizes, free: int) -> Footprint:
-    """The peak of a step with these sizes. free: bytes of the GPU before the run has put anything on it."""
+    """The peak of a step with these sizes. free: bytes of the GPU before the run has put anything on it.
+
+    What lies beside the GPU (offloading.py) has slices there: of weights, two moments and the gradient.
+    """
     config, layout = run.config, run.layout
     weights = layout.numel * run.dtype.itemsize
     other_weights = run.ref_numel * run.dtype.itemsize + layout.numel * copied_weight_bytes(config)
     in_place = run.dtype == torch.float32 and not config.precision.weights  # the master weights
     optimizer = layout.trained_numel * (8 if in_place else 12) // run.ranks
     if run.adapters:
-        other_weights += layout.trained_numel * run.base.itemsize
+        other_weights += 0 if run.is_away else layout.trained_numel * run.base.itemsize
         optimizer = run.adapters.numel * (4 + 8 // run.ranks)
+    if run.is_away:
+        optimizer = 4 * 4 * min(SLICE, run.trained_numel) + (4 * run.adapters.numel if run.adapters else 0)
     if config.parallel.engine == "fsdp":
         sharded = sharded_bytes(run)
         weights, other_weights = max(sharded.drawing, sharded.computing), 0
@@ -180,12 +194,13 @@ def _gradient_bytes(run: RunShape, sizes: PassSizes) -> int:
     """
     if run.config.parallel.engine == "fsdp":
         # A leaf, the tree over the rounds, the rank's slice, and the slice on its way back to the pieces.
-        rank_elements = (3 + _levels(run.shards_of_a_rank)) * run.trained_numel // run.ranks
+        rank_elements = (3 + levels(run.shards_of_a_rank)) * run.trained_numel // run.ranks
         return 4 * (rank_elements + (run.trained_numel if run.adapters else 0))
     trained, rounds = run.trained_numel, run.shards_of_a_rank // sizes.shards_at_once
     in_flight = min(sizes.shards_in_flight, sizes.shards_at_once)
-    whole = in_flight * (trained + run.lm_head_elements) + _levels(sizes.shards_at_once) * trained
-    slice_elements = (1 + _levels(rounds)) * trained // run.ranks if run.ranks > 1 else 0
+    whole = in_flight * (trained + run.lm_head_elements)
+    whole += 0 if run.is_away else levels(sizes.shards_at_once) * trained
+    slice_elements = (1 + levels(rounds)) * trained // run.ranks if run.ranks > 1 else 0
     return 4 * (whole + slice_elements)
 
 
@@ -226,20 +241,28 @@ def _numel(layout: Layout, prefix: str) -> int:
     return sum(entry.numel for name, entry in layout.entries.items() if name.startswith(prefix))
 
 
-def _levels(leaves: int) -> int:
+def levels(leaves: int) -> int:
     """The partial sums that a tree of so many leaves keeps (gradient.GradientTree)."""
     return leaves.bit_length() - 1
 
 
 def _activation_bytes(run: RunShape, sizes: PassSizes) -> int:
-    """Of the sequences of a pass, and of their prompts, which all shards in flight keep until its end."""
-    config, tokens = run.config, run.prompt_tokens
+    rows, copied_rows = rows_of_a_pass(run, sizes)
+    recompute = run.config.recompute == "layer"
+    kept = activation_bytes(run.layout, run.dtype, rows, recompute, copied_rows, run.is_away)
+    return kept + rows * _adapter_row_bytes(run)
+
+
+def rows_of_a_pass(run: RunShape, sizes: PassSizes) -> tuple[int, int]:
+    """Rows of the sequences of a pass, and of their prompts, which all shards in flight keep until its end.
+
+    And rows of prompts that attention copies for each sample.
+    """
+    tokens = run.prompt_tokens
     sequences = min(sizes.micro_batch, sizes.shards_in_flight * run.sequences_of_a_shard)
     prompt_rows = min(max(PROMPT_TOKENS, tokens), run.prompts_of_a_shard * tokens)
     rows = sequences * run.max_tokens + sizes.shards_in_flight * prompt_rows
-    recompute = config.recompute == "layer"
-    kept = activation_bytes(run.layout, run.dtype, rows, recompute, sequences * tokens)
-    return kept + rows * _adapter_row_bytes(run)
+    return rows, sequences * tokens
 
 
 def _adapter_row_bytes(run: RunShape) -> int:
@@ -353,6 +376,8 @@ def _smaller(run: RunShape, sizes: PassSizes) -> PassSizes | None:
 
 def _does_not_fit(config: Config, needed: Footprint, free: int) -> str:
     remedies = ['set recompute = "layer"'] if config.recompute == "none" else []
+    if config.memory.offload == "none" and config.parallel.engine == "replicated":
+        remedies.append('set memory.offload = "auto"')
     if config.micro_batch > 1:
         remedies.append("lower micro_batch")
     if config.shards_in_flight > 1:

@@ -23,8 +23,8 @@ from ...verify.ledger import LEDGER, Head, LedgerFile, read_ledger
 from ...verify.run_files import checkpoint_folders
 from ..config.config_file import file_keys, load_config
 from ..config.run_config import Config
-from .checkpoints import DAMAGED, clear_leftovers, usable_checkpoint
 from .folder import METRICS, ROLLOUTS, check_shape
+from .intact_checkpoints import DAMAGED, clear_leftovers, usable_checkpoint
 from .ledger_head import REFERENCE, binding, flat_settings, frozen_name, is_free, run_layout
 from .logs import Log, read_log
 from .summary import SUMMARY, Summary, numbers, read_summary, summarise, wrong_fields

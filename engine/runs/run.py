@@ -26,12 +26,12 @@ from ..tasks.base import Task
 from ..tasks.environment import EnvironmentTask
 from ..tasks.loading import load_task
 from ..tasks.perfectible import TASK_FILE
+from ..train.ledger_recorder import Recorder
 from ..train.losses.surrogate_check import check_surrogate
 from ..train.monitor import MismatchError
 from ..train.parallel.data_parallel import RankedEnvironments, RankedReward
 from ..train.parallel.process_group import Ranks, join_ranks, world_size
 from ..train.parallel.workers import use_threads
-from ..train.recorder import Recorder
 from ..train.state import StepRecord, TrainState
 from ..train.step import train_step
 from .base_model import base_model

@@ -12,12 +12,13 @@ from ...model.checkpoint import DTYPES, load_decoder, read_weights, resolve_mode
 from ...model.compute_weights import quantise_all
 from ...model.config import ModelConfig
 from ...model.decoder import Decoder
+from ...model.offload import Offload
 from ...model.weights import Layout
 from ..config.compatibility import check_settings
 from ..config.run_config import Config
 from ..display.terminal import console
-from ..rollout.answers import GivenAnswers
 from ..rollout.budgets import DrawnAnswers
+from ..rollout.given_answers import GivenAnswers
 from ..rollout.players import Judge, make_player, turn_limits
 from ..rollout.stopwatch import Stopwatch
 from ..rollout.types import check_room
@@ -39,6 +40,7 @@ from ..train.parallel.zero import Slices
 from ..train.state import TrainState
 from .engine import Engine, EngineInputs, sharded_engine
 from .memory import PassSizes, RunShape, fit
+from .offloading import placed
 from .samplers import (
     Samplers,
     is_separate,
@@ -96,8 +98,9 @@ def make_state(
         own_layout,
         base,
     )
+    shape = placed(shape, device)
     sizes = fit(shape, device)
-    inputs = EngineInputs(config, model, layout, own_layout, base, ranks, device, ref_model)
+    inputs = EngineInputs(shape.config, model, layout, own_layout, base, ranks, device, ref_model)
     if config.parallel.engine == "fsdp":
         engine = sharded_engine(inputs, sizes.micro_batch, stopwatch)
     else:
@@ -131,7 +134,8 @@ def _replicated_engine(run: EngineInputs, sizes: PassSizes, stopwatch: Stopwatch
     config, ranks, model_config = run.config, run.ranks, run.layout.config
     weights = read_weights(run.folder, run.layout)
     flat, recompute = weights.to(run.device, DTYPES[config.dtype]), config.recompute == "layer"
-    policy = Decoder(model_config, flat, run.layout, numerics_of(config), recompute)
+    offload = Offload(config.memory.offload)
+    policy = Decoder(model_config, flat, run.layout, numerics_of(config), recompute, offload)
     adapters = merge_first(config, run.own_layout, weights, policy, run.base)
     # The ranks compute shards in common rounds, so all have the same number of workers, and of shards.
     mine = _workers_of_a_rank(config, policy), sizes.shards_at_once

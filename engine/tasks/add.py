@@ -3,14 +3,11 @@
 import numpy as np
 
 from ...kernels.philox import Stream, permutation
-from .base import Problem, split_problems
+from .base import Problem, SplitTask, split_problems
 
 
-class Add:
+class Add(SplitTask):
     """All pairs of numbers 0 .. max_value, in a random order. train and held_out are disjoint parts of it."""
-
-    chat = False
-    binary = True
 
     def __init__(self, max_value: int = 99, train: int = 512, held_out: int = 256, seed: int = 0):
         if not 1 <= max_value <= 9999:  # all pairs are put into an order
@@ -22,9 +19,6 @@ class Add:
             for a, b in zip(*(x.tolist() for x in np.divmod(order, side)), strict=True)
         ]
         self._splits = split_problems(pairs, train, held_out, "add")
-
-    def problems(self, split: str) -> list[Problem]:
-        return self._splits[split]
 
     def reward(self, problem: Problem, completion: str) -> float:
         """1.0 for the exact sum, else 0.0."""

@@ -29,6 +29,17 @@ class Task(Protocol):
         ...
 
 
+class SplitTask:
+    """What tasks of ours share: problems that lie in `_splits`, without a chat template, and 0 or 1."""
+
+    chat = False
+    binary = True
+    _splits: Mapping[str, list[Problem]]
+
+    def problems(self, split: str) -> list[Problem]:
+        return self._splits[split]
+
+
 @dataclass(frozen=True)
 class RewardSettings:
     """Which reward a run has, and how it is computed. TaskConfig says what each of them is."""

@@ -5,7 +5,7 @@ The model writes an operation, and the tool answers with its value. A turn that 
 
 import re
 
-from .base import Problem, random_integers, split_problems
+from .base import Problem, SplitTask, random_integers, split_problems
 from .environment import EnvironmentKey, Observation
 
 _OPERATION = re.compile(r"(-?\d{1,9})([+*-])(\d{1,9})")
@@ -25,11 +25,8 @@ class CalculatorEnvironment:
         return Observation(f"{calculate(text)}>")
 
 
-class Calculator:
+class Calculator(SplitTask):
     """Expressions a*b+c and a*b-c of numbers 0 .. max_value, in a random order."""
-
-    chat = False
-    binary = True
 
     def __init__(self, max_value: int = 99, train: int = 512, held_out: int = 256, seed: int = 0):
         n, side = train + held_out, max_value + 1
@@ -48,9 +45,6 @@ class Calculator:
             if len(pairs) >= n:
                 break
         self._splits = split_problems(list(pairs.items()), train, held_out, "calculator")
-
-    def problems(self, split: str) -> list[Problem]:
-        return self._splits[split]
 
     def environment(self) -> CalculatorEnvironment:
         return CalculatorEnvironment()

@@ -4,7 +4,7 @@ import ast
 import re
 from fractions import Fraction
 
-from .base import Problem, random_integers, split_problems
+from .base import Problem, SplitTask, random_integers, split_problems
 
 _OPERATIONS = {
     ast.Add: lambda a, b: a + b,
@@ -16,11 +16,8 @@ _OPERATIONS = {
 _LONGEST = 100
 
 
-class Countdown:
+class Countdown(SplitTask):
     """`numbers` random numbers 1 .. max_number, and a target 0 .. max_target that they can reach."""
-
-    chat = False
-    binary = True
 
     def __init__(
         self,
@@ -51,9 +48,6 @@ class Countdown:
             if 0 <= target <= max_target:
                 pairs.setdefault(f"{','.join(map(str, sorted(values)))}:{target}=", text)
         self._splits = split_problems(list(pairs.items()), train, held_out, "countdown")
-
-    def problems(self, split: str) -> list[Problem]:
-        return self._splits[split]
 
     def reward(self, problem: Problem, completion: str) -> float:
         """1.0 for an expression over + - * / and parentheses with the right numbers and value, else 0.0."""

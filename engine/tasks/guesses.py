@@ -6,7 +6,7 @@ By default there are two numbers. Of three up to 9 there are 1,345 problems only
 them by heart.
 """
 
-from .base import Problem
+from .base import Problem, SplitTask
 from .countdown import Countdown, evaluate
 from .environment import EnvironmentKey, Observation
 
@@ -28,11 +28,8 @@ class GuessEnvironment:
         return Observation(f"{_value(text)};", done=not self._left)
 
 
-class Guesses:
+class Guesses(SplitTask):
     """The problems of countdown, with other defaults. guesses: of a trajectory."""
-
-    chat = False
-    binary = True
 
     def __init__(
         self,
@@ -48,9 +45,7 @@ class Guesses:
             raise ValueError(f"task guesses: guesses ({guesses}) must be at least 1")
         self._guesses = guesses
         self._countdown = Countdown(numbers, max_number, max_target, train, held_out, seed)
-
-    def problems(self, split: str) -> list[Problem]:
-        return self._countdown.problems(split)
+        self._splits = {split: self._countdown.problems(split) for split in ("train", "held_out")}
 
     def environment(self) -> GuessEnvironment:
         return GuessEnvironment(self, self._guesses)

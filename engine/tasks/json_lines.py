@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 from ...files.inputs import read_bytes
-from ...files.reading import parse_json, shown
+from ...files.reading import first_few, parse_json, shown
 from ...kernels.philox import Stream, permutation
 from .base import check_split
 
@@ -70,9 +70,7 @@ def _lines(task: str, file: str) -> list[str]:
 
 
 def _names(record: dict[str, Any]) -> str:
-    names = ", ".join(shown(name) for name in [*record][:_MOST_COLUMNS])
-    more = f" and {len(record) - _MOST_COLUMNS} more" if len(record) > _MOST_COLUMNS else ""
-    return f"{names}{more}" if record else "no column"
+    return first_few([*map(shown, record)], _MOST_COLUMNS) or "no column"
 
 
 def text_of(value: Any, where: str, column: str) -> str:

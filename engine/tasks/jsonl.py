@@ -5,11 +5,11 @@ from typing import Any
 
 from ...files.reading import shown
 from .answers import NAMED_REWARDS, READ_CHARS
-from .base import Problem
+from .base import Problem, SplitTask
 from .json_lines import PLACE, kind_of, prompt_template, read_records, read_splits, text_of
 
 
-class Jsonl:
+class Jsonl(SplitTask):
     """The problems of `file`. The reward is math-verify's; task.reward names another.
 
     prompt, answer: names of columns. answer_after: only what follows the last occurrence of this text is the
@@ -21,8 +21,6 @@ class Jsonl:
 
     Raises ValueError for a missing or empty file, and for a malformed line, whose number it names.
     """
-
-    binary = True
 
     def __init__(
         self,
@@ -42,9 +40,6 @@ class Jsonl:
         read = partial(read_pairs, prompt=prompt, answer=answer, answer_after=answer_after)
         splits = read_splits("jsonl", read, file, held_out_file, held_out, seed)
         self._splits = {split: self._problems(pairs) for split, pairs in splits.items()}
-
-    def problems(self, split: str) -> list[Problem]:
-        return self._splits[split]
 
     def reward(self, problem: Problem, completion: str) -> float:
         """1.0 when math-verify finds the completion's last answer equal to the problem's, else 0.0."""

@@ -12,7 +12,7 @@ import re
 from random import Random
 
 from ...kernels.philox import Stream, permutation
-from .base import Problem
+from .base import Problem, SplitTask
 from .environment import EnvironmentKey, Observation
 
 _MOST = 3  # stones of a move
@@ -49,11 +49,8 @@ class NimEnvironment:
 _SELF_PLAY, _AGAINST_PERFECT = "self-play", "against a perfect player"
 
 
-class Nim:
+class Nim(SplitTask):
     """Games that begin with 1 to max_stones stones. Held out are those that the first player can win."""
-
-    chat = False
-    binary = True
 
     def __init__(self, max_stones: int = 20, train: int = 64, held_out: int = 32, seed: int = 0):
         if not 4 <= max_stones <= 200:
@@ -64,9 +61,6 @@ class Nim:
             "train": [Problem(i, f"{n}>", _SELF_PLAY) for i, n in enumerate(stones)],
             "held_out": [Problem(i, f"{n}>", _AGAINST_PERFECT) for i, n in enumerate(winnable)],
         }
-
-    def problems(self, split: str) -> list[Problem]:
-        return self._splits[split]
 
     def environment(self) -> NimEnvironment:
         return NimEnvironment()

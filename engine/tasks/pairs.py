@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from .base import Problem
+from .base import Problem, SplitTask
 from .json_lines import PLACE, Record, prompt_template, read_records, read_splits, text_of
 from .limits import LONGEST_PROMPT
 
@@ -19,7 +19,7 @@ class Pair(Problem):
     rejected: str = ""
 
 
-class Pairs:
+class Pairs(SplitTask):
     """The pairs of `file`.
 
     prompt, chosen, rejected: names of columns. template: the prompt that the model sees, with {prompt} for
@@ -32,8 +32,6 @@ class Pairs:
     Raises ValueError for a missing or empty file, for a malformed line, whose number it names, and for a pair
     of equal completions.
     """
-
-    binary = True
 
     def __init__(
         self,
@@ -55,9 +53,6 @@ class Pairs:
         self._splits = {
             split: [*map(self._pair, range(len(triples)), triples)] for split, triples in splits.items()
         }
-
-    def problems(self, split: str) -> list[Problem]:
-        return self._splits[split]
 
     def reward(self, problem: Problem, completion: str) -> float:
         """1.0 for the chosen completion, else 0.0. A run asks for no reward: it scores both completions."""

@@ -1,13 +1,10 @@
 """Sorting: "52914>" -> "12459"."""
 
-from .base import Problem, random_integers, split_problems
+from .base import Problem, SplitTask, random_integers, split_problems
 
 
-class Sort:
+class Sort(SplitTask):
     """Distinct strings of min_digits .. max_digits random digits. The answer has them in ascending order."""
-
-    chat = False
-    binary = True
 
     def __init__(
         self, min_digits: int = 3, max_digits: int = 6, train: int = 512, held_out: int = 256, seed: int = 0
@@ -25,9 +22,6 @@ class Sort:
             for row, length in zip(digits.tolist(), lengths.tolist(), strict=True)
         )
         self._splits = split_problems([(t + ">", "".join(sorted(t))) for t in texts], train, held_out, "sort")
-
-    def problems(self, split: str) -> list[Problem]:
-        return self._splits[split]
 
     def reward(self, problem: Problem, completion: str) -> float:
         """1.0 for the sorted string, else 0.0."""

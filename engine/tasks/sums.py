@@ -2,13 +2,12 @@
 
 from itertools import accumulate
 
-from .base import Problem, random_integers, split_problems
+from .base import Problem, SplitTask, random_integers, split_problems
 
 
-class Sums:
+class Sums(SplitTask):
     """Distinct strings of random digits. The answer has, at each place, the last digit of the sum so far."""
 
-    chat = False
     binary = False
 
     def __init__(self, digits: int = 12, train: int = 512, held_out: int = 256, seed: int = 0):
@@ -18,9 +17,6 @@ class Sums:
         rows = random_integers(n * digits, 0, 9, seed, word=0).reshape(n, digits).tolist()
         distinct = dict.fromkeys(map(tuple, rows))
         self._splits = split_problems([_pair(row) for row in distinct], train, held_out, "sums")
-
-    def problems(self, split: str) -> list[Problem]:
-        return self._splits[split]
 
     def reward(self, problem: Problem, completion: str) -> float:
         """The share of places with the right digit. 1.0 is the right string, with nothing after it."""

@@ -9,7 +9,6 @@ from typing import Any
 
 from ...files.inputs import check_folder
 from ...files.reading import read_json, shown
-from .base import Problem
 from .limits import LONGEST_PROMPT, check_template, check_tokenizer
 from .tool_calls import ToolCalls, calls_of_message
 
@@ -262,9 +261,14 @@ class Tokenizer:
         named = (self._hf.pad_token_id, self._hf.eos_token_id, 0)
         return [*dict.fromkeys(i for i in named if i is not None)]
 
-    def encode_problems(self, problems: Sequence[Problem], chat: bool) -> list[list[int]]:
-        """Token ids of each problem's prompt."""
-        return [self.encode(p.prompt, chat, p.system) for p in problems]
+    def encode_answer(self, text: str) -> list[int]:
+        """The ids of a given completion that is whole: its stop token ends them. Raises ValueError."""
+        return [*self.encode_completion(text), self.stop_id]
+
+    def grouped_texts(self, completions: Sequence[Sequence[int]], n: int) -> list[list[str]]:
+        """The texts of completions (see `decode`), n of each prompt."""
+        texts = [self.decode(ids) for ids in completions]
+        return [texts[i : i + n] for i in range(0, len(texts), n)]
 
 
 @contextmanager

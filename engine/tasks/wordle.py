@@ -6,7 +6,7 @@
 from collections import Counter
 from random import Random
 
-from .base import Problem
+from .base import Problem, SplitTask
 from .environment import EnvironmentKey, Observation
 
 _PROMPT = "word>"
@@ -29,14 +29,11 @@ class WordleEnvironment:
         return Observation(f"{signs(text, self._word)}>", done=not self._left)
 
 
-class Wordle:
+class Wordle(SplitTask):
     """Words of `length` letters out of the first `letters` of the alphabet; `words` of them, at random.
 
     Train and held-out problems have the same words, because only those can be learnt by heart.
     """
-
-    chat = False
-    binary = True
 
     def __init__(
         self,
@@ -62,9 +59,6 @@ class Wordle:
             split: [Problem(i, _PROMPT, self.words[i % words]) for i in range(n)]
             for split, n in (("train", train), ("held_out", held_out))
         }
-
-    def problems(self, split: str) -> list[Problem]:
-        return self._splits[split]
 
     def environment(self) -> WordleEnvironment:
         return WordleEnvironment(self._guesses)

@@ -14,6 +14,7 @@ import torch
 from ...model.adapters import Adapters
 from ...model.compute_weights import quantise_all
 from ...model.decoder import Decoder
+from ...model.offload import HERE, Offload
 from ...model.quantisation import Quantisation
 from ...model.weights import VALUE_HEAD, FlatLayout
 from ...verify.ledger import Tree
@@ -35,6 +36,7 @@ class Piece:
     place: slice
     is_critic_head: bool = False
     rounded: torch.Tensor | None = None  # [n] in the compute dtype
+    offload: Offload = HERE  # where the weights lie
 
 
 class MasterWeights(ABC):
@@ -116,7 +118,7 @@ class SlicedWeights(MasterWeights):
         self.decoder, self._quantisation = decoder, quantisation
         self.slices = slices or Slices(decoder.layout)
         place = self.slices.own
-        self.master = self._flat[place] if self.in_place else weights[place].to(decoder.device, copy=True)
+        self.master = self._flat[place] if self.in_place else self._kept(weights[place])
         self._keep_frozen(weights)
         matrices = [e for e in self.layout.trained if len(e.shape) > 1]
         overlaps = ((max(e.offset, place.start), min(e.offset + e.numel, place.stop)) for e in matrices)
@@ -125,6 +127,9 @@ class SlicedWeights(MasterWeights):
         # A critic's head is the last weight.
         self._head = min(max(heads[0] - place.start, 0), self.numel) if heads else self.numel
         self._quantise(self.layout.checkpoint_views)
+
+    def _kept(self, weights: torch.Tensor) -> torch.Tensor:
+        return self.decoder.offload.copied(weights, self.decoder.device, torch.float32)
 
     @property
     def in_place(self) -> bool:
@@ -144,7 +149,10 @@ class SlicedWeights(MasterWeights):
         rounded = None if self.in_place else self._flat[self.slices.own]
         for place, is_head in ((slice(0, self._head), False), (slice(self._head, self.numel), True)):
             if place.start < place.stop:
-                yield Piece(self.master[place], place, is_head, None if rounded is None else rounded[place])
+                if rounded is None:
+                    yield Piece(self.master[place], place, is_head)
+                else:
+                    yield Piece(self.master[place], place, is_head, rounded[place], self.decoder.offload)
 
     def matrices(self) -> Iterator[torch.Tensor]:
         return (self.master[place] for place in self._matrices)
@@ -172,7 +180,11 @@ class SlicedWeights(MasterWeights):
 
     def whole(self) -> torch.Tensor:
         """As `collect`, in every rank."""
-        return self._flat if self.in_place else self._with_frozen(self.slices.everywhere(self.master))
+        return (
+            self._flat
+            if self.in_place
+            else self._with_frozen(self.slices.everywhere(self.master.to(self.decoder.device)))
+        )
 
     def whole_model(self) -> torch.Tensor:
         """The model that they make, [decoder.layout.numel] fp32, in every rank."""

@@ -17,8 +17,9 @@ from ...kernels.order import tree_sum
 from ...model.weights import FLAT_TILE, FlatLayout
 from ...verify.ledger import Tree
 from ..config.run_config import OptimizerConfig
-from .master_weights import MasterWeights
+from .master_weights import MasterWeights, Piece
 from .parallel.zero import Slices
+from .schedule import learning_rate
 
 # Elements of one slice of an elementwise pass; a multiple of FLAT_TILE. On a CPU a temporary has 1 MiB and so
 # stays in the cache (benchmarks/LOG.md). On a GPU it has 128 MiB, because a GPU waits for each launch.
@@ -42,9 +43,9 @@ class Optimizer:
     def __init__(self, weights: MasterWeights, cfg: OptimizerConfig, total_updates: int):
         """total_updates: of the whole run, for the schedule of the learning rate."""
         self.weights, self.cfg, self.total_updates = weights, cfg, total_updates
-        device = weights.decoder.device
-        zeros = (torch.zeros(weights.numel, device=device) for _ in range(2))
-        self.moments = tuple(zeros)
+        self._device = device = weights.decoder.device
+        offload = weights.decoder.offload
+        self.moments = tuple(offload.empty(weights.numel, device).zero_() for _ in range(2))
         self.updates, self._slice = 0, GPU_SLICE if device.type == "cuda" else SLICE
 
     @property
@@ -74,14 +75,7 @@ class Optimizer:
 
     def learning_rate(self) -> float:
         """The learning rate of the next update."""
-        c = self.cfg
-        if self.updates < c.warmup_steps:
-            return c.lr * (self.updates + 1) / c.warmup_steps
-        if c.schedule == "constant":
-            return c.lr
-        progress = (self.updates - c.warmup_steps) / max(1, self.total_updates - c.warmup_steps)
-        shape = 1.0 - progress if c.schedule == "linear" else 0.5 * (1.0 + math.cos(math.pi * progress))
-        return c.lr * (c.min_lr_ratio + (1.0 - c.min_lr_ratio) * shape)
+        return learning_rate(self.cfg, self.updates, self.total_updates)
 
     @torch.no_grad()
     def update(self, grad: torch.Tensor | None, loss_scale: float = 1.0) -> dict[str, float]:
@@ -95,7 +89,7 @@ class Optimizer:
         """
         if grad is None:
             part = self.slices.of_gradient(self.slices.own)
-            grad = torch.zeros(part.stop - part.start, device=self.weights.decoder.device)
+            grad = torch.zeros(part.stop - part.start, device=self._device)
         norm = self._norm(grad) / loss_scale
         if not math.isfinite(norm):
             name = self._first_not_finite(grad)
@@ -121,20 +115,31 @@ class Optimizer:
         """Update moments, master weights and compute weights, in all ranks."""
         rank_grad, critic_lr = self.weights.from_slice(grad), numbers.lr * self.cfg.critic_lr_ratio
         for piece in self.weights.pieces():
-            moments = (moment[piece.place] for moment in self.moments)
             piece_numbers = numbers._replace(lr=critic_lr) if piece.is_critic_head else numbers
-            adamw(piece.weights, *moments, rank_grad[piece.place], piece_numbers, piece.rounded)
+            self._update_piece(piece, rank_grad[piece.place], piece_numbers)
         self.weights.changed()
+
+    def _update_piece(self, piece: Piece, grad: torch.Tensor, numbers: AdamW) -> None:
+        """AdamW of a piece, which comes to the device by slices where its state lies beside it."""
+        offload, device = self.weights.decoder.offload, self._device
+        moments = [moment[piece.place] for moment in self.moments]
+        for part in offload.slices(len(piece.weights)):
+            rounded = None if piece.rounded is None else piece.rounded[part]
+            with (
+                piece.offload.brought(device, piece.weights[part]) as (weights,),
+                offload.brought(device, *(moment[part] for moment in moments)) as state,
+            ):
+                adamw(weights, *state, grad[part].to(device), numbers, rounded)
 
     def _norm(self, grad: torch.Tensor) -> float:
         """The global norm of all ranks' gradients.
 
         Squares are summed in fp64 along rows of FLAT_TILE. The rows are added by a correctly rounded sum.
         """
-        row_sums = [grad.new_empty(0, dtype=torch.float64)]
+        row_sums = [torch.empty(0, dtype=torch.float64, device=self._device)]
         # The first row is the first that begins in this rank's slice.
         for start in range(-self.slices.own.start % FLAT_TILE, grad.numel(), self._slice):
-            g = grad[start : start + self._slice].double().view(-1, FLAT_TILE)
+            g = grad[start : start + self._slice].to(self._device).double().view(-1, FLAT_TILE)
             # On a GPU torch's order of a row's sum depends on the number of rows. A tree has one order.
             row_sums.append(tree_sum(g * g, 1) if g.is_cuda else (g * g).sum(-1))
         own_rows = torch.cat(row_sums).cpu().numpy()  # the only wait for a GPU

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..config.loss_section import LossConfig
-from ..rollout.answers import answer_length
 from ..rollout.episodes import Episodes
+from ..rollout.given_answers import answer_length
 from ..rollout.types import Rollout
 from .collect import RolloutBatch
 from .losses.advantage import StepAdvantages, advantages

@@ -54,6 +54,13 @@ class Shard:
         """What a critic adds to the ledger, by name, [n][C] fp32 each; empty without one."""
         return {} if self.targets is None else {"values": self.old_values, "targets": self.targets}
 
+    def whole_sequences(self) -> "Shard":
+        """The same, where the forward of a sample begins with its first token, and no prompt is read before.
+
+        A layer with a state needs it (model/prompts.py).
+        """
+        return replace(self, rollouts=[replace(r, turn_starts=(1,)) for r in self.rollouts])
+
     def cut(self, shards: int) -> list["Shard | None"]:
         """Cut the sequences into `shards` virtual shards; an empty shard is None."""
         parts = virtual_shards(range(len(self.rollouts)), shards)
@@ -116,6 +123,8 @@ def shard_gradients(
     prompts. So the shards beside it decide no bit of its sum. Returns a list for each shard; None for an
     empty one.
     """
+    if decoder.config.states:
+        shards = [shard and shard.whole_sequences() for shard in shards]
     passes = [
         [shard.part(index) for index in prompt_passes([r.prompt_ids for r in shard.rollouts])]
         if shard
@@ -139,6 +148,8 @@ def shard_in_one_pass(model: CausalLM, shard: Shard, work: ShardWork, backward: 
     The gradients are added to the .grad of the model's Parameters.
     """
     assert work.observer is None, "an observer sees a step in one process, with whole weights"
+    if model.config.states:
+        shard = shard.whole_sequences()
     prompt_ids = [r.prompt_ids for r in shard.rollouts]
     layout, masks = PromptLayout(prompt_ids), [r.mask for r in shard.rollouts]
     packed = pack([r.pair for r in shard.rollouts], layout.prompt_of_sample, None, masks)

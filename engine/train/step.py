@@ -22,15 +22,15 @@ import torch
 
 from .collect import collect
 from .gradient_bias import step_bias
+from .ledger_recorder import Recorder
 from .metrics import rollout_metrics
 from .monitor import Monitor, check_values
-from .observer import StepObserver
 from .performance import performance
 from .prepare import prepare
-from .recorder import Recorder
 from .scored import joined_experts, step_losses
 from .shard import ShardWork
 from .state import StepRecord, TrainState
+from .step_observer import StepObserver
 
 
 def train_step(

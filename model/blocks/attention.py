@@ -27,6 +27,9 @@ from ..operation import Equation, Operation, Shown, Site, Work, norm_row, projec
 from ..sizes import Sizes
 from .block import LayerRun, LayerWeights, Mixer, Rows, Weight
 
+# Of a family whose layers `read_windows` reads.
+WINDOW_TYPES = frozenset({"full_attention", "sliding_attention"})
+
 
 class _WindowFields(Fields):
     sliding_window: PositiveInt | None = None

@@ -37,6 +37,9 @@ class _RopeFields(Fields):
     type: Any = None  # the older name of rope_type
     rope_theta: FiniteFloat | None = None
     partial_rotary_factor: FiniteFloat | None = None
+    # Of models that see images, too. A text's token has three equal positions, so these decide nothing.
+    mrope_section: Any = None
+    mrope_interleaved: Any = None
 
 
 class _LocalFields(Fields):

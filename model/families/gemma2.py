@@ -2,7 +2,7 @@
 
 from pydantic import FiniteFloat
 
-from ..blocks.attention import Attention, read_windows, refuse_bidirectional
+from ..blocks.attention import WINDOW_TYPES, Attention, read_windows, refuse_bidirectional
 from ..blocks.embedding import Head, root_scaled
 from ..blocks.mlp import GELU, gelu_mlp
 from ..blocks.residual import Layer, norms_around
@@ -54,7 +54,7 @@ FAMILY = Family(
         "final_logit_softcapping": 30.0,
         "tie_word_embeddings": True,
     },
-    has_windows=True,
+    layer_types=WINDOW_TYPES,
     norm_plus_one=True,
     embedding=root_scaled,
     head=lambda config: Head(cap=_cap(config, "final_logit_softcapping")),

@@ -2,7 +2,7 @@
 
 from pydantic import FiniteFloat, PositiveInt
 
-from ..blocks.attention import Attention, read_windows, refuse_bidirectional
+from ..blocks.attention import WINDOW_TYPES, Attention, read_windows, refuse_bidirectional
 from ..blocks.embedding import root_scaled
 from ..blocks.mlp import GELU, gelu_mlp
 from ..blocks.residual import Layer, norms_around
@@ -59,7 +59,7 @@ FAMILY = Family(
         "sliding_window": 4096,
         "tie_word_embeddings": True,
     },
-    has_windows=True,
+    layer_types=WINDOW_TYPES,
     rope_by_layer_type=True,
     norm_plus_one=True,
     embedding=root_scaled,

@@ -1,6 +1,6 @@
 """OLMo 3: OLMo 2's layer; three layers of four see a window of keys, and the others may rotate by YaRN."""
 
-from ..blocks.attention import Attention, read_windows
+from ..blocks.attention import WINDOW_TYPES, Attention, read_windows
 from ..blocks.mlp import GatedMlp
 from ..blocks.residual import Layer, post_norm
 from ..blocks.rope import read_local_theta
@@ -39,7 +39,7 @@ FAMILY = Family(
     "Olmo3ForCausalLM",
     layers,
     defaults={"rope_theta": _THETA, "sliding_window": 4096},
-    has_windows=True,
+    layer_types=WINDOW_TYPES,
     rope_by_layer_type=True,
     small={
         "sliding_window": 8,

@@ -17,7 +17,7 @@ from zerokl.kernels.sampling_params import SamplingParams
 from tests.audit.families import FAMILIES, write_family
 
 # The others of the matrix are for the whole suite.
-QUICK = ("GPTNeoX", "Mamba")
+QUICK = ("Mamba",)
 NAMES = [pytest.param(x, marks=[] if x in QUICK else [pytest.mark.full]) for x in FAMILIES]
 PROMPTS = [[5, 60 + i, 70 + 2 * i, 90] for i in range(8)]
 

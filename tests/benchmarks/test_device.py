@@ -21,7 +21,7 @@ from zerokl.benchmarks.device.processes import rows_of
 from zerokl.benchmarks.device.runs import Run
 from zerokl.benchmarks.letters import Letters, characters
 from zerokl.benchmarks.machine import Machine
-from zerokl.verify.environment import PACKAGE_ROOT
+from zerokl.verify.run_environment import PACKAGE_ROOT
 
 DEVICE = PACKAGE_ROOT / "benchmarks" / "device.sh"
 SMALL = ("--device", "cpu", "--small")
@@ -47,6 +47,9 @@ def run_device(*words: str, path: Path | None = None) -> subprocess.CompletedPro
         pytest.param("vllm-runs", ["runs in which vLLM samples: not compared"], marks=pytest.mark.full),
         pytest.param(
             "models", ["experts float16, sampler native: ", "adapters float32"], marks=pytest.mark.full
+        ),
+        pytest.param(
+            "long", ["a step of 2 x 48", "2 x 2 samples of 8 tokens after 70"], marks=pytest.mark.full
         ),
         pytest.param("ranks", ["ranks: not compared"], marks=pytest.mark.full),
     ],

@@ -35,7 +35,16 @@ def test_the_documentation_has_the_table():
     ]
 
 
-@pytest.mark.parametrize("words", ["--help", "train --help", "verify --dtype fp32 --longest 20"])
+@pytest.mark.parametrize(
+    "words",
+    [
+        "--help",
+        *(
+            pytest.param(x, marks=pytest.mark.full)
+            for x in ("train --help", "verify --dtype fp32 --longest 20")
+        ),
+    ],
+)
 def test_a_reader_that_ends_first_is_no_mismatch(words):
     """The reader is closed before anything is printed, so the first line meets a broken pipe."""
     reader, writer = os.pipe()

@@ -7,9 +7,9 @@ import sys
 
 import pytest
 from zerokl.cli import main
-from zerokl.cli.settings import sections
+from zerokl.cli.config_options import sections
 from zerokl.engine.config.config_file import known_keys
-from zerokl.verify.environment import PACKAGE_ROOT
+from zerokl.verify.run_environment import PACKAGE_ROOT
 
 
 def _commands(text: str) -> list[str]:

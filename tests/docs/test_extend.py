@@ -354,6 +354,7 @@ def test_a_frameworks_file_is_all_that_its_log_needs(source):
     assert json.loads((source / "log.jsonl").read_text())["logprobs"] == pytest.approx([-0.01, -0.41])
 
 
+@pytest.mark.full
 def test_control_a_reader_that_leaves_out_what_its_file_declares_is_found(source):
     lines = (EXAMPLES / "myframework.py").read_text().splitlines(keepends=True)
     done = add_framework(source, "".join(line for line in lines if "step=" not in line))
@@ -400,6 +401,7 @@ main(["train", "--help"])
 """
 
 
+@pytest.mark.full
 def test_a_setting_is_one_field_of_one_file(source):
     """Its field alone brings it into help, hints, refusals, the ledger's head and the page."""
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from zerokl.engine.runs import trackers
-from zerokl.verify.environment import PACKAGE_ROOT as ROOT
+from zerokl.verify.run_environment import PACKAGE_ROOT as ROOT
 
 from tests.test_floors import FLOORS
 

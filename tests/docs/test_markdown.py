@@ -2,6 +2,7 @@
 
 import re
 from collections import Counter
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
 
@@ -91,6 +92,7 @@ def inline(tokens: list[Token]) -> list[Token]:
     return [child for token in tokens if token.type == "inline" for child in token.children]
 
 
+@cache
 def anchors(page: Path) -> set[str]:
     """The anchors that a git host gives the headings of a page."""
     tokens = MARKDOWN.parse(page.read_text())
@@ -105,6 +107,7 @@ def anchors(page: Path) -> set[str]:
     return names
 
 
+@cache
 def links(page: Path) -> list[tuple[Path, str]]:
     """The files and anchors that the links and pictures of a page lead to, others' pages left out."""
     tokens = inline(MARKDOWN.parse(page.read_text()))

@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
-from zerokl.verify.environment import PACKAGE_ROOT as ROOT
+from zerokl.verify.run_environment import PACKAGE_ROOT as ROOT
 
 FOLDER = ROOT / "docs" / "examples" / "notebooks"
 NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))

@@ -4,11 +4,11 @@ import ast
 import re
 from pathlib import Path
 
-from zerokl.audit.faults import registry
+from zerokl.audit.faults import all_faults
 
 ROOT = Path(__file__).resolve().parents[2]
 # Reports that files of audit/faults/ name: tests/audit/faults/ plants each, and asks for its name.
-KNOWN = {report for fault in registry.everything() for report in fault.known_from}
+KNOWN = {report for fault in all_faults.everything() for report in fault.known_from}
 # Any other report -> the test that plants its fault and asks for its name.
 PLANTED = {
     "huggingface/trl#4772": "tests/audit/test_columns.py"

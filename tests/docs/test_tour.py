@@ -1,9 +1,10 @@
 """The drawings of docs/tour.md: imports lead from each file to those that stand below it."""
 
 import re
+from functools import cache
 
 import pytest
-from zerokl.verify.environment import PACKAGE_ROOT
+from zerokl.verify.run_environment import PACKAGE_ROOT
 
 from tests.test_floors import import_graph
 
@@ -40,11 +41,18 @@ def reached_from(name: str, graph: dict[str, set[str]]) -> set[str]:
     return seen
 
 
-def not_below(drawing: list[tuple[int, str]]) -> list[tuple[str, str]]:
-    """The steps that no imports take."""
+@cache
+def source_graph() -> dict[str, set[str]]:
+    """The imports of the source, those of LISTED by their place."""
     graph = import_graph(PACKAGE_ROOT)
     for package in LISTED:
         graph[package] = graph[package] | {name for name in graph if name.startswith(f"{package}.")}
+    return graph
+
+
+def not_below(drawing: list[tuple[int, str]]) -> list[tuple[str, str]]:
+    """The steps that no imports take."""
+    graph = source_graph()
     names = [tuple(file.removesuffix(".py").replace("/", ".") for file in step) for step in steps(drawing)]
     return [(caller, called) for caller, called in names if called not in reached_from(caller, graph)]
 

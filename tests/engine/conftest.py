@@ -193,6 +193,15 @@ def config(model: Path) -> Callable[..., Config]:
     return make
 
 
+@pytest.fixture
+def worker_count(request: pytest.FixtureRequest) -> int:
+    """How many processes compute a run whose bits must not depend on them: 2.
+
+    With --quick 1, as each takes two seconds to start. So --rest has every test again that takes this.
+    """
+    return 1 if request.config.getoption("--quick") else 2
+
+
 @pytest.fixture(scope="session")
 def read_jsonl() -> Callable[[Path], list[dict]]:
     return lambda path: [json.loads(line) for line in path.read_text().splitlines()]

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from zerokl.files import inputs
 from zerokl.files.inputs import InputError, append_text, input_lines, open_input, read_bytes, read_text
-from zerokl.verify.environment import PACKAGE_ROOT
+from zerokl.verify.run_environment import PACKAGE_ROOT
 
 from tests.test_floors import FLOORS
 

@@ -269,7 +269,7 @@ def _scored() -> Device:
 
 def test_a_reference_scores_on_the_device():
     device = _scored()
-    assert device.places("wait") == {"engine/rollout/scoring.py: score_rollouts"}
+    assert device.places("wait") == {"engine/rollout/scoring_sampler.py: score_rollouts"}
     assert device.places("copy") == set()
 
 

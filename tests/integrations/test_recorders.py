@@ -18,7 +18,7 @@ from zerokl.integrations.recorder import FIELDS, Recorder
 from zerokl.integrations.trl import record
 from zerokl.integrations.verl import RecordsRollouts
 from zerokl.kernels.sampling_params import SamplingParams
-from zerokl.verify.environment import PACKAGE_ROOT
+from zerokl.verify.run_environment import PACKAGE_ROOT
 
 from tests.audit.formats.samples import SAMPLES, declared, told
 from tests.helpers import property_settings
@@ -112,10 +112,10 @@ def test_the_recorder_that_a_framework_declares_is_there(framework):
 
 
 def test_every_recorder_is_declared():
-    """A module of integrations with Recorder writes a log; the proxy is a server's."""
+    """A module of integrations with Recorder writes a log; the others are a server's."""
     files = (PACKAGE_ROOT / "integrations").glob("*.py")
     using = {file.stem for file in files if "from .recorder import" in file.read_text()}
-    assert using - {framework.name for framework in RECORDED} == {"proxy", "proxy_answers"}
+    assert using - {framework.name for framework in RECORDED} == {"proxy", "proxy_answers", "sglang_server"}
 
 
 # TRL has a mask where there are tools, and its sample has none.

@@ -18,6 +18,7 @@ from zerokl.model.scoring import logprobs, pack
 from tests.helpers import assert_gradient_at_most_twice_the_error, randn, zero_buffers
 from tests.model.checkpoints import (
     FAMILIES,
+    JUDGED_FAMILIES,
     Pairs,
     checkpoint_parts,
     judge,
@@ -133,7 +134,7 @@ def test_gradients_are_those_of_zerokls_trainer(tmp_path):
     assert_equal(ours, gradients_of(decoder, buffers))
 
 
-@pytest.mark.parametrize("family", TAKEN)
+@pytest.mark.parametrize("family", [x for x in JUDGED_FAMILIES if x != "glm4_moe"])
 def test_the_error_is_at_most_twice_that_of_transformers(family, tmp_path):
     """Judged by fp64. The models of several seeds are judged together, as in tests/model."""
     ours, transformers, judged = [], [], []

@@ -1,6 +1,8 @@
 """Tiny checkpoints of all families, written by transformers, and the results of transformers."""
 
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
+from functools import wraps
 from pathlib import Path
 
 import pytest
@@ -29,7 +31,9 @@ from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoeTopkRouter
 from transformers.models.mixtral.modeling_mixtral import MixtralTopKRouter
 from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeTopKRouter
+from transformers.models.qwen3_5.configuration_qwen3_5 import Qwen3_5TextConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
+from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextTopKRouter
 from zerokl.model.config import ModelConfig
 from zerokl.model.families import MODEL_TYPES
 
@@ -50,7 +54,7 @@ _LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
-_SOFTMAX_ROUTERS = Qwen3MoeTopKRouter | MixtralTopKRouter | Qwen2MoeTopKRouter
+_SOFTMAX_ROUTERS = Qwen3MoeTopKRouter | MixtralTopKRouter | Qwen2MoeTopKRouter | Qwen3NextTopKRouter
 _THETA = {"rope_type": "default", "rope_theta": 1e6}
 _YARN = {
     "rope_type": "yarn",
@@ -106,6 +110,16 @@ FAMILIES: dict[str, PretrainedConfig] = {
         **{x: MODEL_TYPES["olmo3"].small[x] for x in ("sliding_window", "rope_parameters")},
         pad_token_id=None,
     ),
+    "qwen3_5_text": Qwen3_5TextConfig(
+        **_SIZE,
+        head_dim=32,
+        layer_types=["linear_attention", "full_attention"],
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+        linear_key_head_dim=16,
+        linear_value_head_dim=32,
+        tie_word_embeddings=False,
+    ),
     "qwen2 yarn": Qwen2Config(**_SIZE, tie_word_embeddings=False, rope_parameters=_YARN),
     "llama linear": LlamaConfig(**_SIZE, rope_parameters={"rope_type": "linear", "factor": 4.0}),
     "qwen3 bias": Qwen3Config(**_SIZE, head_dim=32, attention_bias=True, tie_word_embeddings=True),
@@ -116,8 +130,11 @@ FAMILIES |= {
     for name, family in MODEL_TYPES.items()
     if name not in FAMILIES
 }
+# Those with layers that keep a state.
+WITH_STATES = ("qwen3_5_text", "qwen3_next")
 # As parameters of long tests: with --quick, without those whose blocks are also in others.
-_LIKE_OTHERS = ("llama linear", "qwen2 yarn", "qwen3 bias", "granite", "smollm3", "phi3")
+_LIKE_OTHERS = "llama", "llama linear", "mistral", "mixtral", "qwen2 yarn", "qwen3 bias"
+_LIKE_OTHERS += "granite", "smollm3", "phi3", "qwen3_next", "gemma", "olmo3"
 JUDGED_FAMILIES = [
     pytest.param(name, marks=pytest.mark.full) if name in _LIKE_OTHERS else name for name in FAMILIES
 ]
@@ -165,6 +182,8 @@ def judge(folder: Path) -> PreTrainedModel:
     def rotary(
         x: torch.Tensor, position_ids: torch.Tensor, layer_type: str = ""
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        if position_ids.dim() == 3:  # of text, image rows and columns: equal in a text
+            position_ids = position_ids[0]
         rotating = config.rotating(model.config.layer_types.index(layer_type)) if layer_type else config
         frequencies = torch.tensor(rotating.frequencies, dtype=torch.float64)
         scale = getattr(embedding, f"{layer_type}_attention_scaling" if layer_type else "attention_scaling")
@@ -176,6 +195,9 @@ def judge(folder: Path) -> PreTrainedModel:
             module.forward = lambda x, m=module: (
                 x / (x.pow(2).mean(-1, keepdim=True) + m.eps).sqrt() * (1.0 + m.weight)
             )
+        if type(module).__name__.endswith(_WITH_CASTS):
+            module.forward = _without_casts(module)
+            continue
         if hasattr(module, "variance_epsilon"):
             module.forward = lambda x, m=module: (
                 x / (x.pow(2).mean(-1, keepdim=True) + m.variance_epsilon).sqrt() * m.weight
@@ -195,6 +217,33 @@ def _capped_attention(module, q, k, v, mask, scaling, softcap=None, **_):
     scores = q @ k.transpose(2, 3) * scaling
     scores = scores if softcap is None else (scores / softcap).tanh() * softcap
     return ((scores + mask).softmax(-1) @ v).transpose(1, 2), None
+
+
+# Modules of hybrids that compute in fp32 whatever the dtype.
+_WITH_CASTS = "GatedDeltaNet", "5RMSNorm", "NextRMSNorm", "RMSNormGated", "MoeRMSNorm"
+
+
+class _Torch:
+    """torch, in which float32 is float64."""
+
+    float32 = torch.float64
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(torch, name)
+
+
+def _without_casts(module: torch.nn.Module) -> Callable:
+    """The forward of a module of transformers, with fp64 wherever its file says fp32."""
+    forward, file = module.forward, sys.modules[type(module).__module__]
+
+    @wraps(forward)
+    def in_fp64(*args: object, **kwargs: object) -> torch.Tensor:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(file, "torch", _Torch())
+            patch.setattr(torch.Tensor, "float", torch.Tensor.double)
+            return forward(*args, **kwargs)
+
+    return in_fp64
 
 
 def _route(x: torch.Tensor, router: torch.nn.Module) -> tuple[torch.Tensor, ...]:

@@ -28,17 +28,20 @@ def read(
     blocks: list[list[int]],
     chunk: int,
     start: int = 0,
+    slots: list[int] | None = None,
 ) -> list[torch.Tensor]:
     """The hidden states of the sequences from token `start` on, read `chunk` tokens at a time.
 
-    The blocks hold the tokens before `start`.
+    The blocks, and the slots of layers with a state, hold the tokens before `start`.
     """
+    slots = slots or [cache.take_slot() for _ in sequences]
     rows: list[list[torch.Tensor]] = [[] for _ in sequences]
     for a in range(start, max(map(len, sequences)), chunk):
         active = [s for s, ids in enumerate(sequences) if len(ids) > a]
         pieces = [sequences[s][a : a + chunk] for s in active]
         lengths = [len(p) for p in pieces]
-        context = CachedContext(cache, lengths, [a] * len(active), [blocks[s] for s in active])
+        tables = [a] * len(active), [blocks[s] for s in active]
+        context = CachedContext(cache, lengths, *tables, slots=[slots[s] for s in active])
         hidden = decoder.hidden(torch.cat(pieces), context)
         for s, piece in zip(active, hidden.split(lengths), strict=True):
             rows[s].append(piece)
@@ -58,7 +61,7 @@ def test_decoder_on_the_cache_has_the_bits_of_whole_sequences(folders, family, d
     sequences = [randint(s, 128, n) for s, n in enumerate((70, 1, 33, 64))]
     expected = whole(decoder, sequences)
     for chunk in (1, 7, 100):
-        cache = BlockCache(decoder.config, 10, dtype)
+        cache = BlockCache(decoder.config, 10, dtype, slots=4)
         cache.data.fill_(float("nan"))  # as an earlier owner may have left it
         cache._free.reverse()
         blocks = [cache.allocate(-(-len(ids) // KEY_TILE)) for ids in sequences]

@@ -40,6 +40,10 @@ PASSED_OVER |= {("gemma2", key) for key in MUTATED if key.endswith(("softcapping
 WIDER_HEADS = {"glm4_moe": {"num_attention_heads": 64}}
 
 
+# Fields that follow from those of the small model.
+DECIDED = {"qwen3_5_text": ("layer_types",)}
+
+
 def default_config(model_type: str, **fields: Any) -> PretrainedConfig:
     """transformers' default of a family, but for what every model of the family that zerokl takes has."""
     fields = WIDER_HEADS.get(model_type, {}) | dict(MODEL_TYPES[model_type].small) | fields
@@ -66,7 +70,12 @@ def test_a_field_that_is_missing_is_what_transformers_takes(model_type):
     whole, left_out = ModelConfig.from_dict(raw), []
     for name in raw:
         less = {key: value for key, value in raw.items() if key != name}
-        if name not in {"architectures", *MODEL_TYPES[model_type].small, *REQUIRED}:
+        if name not in {
+            "architectures",
+            *MODEL_TYPES[model_type].small,
+            *REQUIRED,
+            *DECIDED.get(model_type, ()),
+        }:
             assert ModelConfig.from_dict(less).values == whole.values, name
             left_out.append(name)
     named = {"rope_parameters", "tie_word_embeddings", "hidden_act"} & raw.keys()

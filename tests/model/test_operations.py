@@ -7,21 +7,24 @@ from pathlib import Path
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen3Config
+from transformers.models.qwen3_5.configuration_qwen3_5 import Qwen3_5TextConfig
 from zerokl.audit.engines.engine import ZeroklEngine
 from zerokl.audit.engines.hf import HfEngine
 from zerokl.audit.operations.operation_errors import own_errors
-from zerokl.audit.operations.operations import Checkpoint, Operations
+from zerokl.audit.operations.plain_operations import Checkpoint, Operations
 from zerokl.engine.train.performance import training_flops
 from zerokl.kernels.sampling_params import SamplingParams
 from zerokl.model import operations
 from zerokl.model.blocks.attention import Attention
 from zerokl.model.blocks.block import Block, Mixer
+from zerokl.model.blocks.gated_attention import GatedAttention
 from zerokl.model.config import ModelConfig
 from zerokl.model.families import MODEL_TYPES
 from zerokl.model.lora import TARGETS
 from zerokl.model.operation import Equation, Operation, Site, Work
 from zerokl.model.operations import (
     KINDS_OF_LAYERS,
+    OTHER_KINDS,
     forward_flops,
     input_names,
     known,
@@ -30,7 +33,7 @@ from zerokl.model.operations import (
     operation,
     operation_names,
 )
-from zerokl.verify.environment import PACKAGE_ROOT
+from zerokl.verify.run_environment import PACKAGE_ROOT
 
 from tests.model.checkpoints import save_random
 
@@ -47,6 +50,16 @@ SIZES = dict(
 )
 FAMILIES = {
     "with qk_norm": Qwen3Config(head_dim=16, architectures=["Qwen3ForCausalLM"], **SIZES),
+    "with states": Qwen3_5TextConfig(
+        head_dim=16,
+        layer_types=["linear_attention", "full_attention"],
+        linear_num_key_heads=1,
+        linear_num_value_heads=2,
+        linear_key_head_dim=16,
+        linear_value_head_dim=16,
+        architectures=["Qwen3_5ForCausalLM"],
+        **SIZES,
+    ),
     "without": Qwen2Config(architectures=["Qwen2ForCausalLM"], **SIZES | {"hidden_size": 64}),
 }
 
@@ -143,8 +156,8 @@ def test_a_new_operation_is_one_row(folder, monkeypatch):
 
 
 def test_the_known_layers_have_every_block():
-    in_layers = {type(branch.block) for layer in KINDS_OF_LAYERS for branch in layer}
-    assert in_layers == {*Block.__subclasses__(), *Mixer.__subclasses__()} - {Mixer}
+    in_layers = {type(branch.block) for layer in KINDS_OF_LAYERS + OTHER_KINDS for branch in layer}
+    assert in_layers == {*Block.__subclasses__(), *Mixer.__subclasses__(), GatedAttention} - {Mixer}
 
 
 def test_adapters_are_of_the_linear_operations():

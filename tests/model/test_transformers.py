@@ -1,6 +1,9 @@
 """The whole decoder beside transformers: log-probabilities, a loss and every gradient, judged by fp64."""
 
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -67,13 +70,24 @@ def zerokl_results(folder, dtype: torch.dtype, shared: bool) -> dict[str, torch.
     return {"logp": logp.detach(), "losses": losses.detach(), **gradients}
 
 
+class Judged(NamedTuple):
+    """The folders of one family, one a seed, and the results of each: the judge's, and others' by dtype."""
+
+    folders: list[Path]
+    exact: list[dict[str, torch.Tensor]]
+    transformers: Callable[[torch.dtype], list[dict[str, torch.Tensor]]]
+
+
 @pytest.fixture(scope="module", params=JUDGED_FAMILIES)
-def judged(request, tmp_path_factory):
-    """The folders of one family, one a seed, and the judge's results."""
+def judged(request, tmp_path_factory) -> Judged:
     folders = [
         save_random(request.param, tmp_path_factory.mktemp(request.param), seed, "200KB") for seed in SEEDS
     ]
-    return folders, [logprobs_and_gradients(judge(folder), PAIRS, DY) for folder in folders]
+    return Judged(
+        folders,
+        [logprobs_and_gradients(judge(folder), PAIRS, DY) for folder in folders],
+        cache(lambda dtype: [logprobs_and_gradients(plain(x, dtype), PAIRS, DY) for x in folders]),
+    )
 
 
 shared = pytest.mark.parametrize("shared", [False, True], ids=["whole sequences", "prompts once"])
@@ -88,13 +102,21 @@ def _skip_chaotic(folder: Path, dtype: torch.dtype) -> None:
         pytest.skip("a rounding chooses another expert")
 
 
+def _skip_states(folder: Path, shared: bool) -> None:
+    """Skip prompts that are read once where a layer keeps a state: they are refused."""
+    if shared and (decoder := load_decoder(folder, torch.float32)).config.states:
+        with pytest.raises(ValueError, match="gated delta net reads no prompt once"):
+            Prompts(decoder, [prompt for prompt, _ in PAIRS])
+        pytest.skip("a prompt is read with each sample")
+
+
 @shared
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 def test_error_is_at_most_twice_that_of_transformers(judged, dtype, shared):
-    folders, exact = judged
-    _skip_chaotic(folders[0], dtype)
-    ours = [zerokl_results(folder, dtype, shared) for folder in folders]
-    transformers = [logprobs_and_gradients(plain(folder, dtype), PAIRS, DY) for folder in folders]
+    _skip_chaotic(judged.folders[0], dtype)
+    _skip_states(judged.folders[0], shared)
+    ours = [zerokl_results(folder, dtype, shared) for folder in judged.folders]
+    exact, transformers = judged.exact, judged.transformers(dtype)
     assert ours[0].keys() == transformers[0].keys() == exact[0].keys()
     for name in exact[0]:
         stacked = (torch.stack([r[name] for r in runs]) for runs in (ours, transformers, exact))
@@ -104,7 +126,7 @@ def test_error_is_at_most_twice_that_of_transformers(judged, dtype, shared):
 @torch.no_grad()
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 def test_error_of_every_logit_is_at_most_twice_that_of_transformers(judged, dtype):
-    folders, ids = judged[0], [[*prompt, *completion] for prompt, completion in PAIRS]
+    folders, ids = judged.folders, [[*prompt, *completion] for prompt, completion in PAIRS]
     _skip_chaotic(folders[0], dtype)
     ours, transformers, exact = [], [], []
     for folder in folders:
@@ -121,12 +143,15 @@ def test_error_of_every_logit_is_at_most_twice_that_of_transformers(judged, dtyp
 def test_fp64_decoder_and_judge_are_one_function(judged, shared):
     """The decoder in fp64 is 2^20 times nearer to the judge than in fp32: only rounding separates the two.
 
-    The gradient of an expert that no token has is 0 in all three.
+    The gradient of an expert that no token has is 0 in all three. A gated delta net adds up decays in fp64 in
+    any dtype, so its fp32 is nearer than others': there it is 2^16 times.
     """
-    for folder, exact in zip(*judged, strict=True):
+    _skip_states(judged.folders[0], shared)
+    nearer = 2**16 if ModelConfig.from_file(judged.folders[0]).states else 2**20
+    for folder, exact in list(zip(judged.folders, judged.exact, strict=True))[:4]:
         ours, single = (zerokl_results(folder, dtype, shared) for dtype in (torch.float64, torch.float32))
         for name, value in exact.items():
-            assert (ours[name] - value).norm() * 2**20 <= (single[name].double() - value).norm(), name
+            assert (ours[name] - value).norm() * nearer <= (single[name].double() - value).norm(), name
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -146,13 +171,12 @@ def test_rope_frequencies_are_those_of_transformers(family, tmp_path):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 def test_control_a_wrong_weight_is_found(judged, dtype):
     """A norm whose factors are about 5% larger exceeds the allowed error."""
-    folders, exact = judged
-    _skip_chaotic(folders[0], dtype)
-    model = plain(folders[0], dtype)
-    allowed = logprobs_and_gradients(model, PAIRS, DY)["logp"]
-    decoder = load_decoder(folders[0], dtype)
+    folder, exact = judged.folders[0], judged.exact[0]
+    _skip_chaotic(folder, dtype)
+    allowed = logprobs_and_gradients(plain(folder, dtype), PAIRS, DY)["logp"]
+    decoder = load_decoder(folder, dtype)
     with torch.no_grad():
         decoder.w["norm"].mul_(1.05).add_(0.05 * decoder.config.norm_plus_one)
         logp = logprobs(decoder, pack(PAIRS), SamplingParams())[0]
     with pytest.raises(AssertionError, match="logp"):
-        assert_at_most_twice_the_error(logp, allowed, exact[0]["logp"], "logp")
+        assert_at_most_twice_the_error(logp, allowed, exact["logp"], "logp")

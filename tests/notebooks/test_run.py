@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from zerokl.verify.environment import PACKAGE_ROOT as ROOT
+from zerokl.verify.run_environment import PACKAGE_ROOT as ROOT
 
 pytestmark = pytest.mark.notebooks
 

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from zerokl.verify.environment import PACKAGE_ROOT
+from zerokl.verify.run_environment import PACKAGE_ROOT
 
 from tests.helpers import DTYPES, randn, total_unequal
 

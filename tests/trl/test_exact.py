@@ -20,7 +20,7 @@ from zerokl.integrations import exact_trl
 from zerokl.integrations.exact_trl import ExactGRPOTrainer, ExactRLOOTrainer
 from zerokl.integrations.transformers import ExactModel, StaleWeightsError
 from zerokl.integrations.trl import record
-from zerokl.verify.environment import PACKAGE_ROOT
+from zerokl.verify.run_environment import PACKAGE_ROOT
 
 from tests.helpers import torchrun
 from tests.model.checkpoints import FAMILIES

@@ -5,7 +5,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from zerokl.verify.environment import PACKAGE_ROOT
+from zerokl.verify.run_environment import PACKAGE_ROOT
 
 from tests.helpers import torchrun
 from tests.random_model import TWO_LAYERS, random_model

@@ -39,7 +39,7 @@ def plant_seed() -> None:
 
 def plant_stale() -> None:
     """Compute with the first weights."""
-    from zerokl.engine.rollout.vllm.weights import SharedWeightsEngine
+    from zerokl.engine.rollout.vllm.weight_transfer import SharedWeightsEngine
 
     SharedWeightsEngine.init_transfer_engine = copies_once
 

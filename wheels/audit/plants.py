@@ -28,7 +28,12 @@ def without_plants(source: str) -> str:
     ]
     left = list(tree.body)
     names = set().union(*map(_names, cut))
-    while gone := [x for x in left if _defined(x) and _defined(x) <= names - _used(left, x, cut)]:
+    used = {x: _used(x, cut) for x in left}
+    while gone := [
+        x
+        for x in left
+        if _defined(x) and _defined(x) <= names.difference(*(used[y] for y in left if y is not x))
+    ]:
         cut += gone
         left = [x for x in left if x not in gone]
         names = names.union(*map(_names, gone))
@@ -62,14 +67,12 @@ def _names(node: ast.AST) -> set[str]:
     return {x.id for x in ast.walk(node) if isinstance(x, ast.Name)}
 
 
-def _used(left: list[ast.stmt], statement: ast.stmt, cut: list[ast.AST]) -> set[str]:
-    """The names that the other statements use, outside of what is cut."""
-    used = set()
-    for other in left:
-        waiting = [other] if other is not statement else []
-        while waiting:
-            node = waiting.pop()
-            if node not in cut:
-                used |= {node.id} if isinstance(node, ast.Name) else set()
-                waiting += ast.iter_child_nodes(node)
+def _used(statement: ast.stmt, cut: list[ast.AST]) -> set[str]:
+    """The names that a statement uses, outside of what is cut."""
+    used, waiting = set(), [statement]
+    while waiting:
+        node = waiting.pop()
+        if node not in cut:
+            used |= {node.id} if isinstance(node, ast.Name) else set()
+            waiting += ast.iter_child_nodes(node)
     return used

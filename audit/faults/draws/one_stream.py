@@ -22,8 +22,8 @@ import torch
 from ....kernels.sampling_params import SamplingParams
 from ....kernels.truncation import scaled_logits
 from ...hypotheses.judgement import EVIDENCE
-from ...hypotheses.lines import Lines
 from ...hypotheses.logits import Rows
+from ...hypotheses.scorable_lines import Lines
 from ..fault import Plant, Shown
 
 if TYPE_CHECKING:

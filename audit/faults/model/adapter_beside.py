@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from ....files.dtypes import dtype_name
 from ....model.checkpoint import DTYPES
 from ...hypotheses.adapters import NARROW, base_weights, left_by, predicted, read, rounded
 from ...hypotheses.evidence import Evidence
@@ -28,7 +29,7 @@ def predict(evidence: Evidence) -> Iterator[Prediction]:
         return
     adapter, history = read(evidence, named.merged), [read(evidence, folder) for folder in named.others]
     for dtype in dict.fromkeys((torch.float32, evidence.scorer.model().dtype)):
-        name = str(dtype).removeprefix("torch.")
+        name = dtype_name(dtype)
         what = f"the sampler adds s (x A) B to x W, with A and B in {name}, and nothing is merged"
         yield predicted(evidence, what, base_weights(evidence), rounded(adapter, dtype))
     for name in NARROW:

@@ -10,8 +10,8 @@ from ....model.checkpoint import stored_dtype
 from ....model.lora import Lora
 from ...hypotheses.adapters import base_weights, merge_into, predicted, read
 from ...hypotheses.evidence import Evidence
+from ...hypotheses.other_weights import SEARCHED_SHARES, line_search
 from ...hypotheses.prediction import Prediction
-from ...hypotheses.weights import SEARCHED_SHARES, line_search
 from ..fault import Plant, Predicted
 from ..planting.adapters import log_of, with_products, written
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ...hypotheses.attention import Variant, attention_scores
+from ...hypotheses.attention_again import Variant, attention_scores
 from ...hypotheses.evidence import Evidence
 from ...hypotheses.prediction import Prediction
 from ..fault import Plant, Predicted

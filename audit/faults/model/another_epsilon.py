@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from ...hypotheses.evidence import Evidence
+from ...hypotheses.other_weights import with_config
 from ...hypotheses.prediction import Prediction
-from ...hypotheses.weights import with_config
 from ..fault import Plant, Predicted
 
 if TYPE_CHECKING:

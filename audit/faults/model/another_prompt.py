@@ -7,8 +7,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ...hypotheses.evidence import Evidence
+from ...hypotheses.other_prompts import nearest_pairs
 from ...hypotheses.prediction import Prediction
-from ...hypotheses.prompts import nearest_pairs
 from ..fault import Plant, Predicted
 
 if TYPE_CHECKING:

@@ -11,8 +11,8 @@ import numpy as np
 
 from ....model.config import ModelConfig
 from ...hypotheses.evidence import Evidence
+from ...hypotheses.other_weights import with_config
 from ...hypotheses.prediction import Prediction
-from ...hypotheses.weights import with_config
 from ..fault import Plant, Predicted
 
 if TYPE_CHECKING:

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from ...hypotheses.evidence import Evidence
+from ...hypotheses.other_weights import SEARCHED_SHARES, line_search
 from ...hypotheses.prediction import Prediction
-from ...hypotheses.weights import SEARCHED_SHARES, line_search
 from ..fault import Plant, Predicted
 
 if TYPE_CHECKING:

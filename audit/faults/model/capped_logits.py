@@ -10,9 +10,9 @@ import numpy as np
 import torch
 
 from ...hypotheses.evidence import Evidence
-from ...hypotheses.lines import Line
 from ...hypotheses.logits import searched
 from ...hypotheses.prediction import Prediction
+from ...hypotheses.scorable_lines import Line
 from ..fault import Plant, Predicted
 
 if TYPE_CHECKING:

@@ -12,9 +12,9 @@ import torch
 from ....kernels.sampling_params import SamplingParams
 from ....kernels.truncation import scaled_logits
 from ...hypotheses.evidence import Evidence
-from ...hypotheses.lines import Line
 from ...hypotheses.logits import CAP, Rows, Transform, searched
 from ...hypotheses.prediction import Prediction
+from ...hypotheses.scorable_lines import Line
 from ..fault import Plant, Predicted
 
 if TYPE_CHECKING:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from ....files.dtypes import dtype_name
 from ....kernels.rope import rope_table
 from ....model.context import Hook, PackedContext
 from ....model.decoder import Decoder
@@ -30,7 +31,7 @@ def predict(evidence: Evidence) -> Iterator[Prediction]:
     for dtype in (torch.bfloat16, torch.float16):
         for words, ops in parts.items():
             scores = decoder_scores(model, evidence, hook_of=_narrowing(model, ops, dtype))
-            name = str(dtype).removeprefix("torch.")
+            name = dtype_name(dtype)
             yield Prediction(f"intermediates of the sampler's {words} are in {name}", scores)
 
 

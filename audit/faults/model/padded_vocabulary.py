@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from ...hypotheses.evidence import Evidence
-from ...hypotheses.lines import Line
 from ...hypotheses.logits import one_of
 from ...hypotheses.prediction import Prediction
+from ...hypotheses.scorable_lines import Line
 from ..fault import Plant, Predicted
 
 if TYPE_CHECKING:

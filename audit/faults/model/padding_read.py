@@ -7,8 +7,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ...hypotheses.evidence import Evidence
+from ...hypotheses.other_prompts import padded_lengths, with_prompts
 from ...hypotheses.prediction import Prediction
-from ...hypotheses.prompts import padded_lengths, with_prompts
 from ..fault import Plant, Predicted
 
 if TYPE_CHECKING:

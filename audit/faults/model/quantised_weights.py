@@ -11,9 +11,9 @@ import torch
 from ....model.quantisation import Quantisation
 from ....model.sampler_weights import quantised_weights
 from ...hypotheses.evidence import Evidence
+from ...hypotheses.other_weights import with_weights
 from ...hypotheses.prediction import Prediction
 from ...hypotheses.scores import decoder_scores
-from ...hypotheses.weights import with_weights
 from ..fault import Plant, Predicted
 
 if TYPE_CHECKING:

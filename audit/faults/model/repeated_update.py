@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from ...hypotheses.evidence import Evidence
+from ...hypotheses.other_weights import with_weights
 from ...hypotheses.prediction import Prediction
 from ...hypotheses.scores import decoder_scores
-from ...hypotheses.weights import with_weights
 from ..fault import Plant, Predicted
 
 if TYPE_CHECKING:

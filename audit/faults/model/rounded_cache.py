@@ -14,11 +14,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from ....files.dtypes import dtype_name
 from ....kernels.quantise import LARGEST, clipped
 from ....model.checkpoint import DTYPES
 from ....model.kv_rounding import quantised_kv
 from ....model.quantisation import KvQuantisation
-from ...hypotheses.attention import Variant, attention_scores
+from ...hypotheses.attention_again import Variant, attention_scores
 from ...hypotheses.evidence import Evidence
 from ...hypotheses.noise import measured
 from ...hypotheses.prediction import Prediction
@@ -58,7 +59,7 @@ def predict(evidence: Evidence) -> Iterator[Prediction]:
     Whether such a value rounds up or down depends on the bits below it. So the same cache is computed in fp32
     and in bf16, and how far these two are apart is what two engines with it may be.
     """
-    scorer, name = evidence.scorer, str(evidence.scorer.dtype).removeprefix("torch.")
+    scorer, name = evidence.scorer, dtype_name(evidence.scorer.dtype)
     other = "bfloat16" if name == "float32" else "float32"
     decoders = {name: scorer.model(), other: scorer.decoder(dtype=DTYPES[other])}
     plain = {dtype: attention_scores(evidence, Variant(), decoder) for dtype, decoder in decoders.items()}

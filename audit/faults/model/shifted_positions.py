@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from ...hypotheses.evidence import Evidence
+from ...hypotheses.other_prompts import padded_lengths, positions_with_gap
 from ...hypotheses.prediction import Prediction
-from ...hypotheses.prompts import padded_lengths, positions_with_gap
 from ...hypotheses.scores import decoder_scores
 from ..fault import Plant, Predicted
 

@@ -36,13 +36,13 @@ def predict(evidence: Evidence) -> Iterator[Prediction]:
 def _after_prefix(older: Decoder, model: Decoder, prompt: tuple[int, ...], completion: tuple[int, ...]):
     """The rows [C, D] of a completion whose prompt, but for its last token, is in the cache of `older`."""
     inputs, first = [*prompt, *completion[:-1]], len(prompt) - 1
-    cache = BlockCache(model.config, -(-len(inputs) // KEY_TILE), model.cache_dtype, model.device)
+    cache = BlockCache(model.config, -(-len(inputs) // KEY_TILE), model.cache_dtype, model.device, slots=1)
     blocks = [cache.allocate(cache.blocks)]
     if first:
-        context = CachedContext(cache, [first], [0], blocks)
+        context = CachedContext(cache, [first], [0], blocks, slots=[0])
         older.hidden(torch.tensor(inputs[:first]), context)
     rest = inputs[first:]
-    return model.hidden(torch.tensor(rest), CachedContext(cache, [len(rest)], [first], blocks))
+    return model.hidden(torch.tensor(rest), CachedContext(cache, [len(rest)], [first], blocks, slots=[0]))
 
 
 def prefix_cache_not_reset(w: World) -> Log:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -21,14 +22,23 @@ if TYPE_CHECKING:
 def predict(evidence: Evidence) -> Iterator[Prediction]:
     """Of each line the nearest other one's numbers, as many as that one has."""
     scores, most = {}, 1
+    by_length, by_prompt = defaultdict(list), defaultdict(list)
+    for x in evidence.all_lines:
+        by_length[len(x.scored)].append(x)
+        by_prompt[x.prompt_ids].append(x)
+    # A log may hold 10^5 short lines, so those of one length are compared at once.
+    indices = {n: np.array([x.index for x in lines]) for n, lines in by_length.items()}
+    columns = {n: np.stack([x.scored for x in lines]) for n, lines in by_length.items()}
     for i, line in enumerate(evidence.lines):
         n = len(line.scored)
-        candidates = [
+        as_long = columns[n][indices[n] != line.index] if n in columns else np.empty((0, n), np.float32)
+        others = [
             np.concatenate([other.scored[:n], line.scored[len(other.scored) :]])
-            for other in evidence.all_lines
-            if other.index != line.index and (len(other.scored) == n or other.prompt_ids == line.prompt_ids)
+            for other in by_prompt[line.prompt_ids]
+            if len(other.scored) != n
         ]
-        if candidates:
+        candidates = np.concatenate([as_long, np.array(others)]) if others else as_long
+        if len(candidates):
             scores[i], most = closest(line, candidates), max(most, len(candidates))
     yield Prediction("logged numbers belong to another line of the log", scores, choices=most, by_line=True)
 

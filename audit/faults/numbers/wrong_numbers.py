@@ -1,7 +1,7 @@
 """Wrong numbers at some places: 0, another token's or another line's, in another unit, or of other logits.
 
-Where the difference sits is looked for first (hypotheses/places.py), and the numbers are tried there alone.
-A model knows two more numbers: the likeliest token's, and that of the raw logits.
+Where the difference sits is looked for first (hypotheses/difference_places.py). The numbers are tried there
+alone. A model knows two more numbers: the likeliest token's, and that of the raw logits.
 
 Shapes: C completion tokens.
 """
@@ -17,10 +17,7 @@ import numpy as np
 
 from ....kernels.sampling_params import SamplingParams
 from ...hypotheses.column_numbers import moved
-from ...hypotheses.evidence import Evidence
-from ...hypotheses.judgement import FEWEST_ODD, MUCH, ODD_LINES
-from ...hypotheses.lines import Line, Scores
-from ...hypotheses.places import (
+from ...hypotheses.difference_places import (
     Class,
     Masks,
     alike_classes,
@@ -33,7 +30,10 @@ from ...hypotheses.places import (
     odd_tokens,
     usual_difference,
 )
+from ...hypotheses.evidence import Evidence
+from ...hypotheses.judgement import FEWEST_ODD, MUCH, ODD_LINES
 from ...hypotheses.prediction import Prediction
+from ...hypotheses.scorable_lines import Line, Scores
 from ..fault import Plant, Predicted
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 from ....model.operation import Equation
 from ....model.operations import operation
-from ...operations.operations import Tensor
+from ...operations.plain_operations import Tensor
 from ..changed_operation import SHORT, Change, ChangedOperation, ModelPlant, Traced
 
 _ALL: dict[str, Callable[[Tensor], Tensor]] = {

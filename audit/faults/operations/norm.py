@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 
 from ....model.operation import Equation
-from ...operations.operations import weight_names
+from ...operations.plain_operations import weight_names
 from ..changed_operation import Change, ChangedOperation, ModelPlant, Traced
 
 

@@ -8,7 +8,7 @@ import torch
 
 from ....model.operation import Equation
 from ....model.operations import fused_with, input_names, operation, operation_names, split_name
-from ...operations.operations import Operations, Tensor, linear, weight_names
+from ...operations.plain_operations import Operations, Tensor, linear, weight_names
 from ..changed_operation import E4M3, E5M2, SHORT, Change, ChangedOperation, ModelPlant, Traced
 
 # Other layers whose weights are tried. A model of 80 layers would take minutes.

@@ -214,14 +214,11 @@ def _drawn(logp: torch.Tensor, s: Settings, stream: np.random.Generator) -> int:
 
 
 @torch.no_grad()
-def scored(model, lines: Sequence[Line], s: Settings, alter=None) -> list[np.ndarray]:
-    """The trainer's column of each line: one forward over the whole sequence.
-
-    alter: of a line -> (prompt, completion) that the trainer reads in its place.
-    """
+def scored(model, lines: Sequence[Line], s: Settings) -> list[np.ndarray]:
+    """The trainer's column of each line: one forward over the whole sequence."""
     columns = []
     for line in lines:
-        prompt, completion = alter(line) if alter else (line.prompt, line.completion)
+        prompt, completion = line.prompt, line.completion
         logits = model(torch.tensor([[*prompt, *completion]])).logits[0, len(prompt) - 1 : -1]
         numbers = [
             float((distribution(z, s, prompt, completion[:i]) if plain is None else plain)[token])

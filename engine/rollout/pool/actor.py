@@ -15,7 +15,7 @@ import torch
 
 from ....model.decoder import Decoder, Numerics
 from ....model.weights import Layout
-from ....verify.environment import DECIDES, PACKAGE_ROOT, environment
+from ....verify.run_environment import DECIDES, PACKAGE_ROOT, environment
 from ...config.run_config import NativeConfig
 from ..native import NativeSampler
 from ..types import Completion, Request

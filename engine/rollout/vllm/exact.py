@@ -3,10 +3,10 @@
     python -m zerokl train CONFIG.toml --device cuda --sampler vllm-exact
 
 The model, its kernels, the paged cache and the scheduler are vLLM's. Three things are ours: the draw
-(draw.py), the source of the weights (weights.py), and the addition before a norm, which is an operation of
-its own (norm.py). The trainer's Triton kernels have the arithmetic of vLLM's kernels, operation by operation
-(tests/triton/test_vllm_model.py): a matrix product's tiles along K, one order of every sum, one rounding at
-each place. The monitor compares every token.
+(draw.py), the source of the weights (weight_transfer.py), and the addition before a norm, which is an
+operation of its own (norm.py). The trainer's Triton kernels have the arithmetic of vLLM's kernels, operation
+by operation (tests/triton/test_vllm_model.py): a matrix product's tiles along K, one order of every sum, one
+rounding at each place. The monitor compares every token.
 
 An H200 has run it, with vLLM 0.32's CUDA build, in bf16, fp16 and fp32. Runs had mismatch 0.0 and the
 weights of the native sampler, in bf16 with CUDA graphs too. With 2 versions of the weights, none of 2,304
@@ -102,12 +102,9 @@ class VllmExactSampler(KeyedSampler):
         layout: Layout,
         flat: torch.Tensor,
         cfg: VllmConfig,
-        version: int = 0,
     ):
         prepare_batch_invariance()
         from .norm import use_one_order
 
         use_one_order()
-        super().__init__(
-            model, config, flat, cfg, (EXACT, {"flat": flat, "layout": layout}), version, ARGUMENTS
-        )
+        super().__init__(model, config, flat, cfg, (EXACT, {"flat": flat, "layout": layout}), ARGUMENTS)

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from ....files.dtypes import dtype_name
 from ....model.routing import id_dtype
 from ....model.sizes import Experts
 from ..types import GenerationParams, Rollout
@@ -45,7 +46,7 @@ class VllmGenerator:
         with starting_vllm():
             self.llm = LLM(
                 model=str(folder),
-                dtype=_name(dtype),
+                dtype=dtype_name(dtype),
                 max_model_len=min(context, CONTEXT),
                 enforce_eager=True,
                 skip_tokenizer_init=True,
@@ -53,7 +54,7 @@ class VllmGenerator:
                 logprobs_mode="processed_logprobs",
                 enable_prefix_caching=False,
                 kv_cache_memory_bytes=CACHE_BYTES,
-                hf_overrides={} if head in (None, dtype) else {"head_dtype": _name(head)},
+                hf_overrides={} if head in (None, dtype) else {"head_dtype": dtype_name(head)},
                 **({"worker_extension_cls": EXTENSION} if experts else {}),
                 **(ON_A_CPU if is_cpu_build() else ON_A_GPU | on_ranks(torch.device("cuda"))),
             )
@@ -110,7 +111,7 @@ class VllmGenerator:
 
         They have checkpoint names and any float dtype, and are rounded to the model's dtype.
         """
-        from .weights import pack_head
+        from .weight_transfer import pack_head
 
         # vLLM's own way of loading again. It undoes and repeats what vLLM did to the weights after it first
         # loaded them. vLLM is in this process, so nothing is pickled.
@@ -127,7 +128,3 @@ def request_params(**options: Any) -> Any:
     from vllm import SamplingParams
 
     return SamplingParams(ignore_eos=True, detokenize=False, **options)
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

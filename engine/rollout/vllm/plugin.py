@@ -7,8 +7,8 @@ TILES_OVERRIDE = "zerokl_tiles"
 KV = "zerokl_kv"
 # The key under which it finds the order of attention (Numerics.attention).
 ATTENTION = "zerokl_attention"
-# Weight transfer engines (weights.py). SHARED: our model, in memory that two processes map. OWN: our model,
-# in the trainer's process. EXACT: vLLM's own model, in the trainer's process.
+# Weight transfer engines (weight_transfer.py). SHARED: our model, in memory that two processes map. OWN: our
+# model, in the trainer's process. EXACT: vLLM's own model, in the trainer's process.
 SHARED, OWN, EXACT = "zerokl", "zerokl-own", "zerokl-exact"
 # The attribute of vLLM's model configuration that names the layout's frozen weights: they decide where each
 # weight lies in the trainer's memory.
@@ -29,5 +29,7 @@ def register() -> None:
     if ARCHITECTURE in ModelRegistry.get_supported_archs():
         return
     for name, engine in _ENGINES.items():
-        WeightTransferEngineFactory.register_engine(name, "zerokl.engine.rollout.vllm.weights", engine)
+        WeightTransferEngineFactory.register_engine(
+            name, "zerokl.engine.rollout.vllm.weight_transfer", engine
+        )
     ModelRegistry.register_model(ARCHITECTURE, "zerokl.engine.rollout.vllm.model:ZeroklForCausalLM")

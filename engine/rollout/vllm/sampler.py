@@ -20,6 +20,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from ....files.dtypes import dtype_name
 from ....kernels.attention_rule import WALK
 from ....model.config import ModelConfig
 from ....model.decoder import COMPUTE, Numerics
@@ -89,7 +90,6 @@ class KeyedSampler:
         flat: torch.Tensor,
         cfg: VllmConfig,
         transfer: tuple[str, dict[str, Any]],
-        version: int,
         arguments: Mapping[str, Any],
     ):
         check_engine_arguments(cfg.engine)
@@ -113,7 +113,7 @@ class KeyedSampler:
             self.llm = LLM(model=str(model), **(common | arguments | on_ranks(flat.device) | cfg.engine))
         try:
             self.llm.init_weight_transfer_engine({"init_info": init_info})
-            self.sync_weights(version)
+            self.sync_weights(0)
         except BaseException:
             self.close()
             raise
@@ -123,7 +123,7 @@ class KeyedSampler:
         from vllm.config import WeightTransferConfig
 
         return dict(
-            dtype=str(flat.dtype).removeprefix("torch."),
+            dtype=dtype_name(flat.dtype),
             enforce_eager=not cfg.cuda_graphs,
             # The draw needs the number of a request's tokens, which vLLM knows late when it schedules ahead.
             async_scheduling=False,
@@ -279,7 +279,6 @@ class VllmZeroklSampler(KeyedSampler):
         weights: SharedTensor | torch.Tensor,
         cfg: VllmConfig,
         numerics: Numerics = COMPUTE,
-        version: int = 0,
         frozen: Collection[str] = (),
         value_head: bool = False,
         has_weights: bool = True,
@@ -305,14 +304,14 @@ class VllmZeroklSampler(KeyedSampler):
             TILES_OVERRIDE: numerics.tiles.vllm,
             **({KV: list(numerics.kv)} if numerics.kv else {}),
             **({ATTENTION: list(numerics.attention)} if numerics.attention != WALK else {}),
-            **({"head_dtype": str(numerics.lm_head)[6:]} if numerics.lm_head else {}),
+            **({"head_dtype": dtype_name(numerics.lm_head)} if numerics.lm_head else {}),
         }
         if isinstance(weights, SharedTensor):
             flat, transfer = weights.tensor, (SHARED, weights.handle._asdict())
         else:
             flat, transfer = weights, (OWN, {"flat": weights, "copy": cfg.cuda_graphs})
         arguments = {"hf_overrides": overrides} | ({} if has_weights else {"load_format": "dummy"})
-        super().__init__(model, config, flat, cfg, transfer, version, arguments)
+        super().__init__(model, config, flat, cfg, transfer, arguments)
 
     def weights(self) -> torch.Tensor:
         """Those that vLLM's model computes with, [layout.numel]. For an engine in this process."""

@@ -27,7 +27,7 @@ from .effects import effects
 from .figures import cell_result, summarise
 from .grid import ABLATION, CELLS, Cell, read_grid
 from .hypotheses import Hypothesis, judged, read_hypotheses
-from .report import write_table
+from .result_table import write_table
 
 
 def ablate(grid: str | Path, out: str | Path, jobs: int = 1) -> dict[str, Any]:

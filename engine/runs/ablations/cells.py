@@ -1,4 +1,4 @@
-"""The processes of an ablation's cells: each runs `zerokl train`, and some run side by side (command.py).
+"""The processes of an ablation's cells: each runs `zerokl train`, some side by side (cell_command.py).
 
 A cell has a process of its own, because what an engine leaves behind (vLLM keeps threads and memory) would
 slow the cells after it. The threads of the machine are divided among the cells that run at once. By the law
@@ -25,8 +25,8 @@ from ..summary import SUMMARY
 from .grid import Cell
 
 # What a cell's process runs, and what is imported once for all: the imports are a tenth of a short run.
-_COMMAND = "zerokl.engine.runs.ablations.command:run_command"
-IMPORTS = "zerokl.engine.runs.ablations.command:import_what_every_run_imports"
+_COMMAND = "zerokl.engine.runs.ablations.cell_command:run_command"
+IMPORTS = "zerokl.engine.runs.ablations.cell_command:import_what_every_run_imports"
 # How often the cells are looked at, in seconds.
 _POLL_S = 0.25
 

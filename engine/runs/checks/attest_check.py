@@ -19,8 +19,8 @@ from ....files.writing import MANIFEST, manifest_damage
 from ....kernels.backend import find_device
 from ....verify.compare_runs import open_run
 from ....verify.difference import CheckResult, Mark, differences, first_difference
-from ....verify.environment import DECIDES, PACKAGE_ROOT, environment
 from ....verify.ledger import LedgerFile
+from ....verify.run_environment import DECIDES, PACKAGE_ROOT, environment
 from ...config.run_config import Config
 from ..resume import run_config
 from .attest_bundle import CONTENTS, FORMAT, STATEMENT, bundle_settings, draw_of, statement_of

@@ -8,7 +8,7 @@ from typing import Any
 from ....verify.difference import Difference
 from ....verify.ledger import LedgerFile
 from ...config.run_config import Config
-from ..checkpoints import Checkpoint
+from ..intact_checkpoints import Checkpoint
 from .logged_steps import LoggedStep
 
 

@@ -19,9 +19,9 @@ from ...config.budget_cuts import Cuts
 from ...rollout.episodes import Episodes, is_trained
 from ...rollout.types import Rollout
 from ...tasks.environment import CONTEXT, TOKENS
+from ...train.ledger_recorder import hash_ends, hash_rewards, hash_rollouts
 from ...train.losses.advantage import StepAdvantages
 from ...train.metrics import rollout_metrics
-from ...train.recorder import hash_ends, hash_rewards, hash_rollouts
 from ...train.state import TrainState
 from ..rollout_lines import cut_fields
 

@@ -10,9 +10,9 @@ from ....verify.difference import CheckResult, Difference, first_difference, sam
 from ...display.progress import duration
 from ...train.state import StepRecord, TrainState
 from ..checkpoint_files import other_state
-from ..checkpoints import Checkpoint, unchecked
 from ..evaluation import HeldOut
 from ..folder import METRICS, ROLLOUTS, finite
+from ..intact_checkpoints import Checkpoint, unchecked
 from ..rollout_lines import rollout_line
 from .checked_run import CheckedRun, fault_in
 from .replayer import Replayer

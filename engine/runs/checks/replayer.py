@@ -14,12 +14,12 @@ from ...config.run_config import ParallelConfig, PoolConfig
 from ...display.terminal import console
 from ...rollout.players import Judge, open_judge
 from ...tasks.loading import load_task
+from ...train.ledger_recorder import Recorder
 from ...train.parallel.workers import use_threads
-from ...train.recorder import Recorder
 from ...train.state import StepRecord, TrainState
 from ...train.step import train_step
 from ..base_model import base_model
-from ..checkpoints import usable_checkpoint
+from ..intact_checkpoints import usable_checkpoint
 from ..ledger_head import run_head
 from ..resume import run_config
 from ..setup import make_state, run_equivalence

@@ -36,7 +36,7 @@ from ....model.context import Hook, no_hook
 from ....model.operations import in_order, split_fused
 from ....model.weight_files import open_tensors
 from ....verify.operation_outputs import Trace, first_divergence
-from ...train.recorder import Recorder
+from ...train.ledger_recorder import Recorder
 from ...train.state import StepRecord, TrainState
 from ...train.step import train_step
 

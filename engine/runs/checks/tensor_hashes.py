@@ -7,17 +7,19 @@ of a trainer can be compared with the bf16 weights of an engine. Values decide, 
 import hashlib
 import json
 import operator
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError
 
+from ....files.dtypes import dtype_name
 from ....files.reading import read_json, shown
 from ....model.checkpoint import resolve_model
 from ....model.weight_files import open_tensors
 from ....verify.difference import differences
+from .weight_server import is_address, served_hashes
 
 # Dtype of a tensor -> the dtypes in which it is hashed.
 _HASHED = {
@@ -32,25 +34,25 @@ _CHUNK = 1 << 22
 _MIX = (-0x61C8864680B583EB, -0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15)
 
 
-def tensor_hashes(tensors: Iterable[tuple[str, torch.Tensor]]) -> Hashes:
+def tensor_hashes(
+    tensors: Iterable[tuple[str, torch.Tensor]], unsigned_zeros: Collection[str] = ()
+) -> Hashes:
     """For each tensor its shape, its dtype, and two hashes of its values in each dtype (_HASHED).
 
     "sha256" is of the values in their order. "unordered" is the same for every order of the values.
+    unsigned_zeros: the names of those in which -0.0 counts as 0.0.
     """
     hashes = {}
-    for name, tensor in tensors:
+    for name, stored in tensors:
+        tensor = stored + 0.0 if name in unsigned_zeros else stored
         dtypes = _HASHED.get(tensor.dtype, (tensor.dtype,))
         hashes[name] = {
             "shape": list(tensor.shape),
-            "dtype": _name(tensor.dtype),
-            "sha256": {_name(dtype): _sha256(tensor.detach().to(dtype)) for dtype in dtypes},
-            "unordered": {_name(dtype): _unordered(tensor.detach().to(dtype)) for dtype in dtypes},
+            "dtype": dtype_name(tensor.dtype),
+            "sha256": {dtype_name(dtype): _sha256(tensor.detach().to(dtype)) for dtype in dtypes},
+            "unordered": {dtype_name(dtype): _unordered(tensor.detach().to(dtype)) for dtype in dtypes},
         }
     return hashes
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def _sha256(tensor: torch.Tensor) -> str:
@@ -70,18 +72,36 @@ def _unordered(tensor: torch.Tensor) -> str:
     return f"{total % (1 << 64):016x}"
 
 
-def read_hashes(source: str) -> Hashes:
-    """The hashes of a model folder, a hub name, a safetensors file, or a JSON file of hashes.
+def read_both(a: str, b: str) -> tuple[Hashes, Hashes]:
+    """As `read_hashes`, of two models that are compared.
 
-    Raises ValueError for what is none of these.
+    What an engine could only read without the signs of zeros is read so from files, too.
     """
+    first = read_hashes(a)
+    second = read_hashes(b, _unsigned_zeros(first))
+    if names := _unsigned_zeros(second) - _unsigned_zeros(first):
+        first = read_hashes(a, names)
+    return first, second
+
+
+def _unsigned_zeros(hashes: Hashes) -> set[str]:
+    return {name for name, row in hashes.items() if row.get("unsigned_zeros")}
+
+
+def read_hashes(source: str, unsigned_zeros: Collection[str] = ()) -> Hashes:
+    """The hashes of a model folder, a hub name, a safetensors file, a JSON file of hashes, or a server.
+
+    unsigned_zeros: as for `tensor_hashes`. Raises ValueError for what is none of these.
+    """
+    if is_address(source):
+        return _checked(served_hashes(source), source)
     path = Path(source)
     if path.suffix == ".json" and path.is_file():
         return _stored(path)
     files = [path] if path.is_file() else sorted(resolve_model(source).glob("*.safetensors"))
     if not files:
         raise ValueError(f"weights: {source} holds no .safetensors file")
-    return tensor_hashes(_tensors(files))
+    return tensor_hashes(_tensors(files), unsigned_zeros)
 
 
 def _tensors(files: list[Path]) -> Iterator[tuple[str, torch.Tensor]]:
@@ -97,13 +117,28 @@ def _tensors(files: list[Path]) -> Iterator[tuple[str, torch.Tensor]]:
 
 def _stored(path: Path) -> Hashes:
     try:
-        hashes = read_json(path)["tensors"]
+        return _checked(read_json(path)["tensors"], str(path))
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"weights: {path} is no file of hashes ({shown(str(error))})") from None
+
+
+def _checked(hashes: Any, source: str) -> Hashes:
+    """The hashes that a file or a server gave. Raises ValueError for what are none."""
+    try:
         for row in hashes.values():
             if not isinstance(row["sha256"], dict) or not isinstance(row["shape"], list):
                 raise TypeError("a tensor has no hashes or no shape")
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"weights: {path} is no file of hashes ({shown(str(error))})") from None
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"weights: {source} gives no hashes ({shown(str(error))})") from None
     return hashes
+
+
+def vocab_size(hashes: Hashes) -> int:
+    """The rows of the embedding. Raises ValueError where none is among the tensors."""
+    for name, row in hashes.items():
+        if name.endswith("embed_tokens.weight"):
+            return row["shape"][0]
+    raise ValueError("weights: no tensor is called embed_tokens.weight, so no prompt can be made")
 
 
 def write_hashes(hashes: Hashes, path: Path) -> None:

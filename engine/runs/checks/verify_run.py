@@ -16,10 +16,10 @@ from ....verify.ledger import read_ledger
 from ....verify.run_files import checkpoint_folders
 from ...train.state import TrainState
 from ..checkpoint_files import foreign_part, other_base, other_content
-from ..checkpoints import checked_checkpoint, unchecked
 from ..evaluation import HeldOut
 from ..folder import METRICS, ROLLOUTS
 from ..held_out import BASE_REWARD, MEAN_REWARD
+from ..intact_checkpoints import checked_checkpoint, unchecked
 from ..ledger_head import altered_free_setting
 from ..logs import Log, read_log
 from ..resume import derived_summary, run_config

@@ -30,14 +30,11 @@ from ...config.budget_cuts import Cuts
 from .advantage import all_equal
 
 
-def budget_relative_advantages(
-    rewards: np.ndarray, weights: Sequence[float], trained: np.ndarray | None = None
-) -> np.ndarray:
+def budget_relative_advantages(rewards: np.ndarray, weights: Sequence[float]) -> np.ndarray:
     """A [G, m] of a group, from rewards [G, m]. weights [m]: of the budgets; they are divided by their sum.
 
-    trained [G] bool: which thoughts are trained on; all where it is None. Another one has A = 0, and counts
-    in no mean. Where a thought has several answers for a budget, its reward is their mean. Raises ValueError
-    for weights that are not m numbers of at least 0, one of them above 0.
+    Where a thought has several answers for a budget, its reward is their mean. Raises ValueError for weights
+    that are not m numbers of at least 0, one of them above 0.
     """
     G, m = rewards.shape
     if len(weights) != m or not all(0 <= w < math.inf for w in weights) or not any(weights):
@@ -45,16 +42,15 @@ def budget_relative_advantages(
             f"budget_relative_advantages: weights ({list(weights)}) must be {m} numbers, none below 0 and "
             "one above 0"
         )
-    trained = np.ones(G, bool) if trained is None else trained
     share = [w / math.fsum(weights) for w in weights]
-    A, thoughts = np.zeros((G, m)), rewards[trained].tolist()
-    if not thoughts or all_equal([r for thought in thoughts for r in thought]):
+    A, thoughts = np.zeros((G, m)), rewards.tolist()
+    if all_equal([r for thought in thoughts for r in thought]):
         return A
     for j in range(m):  # from 0 here, and from 1 in the equations
         returns = [_dot(share[j:], thought[j:]) for thought in thoughts]
         mean, left = math.fsum(returns) / len(returns), math.fsum(share[j:])
         answered = [_so_far(thought[:j]) * left for thought in thoughts]
-        A[trained, j] = [R - (j * E + (m - j) * mean) / m for R, E in zip(returns, answered, strict=True)]
+        A[:, j] = [R - (j * E + (m - j) * mean) / m for R, E in zip(returns, answered, strict=True)]
     return A
 
 

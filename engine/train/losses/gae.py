@@ -38,19 +38,11 @@ def turn_end_rewards(
     return rewards
 
 
-def gae(
-    rewards: np.ndarray,
-    values: np.ndarray,
-    drawn: np.ndarray,
-    gamma: float,
-    lam: float,
-    end_value: float = 0.0,
-) -> np.ndarray:
+def gae(rewards: np.ndarray, values: np.ndarray, drawn: np.ndarray, gamma: float, lam: float) -> np.ndarray:
     """A [T] fp64 of the drawn tokens; 0 at ids that nobody drew.
 
     rewards, values [T]: of each token, and of the ids before it; only places of drawn tokens are read.
-    drawn [T] bool. gamma, lam: the discount and lambda, of a drawn token, 0 to 1. end_value: of the whole
-    trajectory; 0 where it has ended, and the critic's value where it was cut. Raises ValueError for other
+    drawn [T] bool. gamma, lam: the discount and lambda, of a drawn token, 0 to 1. Raises ValueError for other
     shapes, gamma or lam.
     """
     if not rewards.shape == values.shape == drawn.shape == (len(drawn),):
@@ -59,7 +51,7 @@ def gae(
     for name, value in (("gamma", gamma), ("lam", lam)):
         if not 0 <= value <= 1:
             raise ValueError(f"gae: {name} ({value}) must lie in 0 to 1")
-    A, advantage, next_value = np.zeros(len(drawn)), 0.0, float(end_value)
+    A, advantage, next_value = np.zeros(len(drawn)), 0.0, 0.0
     for t in np.flatnonzero(drawn)[::-1].tolist():
         value = float(values[t])
         delta = float(rewards[t]) + gamma * next_value - value

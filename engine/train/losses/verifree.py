@@ -19,7 +19,7 @@ weight w is that of the sequence for both, so the loss is -J times a constant wh
 (loss_agg_mode constant).
 
 R is exp of a correctly rounded sum of log-probabilities. It is the weight of its own gradient only where
-these are those of the training pass, bit for bit; a run compares them (rollout/answers.py).
+these are those of the training pass, bit for bit; a run compares them (rollout/given_answers.py).
 
 Shapes: P prompts, G reasonings of each, C tokens of a reasoning and its answer together.
 """

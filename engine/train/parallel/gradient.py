@@ -15,6 +15,7 @@ from ....model.adapters import AdapterLayout, adapter_buffers
 from ....model.causal_lm import CausalLM
 from ....model.context import Buffers
 from ....model.decoder import Decoder
+from ....model.offload import HERE, Offload
 
 X = TypeVar("X")
 Y = TypeVar("Y")
@@ -42,8 +43,9 @@ class GradientTree:
     arrives. It therefore holds at most log2(shards) partial sums.
     """
 
-    def __init__(self, shards: int):
-        self.shards = shards
+    def __init__(self, shards: int, offload: Offload = HERE, device: torch.device | None = None):
+        """offload: where the partial sums lie. device: that adds them, and has the leaves."""
+        self.shards, self._offload, self._device = shards, offload, device or torch.device("cpu")
         self._levels: dict[int, torch.Tensor | None] = {}
         self._spare: list[torch.Tensor] = []
         self.pushed = 0
@@ -57,21 +59,34 @@ class GradientTree:
         if self.shards == 1:
             self._levels, self.pushed = {0: leaf}, 1
             return
-        carry, owned, level = leaf, False, 0
+        level, sums = 0, []
         while level in self._levels:
-            left = self._levels.pop(level)
-            if left is not None and carry is not None:
-                left += carry
-                if owned:
-                    self._spare.append(carry)
-            if left is not None:
-                carry, owned = left, True
+            sums.append(self._levels.pop(level))
             level += 1
-        if carry is not None and not owned:
-            buffer = self._spare.pop() if self._spare else torch.empty_like(carry)
-            carry = buffer.copy_(carry)
-        self._levels[level] = carry
+        sums = [x for x in sums if x is not None]
+        if leaf is not None or len(sums) > 1:
+            self._levels[level] = self._added(leaf, sums)
+        else:
+            self._levels[level] = sums[0] if sums else None
         self.pushed += 1
+
+    def _added(self, leaf: torch.Tensor | None, sums: list[torch.Tensor]) -> torch.Tensor:
+        """The leaf added to the first of some sums, this to the next one, and so on. It takes their memory.
+
+        So where they lie beside the device, each is read once, and one is written.
+        """
+        offload, device, total = self._offload, self._device, sums[-1] if sums else None
+        if total is None:
+            total = self._spare.pop() if self._spare else offload.empty(len(leaf), leaf.device)
+        for part in offload.slices(len(total)):
+            carry = None if leaf is None else leaf[part]
+            for left in sums:
+                left_part = left[part].to(device, copy=True) if offload.away else left[part]
+                carry = left_part if carry is None else left_part.add_(carry)
+            if offload.away or not sums:  # else the last sum has become the total
+                total[part].copy_(carry)
+        self._spare += sums[:-1]
+        return total
 
     def take(self) -> torch.Tensor | None:
         """The root, once every shard was pushed; None if all shards were empty.
@@ -108,7 +123,7 @@ class ShardSum:
         adapters: TrainedAdapters | None = None,
     ):
         self.decoder, self.in_flight = decoder, min(in_flight, shards)
-        self.tree = GradientTree(shards)
+        self.tree = GradientTree(shards, decoder.offload, decoder.device)
         layout = adapters.layout if adapters else decoder.layout
         # Zeros, for what lies between the weights.
         self._leaves = torch.zeros(self.in_flight, layout.trained_numel, device=decoder.device)

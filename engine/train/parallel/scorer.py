@@ -11,7 +11,7 @@ import numpy as np
 from ....kernels.sampling_params import SamplingParams
 from ....model.decoder import Decoder
 from ....model.weights import fingerprint
-from ...rollout.scoring import score_rollouts
+from ...rollout.scoring_sampler import score_rollouts
 from ...rollout.types import Rollout
 from .partition import virtual_shards
 from .workers import Host, ParallelSampler, Workers

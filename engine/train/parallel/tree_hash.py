@@ -15,7 +15,8 @@ import numpy as np
 import torch
 
 from ....kernels.backend import on_triton
-from ....kernels.block_digest import LANES, block_digests
+from ....kernels.block_digest import BLOCK, LANES, block_digests
+from ....model.offload import SLICE
 from ....model.weights import Block
 from ....verify.ledger import Tree, tree_of
 
@@ -71,19 +72,31 @@ def _leaves(blocks: tuple[Block, ...], dtypes: tuple[torch.dtype, ...]) -> _Leav
     return _Leaves(blocks, dtypes)
 
 
+def _brought_digests(x: torch.Tensor, bounds: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Of the blocks of a tensor beside `device`, some of which are on it at once."""
+    digests = []
+    for part in bounds.split(SLICE // BLOCK):
+        first, end = part[0, 0].item(), part[-1, 1].item()
+        digests.append(block_digests(x[first:end].to(device), (part - first).to(device)))
+    return torch.cat(digests)
+
+
 class Hashing:
     """Digests that have been begun. Nobody may change the tensors until `leaves` returns.
 
     blocks: of the tensors, with the name of the weight that each is a part of.
     tensors: the quantity is all of them together. Elements after the last block are ignored.
+    device: that computes. Tensors beside a GPU come to it by slices.
     """
 
-    def __init__(self, blocks: Sequence[Block], *tensors: torch.Tensor):
+    def __init__(self, blocks: Sequence[Block], *tensors: torch.Tensor, device: torch.device | None = None):
         self._blocks, self._tensors = tuple(blocks), tensors
         self._digests, self._waiting, self._helpers = [], deque(), []
         for x in tensors:
             bounds = _bounds(self._blocks, x.device)
-            if on_triton(x):
+            if device is not None and device.type != x.device.type:
+                self._digests.append(_brought_digests(x, bounds, device))
+            elif on_triton(x):
                 self._digests.append(block_digests(x, bounds))
             else:
                 digests = torch.empty(len(bounds), LANES, dtype=torch.int64)

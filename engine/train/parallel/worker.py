@@ -12,6 +12,7 @@ import torch
 
 from ....model.decoder import Decoder
 from ....model.numerics import Numerics
+from ....model.offload import Offload
 from ....model.weights import FlatLayout, Layout
 from ...config.run_config import NativeConfig
 from ...processes.allocator import keep_freed_memory
@@ -90,6 +91,7 @@ def _host(
     dtype: torch.dtype,
     numerics: Numerics,
     recompute: bool,
+    offload: Offload,
     trained: FlatLayout,
     weights: Handle,
     root: Handle,
@@ -98,7 +100,7 @@ def _host(
     """That of another worker, in its process. trained: the layout of what is trained (see ShardSum)."""
     torch.set_num_threads(share.threads)
     flat, trained_adapters = map_tensor(weights, layout.numel, dtype), None
-    decoder = Decoder(layout.config, flat, layout, numerics, recompute)
+    decoder = Decoder(layout.config, flat, layout, numerics, recompute, offload)
     if adapters is not None:
         trained_adapters = TrainedAdapters(trained, map_tensor(adapters, trained.numel, torch.float32))
     shared_root = map_tensor(root, trained.trained_numel, torch.float32)
@@ -129,6 +131,7 @@ class OtherWorker:
                 decoder.dtype,
                 decoder.numerics,
                 decoder.recompute,
+                decoder.offload,
                 trained,
                 weights.inherited,
                 root.inherited,

@@ -111,7 +111,7 @@ class Slices(Spread):
 
         tensors: this rank's slice of each; elements after the end of the slice are ignored.
         """
-        return Hashing(self.blocks, *tensors)
+        return Hashing(self.blocks, *tensors, device=self._device)
 
     def hash_tree(self, hashing: Hashing) -> Tree:
         """The hash tree over the slices of all ranks; each block is hashed by its owner."""

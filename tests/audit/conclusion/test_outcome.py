@@ -215,12 +215,13 @@ def run(config, tmp_path_factory):
     return folder
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("words", "kind"),
     [
-        pytest.param([], Kind.EQUAL, marks=pytest.mark.full),
+        ([], Kind.EQUAL),
         (["--sampler", "hf"], Kind.ROUNDING),
-        pytest.param(["--sampler", "hf", "--max-abs", "0.1"], Kind.WITHIN, marks=pytest.mark.full),
+        (["--sampler", "hf", "--max-abs", "0.1"], Kind.WITHIN),
     ],
 )
 def test_the_checkpoints_of_a_run(run, audited, words, kind):

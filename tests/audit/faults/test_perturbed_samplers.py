@@ -6,7 +6,7 @@ Here the native sampler draws, and the trainer's column is our decoder's.
 import numpy as np
 import pytest
 import torch
-from zerokl.audit.faults import registry
+from zerokl.audit.faults import all_faults
 from zerokl.audit.faults.fault import Fault, Plant
 from zerokl.audit.faults.planting.sampling import Line
 from zerokl.benchmarks.audit_cases.run import judged, report_of, write_case
@@ -40,7 +40,7 @@ NAMED = {
     "another top-p, top-k or min-p": ("drew with", "without top-p, top-k or min-p"),
     "keys and values rounded": ("keys and values",),
 }
-BY_KEY = {key: fault for fault in registry.with_model() for key in fault.perturb}
+BY_KEY = {key: fault for fault in all_faults.with_model() for key in fault.perturb}
 
 
 def drawn(world, perturb: PerturbConfig) -> list[Line]:
@@ -89,7 +89,7 @@ def test_control_a_run_that_plants_nothing_is_clear(world, tmp_path):
 
 
 def test_each_way_to_differ_is_a_fault_of_one_file():
-    keys = [key for fault in registry.everything() for key in fault.perturb]
+    keys = [key for fault in all_faults.everything() for key in fault.perturb]
     differing = {key for key, s in settings_of(PerturbConfig).items() if s.facts.differs}
     assert set(keys) | NAMELESS == differing
     assert len(keys) == len(set(keys))

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 from zerokl.cli import main
 from zerokl.engine.rollout.types import Rollout
-from zerokl.engine.runs.merge import merge_adapter
+from zerokl.engine.runs.merge_adapter import merge_adapter
 from zerokl.model.adapters import AdapterLayout, adapted_layout
 from zerokl.model.blocks import attention, mlp
 from zerokl.model.checkpoint import load_decoder, stored_dtype
@@ -192,6 +192,7 @@ def test_an_adapter_beside_the_weights_is_named(merged, base, adapters, tmp_path
     )
 
 
+@pytest.mark.full
 def test_a_sound_log_names_nothing_and_another_fault_no_adapter(merged, adapters, tmp_path):
     assert found_in(merged, draw(merged.decoder), adapters, tmp_path) is None
     other = Decoder(

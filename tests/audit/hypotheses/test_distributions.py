@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from zerokl.audit.audit import audit
-from zerokl.audit.faults.registry import predicted_count, with_model
+from zerokl.audit.faults.all_faults import predicted_count, with_model
 from zerokl.kernels.sampling_params import SamplingParams
 from zerokl.model.checkpoint import load_decoder
 
@@ -92,6 +92,7 @@ def _tried(case, log) -> set[str]:
     return {words.removeprefix(before) for words in stages if words.startswith(before)}
 
 
+@pytest.mark.full
 def test_what_leaves_rounding_alone_ends_the_searches_and_nothing_less_does(case, tmp_path):
     """Searches take minutes with a real vocabulary; where a simple cause is the whole of it, nobody waits."""
     costly = {fault.name for fault in with_model() if not (fault.is_at_once or fault.is_of_whole_log)}
@@ -162,6 +163,7 @@ def _beside_model(case, path, column, count: int = 48) -> dict:
     return report_of(case, path)
 
 
+@pytest.mark.usefixtures("without_knobs")
 def test_a_trainer_lacks_no_cut_that_the_model_shows_the_sampler_not_to_have(case, tmp_path):
     """Every other number is too low: one sign, as of a missing cut. But the sampler's are the model's."""
     report = _beside_model(
@@ -172,6 +174,7 @@ def test_a_trainer_lacks_no_cut_that_the_model_shows_the_sampler_not_to_have(cas
     assert report["outcome"]["faults"] == ["the log's trainer column"]
 
 
+@pytest.mark.usefixtures("without_knobs")
 @pytest.mark.parametrize("lines", [1, 48])
 def test_a_trainer_column_that_no_hypothesis_explains_is_a_fault(case, tmp_path, lines):
     """The sampler's column is the model's, bit for bit. One line of 3 tokens fits no hypothesis."""

@@ -10,9 +10,9 @@ from zerokl.audit.audit import audit
 from zerokl.audit.conclusion.verdict import headline
 from zerokl.audit.faults.draws import one_stream, undeclared_cut
 from zerokl.audit.hypotheses.evidence import Evidence
-from zerokl.audit.hypotheses.lines import Line
 from zerokl.audit.hypotheses.logits import Rows
 from zerokl.audit.hypotheses.noise import Noise, pairs
+from zerokl.audit.hypotheses.scorable_lines import Line
 from zerokl.audit.page.rows import hypothesis_rows, key_rows
 from zerokl.kernels.sampling_params import SamplingParams
 from zerokl.kernels.truncation import scaled_logits

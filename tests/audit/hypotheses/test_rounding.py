@@ -31,6 +31,7 @@ def wrong(rollouts: list[LoggedRollout], places, values) -> list[LoggedRollout]:
     return result
 
 
+@pytest.mark.full
 def test_two_hundred_sound_logs_give_no_alarm():
     for seed in range(200):
         dtype = list(SIZES)[seed % 3]

@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 from zerokl.audit.hypotheses.evidence import Evidence
-from zerokl.audit.hypotheses.lines import Line
-from zerokl.audit.hypotheses.prompts import padded_lengths
+from zerokl.audit.hypotheses.other_prompts import padded_lengths
+from zerokl.audit.hypotheses.scorable_lines import Line
 from zerokl.cli import main
 from zerokl.kernels.sampling_params import SamplingParams
 

@@ -8,15 +8,15 @@ import pytest
 import torch
 from zerokl.audit.conclusion.log_findings import fitting, none_fits
 from zerokl.audit.hypotheses.evidence import Evidence
-from zerokl.audit.hypotheses.lines import Line
+from zerokl.audit.hypotheses.scorable_lines import Line
 from zerokl.audit.hypotheses.tried import Row, Tried
 from zerokl.audit.knobs import column
 from zerokl.audit.knobs.column import KnobModel, noise_beside, with_knobs, words_of
-from zerokl.audit.knobs.fit import Fitted
 from zerokl.audit.knobs.forward import Tokens, chosen, sampled, usable
 from zerokl.audit.knobs.knob import Turn
+from zerokl.audit.knobs.knob_fit import Fitted
 from zerokl.audit.knobs.knobs import knobs_of
-from zerokl.audit.knobs.places import places_of
+from zerokl.audit.knobs.module_places import places_of
 from zerokl.audit.knobs.search import Answer
 
 from tests.audit.families import write_family

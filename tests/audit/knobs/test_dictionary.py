@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 from zerokl.audit.knobs.dictionary import meaning
-from zerokl.audit.knobs.fit import Fitted
 from zerokl.audit.knobs.knob import Knob, Turn
-from zerokl.audit.knobs.places import Place
+from zerokl.audit.knobs.knob_fit import Fitted
+from zerokl.audit.knobs.module_places import Place
 
 CONFIG = SimpleNamespace(head_dim=16, hidden_size=96, num_attention_heads=6)
 LAYERS = {0: torch.nn.Linear(2, 2), 1: torch.nn.Linear(2, 2)}

@@ -11,12 +11,12 @@ from zerokl.audit.command import run_audit
 from zerokl.audit.conclusion.verdict import verdict
 from zerokl.audit.config import AuditSettings
 from zerokl.audit.engines.hf import HfEngine
-from zerokl.audit.hypotheses.lines import Line
+from zerokl.audit.hypotheses.scorable_lines import Line
 from zerokl.audit.knobs import column
 from zerokl.audit.knobs.forward import Tokens
 from zerokl.audit.knobs.knob import Turn, turned
 from zerokl.audit.knobs.knobs import knobs_of
-from zerokl.audit.knobs.places import places_of
+from zerokl.audit.knobs.module_places import places_of
 from zerokl.audit.page.page import page
 from zerokl.engine.rollout.hf import load_model
 from zerokl.engine.rollout.types import GenerationParams
@@ -162,7 +162,8 @@ def test_a_number_that_nobody_listed_is_located(folder_of, tmp_path, name, chang
     assert "knob: " in page(report), "the page shows it as it shows other hypotheses"
 
 
-@pytest.mark.parametrize("name", ["GPTNeoX", pytest.param("Gemma2", marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("name", ["GPTNeoX", "Gemma2"])
 def test_a_sound_log_gives_no_knob(folder_of, tmp_path, name):
     log = write_log(tmp_path / "log.jsonl", folder_of(name), lambda model: None)
     settings = AuditSettings(model=str(folder_of(name)), dtype="float32", knobs=True)
@@ -173,6 +174,7 @@ def test_a_sound_log_gives_no_knob(folder_of, tmp_path, name):
     assert not report.cause.kind.startswith("knob")
 
 
+@pytest.mark.full
 def test_a_fault_in_some_lines_is_not_told_of_the_sampler_as_a_whole(folder_of, tmp_path, monkeypatch):
     """The value is fitted to the lines that differ most, here to four, and checked on all."""
     monkeypatch.setattr(column, "_FIT_TOKENS", 110)

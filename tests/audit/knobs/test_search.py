@@ -5,12 +5,12 @@ import copy
 import numpy as np
 import pytest
 import torch
-from zerokl.audit.hypotheses.lines import Line
 from zerokl.audit.hypotheses.noise import Noise, weight
+from zerokl.audit.hypotheses.scorable_lines import Line
 from zerokl.audit.knobs.forward import Tokens
 from zerokl.audit.knobs.knob import Turn
 from zerokl.audit.knobs.knobs import knobs_of
-from zerokl.audit.knobs.places import places_of
+from zerokl.audit.knobs.module_places import places_of
 from zerokl.audit.knobs.search import Knobs
 from zerokl.engine.rollout.hf import load_model
 
@@ -50,6 +50,7 @@ def answers(tokens: Tokens, size: float):
 SCORES = ("attention's scores", "scores", 1.828, None)
 
 
+@pytest.mark.full
 def test_a_second_knob_that_explains_nothing_is_not_told(model):
     """What the first one leaves is noise that no knob explains, and more than the dtype rounds."""
     told = answers(tokens_of(model, SCORES, noise=0.01), 0.004)

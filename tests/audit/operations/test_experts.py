@@ -13,7 +13,7 @@ from zerokl.audit.engines.engine import ZeroklEngine
 from zerokl.audit.engines.hf import HfEngine
 from zerokl.audit.operations.experts import experts_difference
 from zerokl.audit.operations.locate import locate
-from zerokl.audit.operations.operations import Checkpoint
+from zerokl.audit.operations.plain_operations import Checkpoint
 from zerokl.cli import main
 from zerokl.kernels.sampling_params import SamplingParams
 from zerokl.model.checkpoint import load_decoder

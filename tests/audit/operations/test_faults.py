@@ -12,11 +12,11 @@ from transformers.models.qwen3 import modeling_qwen3
 from zerokl.audit.as_json import as_json
 from zerokl.audit.engines.engine import Engine, ZeroklEngine
 from zerokl.audit.engines.hf import HfEngine
+from zerokl.audit.faults.all_faults import changed_operations
 from zerokl.audit.faults.operations.weights import fp8_everywhere, in_fp8
-from zerokl.audit.faults.registry import changed_operations
 from zerokl.audit.operations.locate import locate
 from zerokl.audit.operations.operation_errors import FAULT, excess
-from zerokl.audit.operations.operations import Checkpoint, cut
+from zerokl.audit.operations.plain_operations import Checkpoint, cut
 from zerokl.cli import main
 from zerokl.kernels.sampling_params import SamplingParams
 from zerokl.model.operation import Equation

@@ -167,6 +167,13 @@ def test_guessed_tokens_are_refused_with_other_samplers(sampler):
         load_config(None, None, overrides | {"sampler": sampler, "exact": sampler.startswith("vllm-")})
 
 
+def test_a_number_of_another_schedule_is_refused():
+    overrides = {"optimizer.cycles": 3}
+    load_config(None, None, overrides | {"optimizer.schedule": "cosine_with_restarts"})
+    with pytest.raises(ValueError, match=r'optimizer.cycles \(3\) is of schedule = "cosine_with_restarts"'):
+        load_config(None, None, overrides | {"optimizer.schedule": "cosine"})
+
+
 def test_every_key_mistyped_by_one_letter_is_refused():
     for key in known_keys():
         with pytest.raises(ValueError, match=f"unknown key {key}q"):

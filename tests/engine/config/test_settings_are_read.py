@@ -13,7 +13,7 @@ from pydantic import Field
 from zerokl.engine.config.run_config import Config
 from zerokl.engine.config.section import Section, settings_of
 from zerokl.engine.config.training_sections import OptimizerConfig
-from zerokl.verify.environment import PACKAGE_ROOT
+from zerokl.verify.run_environment import PACKAGE_ROOT
 
 FLOORS = ("cli", "integrations", "audit", "engine", "model", "kernels")
 # What the whole configuration is called where no annotation says so.

@@ -25,8 +25,8 @@ from zerokl.engine.rollout.types import (
 from zerokl.engine.runs.checks.logged_steps import read_step, rollouts_fault
 from zerokl.engine.runs.rollout_lines import parse_rollout
 from zerokl.engine.runs.run import train
+from zerokl.engine.train.ledger_recorder import hash_rollouts
 from zerokl.engine.train.monitor import MismatchError, Monitor
-from zerokl.engine.train.recorder import hash_rollouts
 from zerokl.kernels.sampling_params import SamplingParams
 from zerokl.model.checkpoint import load_decoder
 from zerokl.model.decoder import Decoder

@@ -13,12 +13,14 @@ FREE = [
     {"native__max_concurrency": 1},
     {"shards_in_flight": 3, "micro_batch": 5, "workers": 1},
     {"recompute": "layer"},
+    {"memory__offload": "host"},
+    {"memory__offload": "disk", "recompute": "layer", "workers": 2},
     {"native__max_concurrency": 7, "native__max_batch_tokens": 5},
     {"native__speculate": 3},
     {"threads": 1},
     {"threads": 2},
     {"workers": 2},
-    {"workers": 4},
+    pytest.param({"workers": 4}, marks=pytest.mark.full),
     {"ledger__detail": "roots", "checkpoint__every": 1, "evaluation__every": 1},
 ]
 # Settings that change a number that is added, or the order of a sum.

@@ -94,7 +94,7 @@ def test_frozen_weights_keep_every_bit_and_the_others_move(run, base):
 
 CUTS = [
     pytest.param({"micro_batch": 1}, marks=pytest.mark.full),
-    {"workers": 2, "micro_batch": 2},
+    pytest.param({"workers": 2, "micro_batch": 2}, marks=pytest.mark.full),
     {"shards_in_flight": 3, "micro_batch": 5},
     pytest.param({"recompute": "layer"}, marks=pytest.mark.full),
 ]

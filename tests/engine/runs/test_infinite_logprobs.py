@@ -18,7 +18,7 @@ from zerokl.engine.runs.report.payload import Source
 from zerokl.engine.runs.run import train
 from zerokl.files.reading import json_number, json_ready, parse_json
 from zerokl.integrations.recorder import Recorder
-from zerokl.verify.environment import PACKAGE_ROOT
+from zerokl.verify.run_environment import PACKAGE_ROOT
 
 from tests.random_model import ONE_LAYER, random_model
 

@@ -76,8 +76,10 @@ def test_the_ledger_is_of_the_adapters_and_the_head_binds_the_base(run, base):
 
 
 CUTS = [
-    {"workers": 2, "micro_batch": 2, "native": NativeConfig(speculate=3)},
-    pytest.param({"shards_in_flight": 3, "micro_batch": 5}, marks=pytest.mark.full),
+    pytest.param(
+        {"workers": 2, "micro_batch": 2, "native": NativeConfig(speculate=3)}, marks=pytest.mark.full
+    ),
+    {"shards_in_flight": 3, "micro_batch": 5},
     pytest.param({"recompute": "layer", "micro_batch": 1}, marks=pytest.mark.full),
 ]
 
@@ -108,7 +110,7 @@ def test_off_is_the_run_without_the_section(config, base, tmp_path):
     assert not any(key.startswith("lora") for key in open_run(tmp_path / "off").head.settings)
 
 
-def test_a_run_goes_on_is_replayed_traced_and_verified(run, cut, tmp_path):
+def test_a_run_goes_on_is_replayed_traced_and_verified(run, cut, tmp_path, worker_count):
     assert [f"{f.what}: {f.result}" for f in verify_run(cut, 2, 0, {}) if not f.holds] == []
     command = ["replay", str(cut), "--step", "1", "--trace", str(tmp_path / "t.safetensors")]
     assert main(command) == 0
@@ -116,7 +118,7 @@ def test_a_run_goes_on_is_replayed_traced_and_verified(run, cut, tmp_path):
     module = "base_model.model.model.layers.1.mlp.down_proj"
     assert f"gradient.{module}.lora_A.weight" in names
     assert not any("model.embed_tokens" in name for name in names)
-    resume(cut, {"workers": 2, "micro_batch": 2})
+    resume(cut, {"workers": worker_count, "micro_batch": 2})
     assert [line.chain for line in open_run(cut).lines] == [line.chain for line in open_run(run).lines]
     assert fingerprint(cut) == fingerprint(run)
     assert [f"{f.what}: {f.result}" for f in verify_run(cut, 0, 0, {}) if not f.holds] == []

@@ -25,7 +25,7 @@ from zerokl.model.operations import layer_bytes_per_token
 from zerokl.model.prompts import Prompts
 from zerokl.model.scoring import logprobs, pack
 from zerokl.model.weights import Layout
-from zerokl.verify.environment import PACKAGE_ROOT
+from zerokl.verify.run_environment import PACKAGE_ROOT
 
 from tests.helpers import DTYPES, sums_of, total_unequal, zero_buffers
 
@@ -49,7 +49,7 @@ LARGE = Layout(ModelConfig.from_dict(QWEN3 | {"hidden_size": 2048, "intermediate
 GIB = 1 << 30
 
 
-def _kept_bytes(decoder: Decoder, rows: int) -> int:
+def kept_bytes(decoder: Decoder, rows: int) -> int:
     """Bytes of the tensors that a forward of `rows` rows keeps for its backward, weights left out."""
     storages: dict[int, int] = {}
 
@@ -83,7 +83,7 @@ def test_predicted_activations_are_those_that_are_kept(model, dtype, patterns, l
     predicted = activation_bytes(layout, dtype, rows, recompute=False)
     layer = layer_bytes_per_token(decoder.config, dtype.itemsize) * rows
     assert predicted == layer * (layers + 1)
-    measured = _kept_bytes(decoder, rows)
+    measured = kept_bytes(decoder, rows)
     assert 0.8 < measured / (predicted - layer) < 1.25, (measured, predicted)
 
 
@@ -104,7 +104,7 @@ def test_recomputing_layers_changes_no_bit_and_keeps_less(model, dtype):
         return [logp.detach(), *sums_of(buffers)]
 
     assert total_unequal(gradient(again()), gradient(plain)) == 0
-    assert _kept_bytes(again(), 96) < _kept_bytes(plain, 96) / 2
+    assert kept_bytes(again(), 96) < kept_bytes(plain, 96) / 2
 
 
 def test_eight_long_samples_of_a_1_7b_fit_80_gb_with_recompute():

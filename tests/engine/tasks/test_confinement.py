@@ -19,7 +19,7 @@ from pathlib import Path
 
 import pytest
 from zerokl.engine.tasks import confinement, system_calls
-from zerokl.verify.environment import PACKAGE_ROOT
+from zerokl.verify.run_environment import PACKAGE_ROOT
 
 LINUX, NAMES = sys.platform == "linux", "names and sizes of other files"
 OPEN = [place for place in confinement.missing() if place != NAMES] if LINUX else ["anything"]

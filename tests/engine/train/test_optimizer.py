@@ -7,12 +7,14 @@ import math
 
 import pytest
 import torch
+import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from zerokl.engine.config.run_config import OptimizerConfig
 from zerokl.engine.train.master_weights import SlicedWeights
 from zerokl.engine.train.optimizer import Optimizer
 from zerokl.engine.train.parallel.gradient import GradientTree, ShardSum
+from zerokl.engine.train.schedule import learning_rate
 from zerokl.model.checkpoint import load_decoder
 from zerokl.model.config import ModelConfig
 from zerokl.model.context import Buffers
@@ -115,6 +117,23 @@ def test_learning_rate_rises_then_follows_the_schedule(model, schedule, expected
     _, optimizer = _optimizer(model, updates=6, lr=1.0, schedule=schedule, warmup_steps=2, min_lr_ratio=0.2)
     for optimizer.updates, rate in enumerate(expected):
         assert optimizer.learning_rate() == pytest.approx(rate)
+
+
+@pytest.mark.parametrize("warmup", [0, 7])
+@pytest.mark.parametrize("least", [0.0, 0.25])
+def test_schedules_are_those_of_transformers(warmup, least):
+    """Its share of update u; it begins its warm-up at 0, and zerokl ends it one update earlier."""
+    total, decay = 47, 10
+    sgd = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=2.0)
+    stable = {"num_warmup_steps": warmup, "num_decay_steps": decay, "decay_type": "linear"}
+    restarts = transformers.get_cosine_with_hard_restarts_schedule_with_warmup(sgd, warmup, total, 3)
+    wsd = transformers.get_wsd_schedule(sgd, num_training_steps=total, min_lr_ratio=least, **stable)
+    cfg = OptimizerConfig(lr=2.0, warmup_steps=warmup, schedule="wsd", min_lr_ratio=least)
+    cfg = cfg.model_copy(update={"decay_ratio": decay / (total - warmup)})
+    cosine = cfg.model_copy(update={"schedule": "cosine_with_restarts", "cycles": 3, "min_lr_ratio": 0.0})
+    for update in range(warmup, total):
+        assert learning_rate(cfg, update, total) == pytest.approx(2.0 * wsd.lr_lambdas[0](update))
+        assert learning_rate(cosine, update, total) == pytest.approx(2.0 * restarts.lr_lambdas[0](update))
 
 
 def test_low_precision_weights_are_the_master_weights_rounded_once(model):

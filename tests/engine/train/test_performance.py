@@ -257,7 +257,7 @@ def test_mfu_is_the_trainers_work_over_its_time_and_the_peak(monkeypatch, config
         times["time/forward_backward_s"] = 0.5
 
 
-@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("workers", [1, pytest.param(2, marks=pytest.mark.full)])
 def test_a_profiled_run_has_a_trace_and_the_same_bits(run, config, tmp_path, capsys, workers):
     summary = train(config(checkpoint__every=1, workers=workers), tmp_path / "run", profile=1)
     assert (summary.fingerprint, summary.weights) == (run[1].fingerprint, run[1].weights)

@@ -30,7 +30,7 @@ from zerokl.engine.runs.ablations.effects import (
 )
 from zerokl.engine.runs.ablations.figures import FIGURES, spread
 from zerokl.engine.runs.ablations.grid import Cell
-from zerokl.engine.runs.ablations.report import result_table
+from zerokl.engine.runs.ablations.result_table import result_table
 
 from tests.helpers import property_settings
 

@@ -25,7 +25,7 @@ from zerokl.verify.compare_runs import compare_runs, open_run
 from zerokl.verify.ledger import Ledger, Line
 
 STEPS = 5
-SEEDS = [0, 1, 2]
+SEEDS = [0, *(pytest.param(seed, marks=pytest.mark.full) for seed in (1, 2))]
 
 
 @pytest.fixture(scope="module")
@@ -361,7 +361,7 @@ def test_the_rows_of_a_trace_are_those_of_the_rollouts(in_flight, tmp_path):
     assert len(logp) == sum(len(r.completion_ids) for r in rollouts.values())
 
 
-@pytest.mark.parametrize("in_flight_shards", [1, 2, 4])
+@pytest.mark.parametrize("in_flight_shards", [*(pytest.param(n, marks=pytest.mark.full) for n in (1, 2)), 4])
 def test_a_fault_is_named_at_its_place_with_shards_in_flight(
     in_flight, tmp_path, monkeypatch, capsys, in_flight_shards
 ):

@@ -15,7 +15,7 @@ from zerokl.engine.runs.report.charts import CHARTS, STATIONS
 from zerokl.engine.runs.report.page import live_page, open_sources, write_report
 from zerokl.engine.runs.report.payload import page_title
 from zerokl.engine.runs.report.rollouts import BLOCK_ROWS, RolloutLog
-from zerokl.verify.environment import PACKAGE_ROOT
+from zerokl.verify.run_environment import PACKAGE_ROOT
 
 from tests.helpers import contents
 from tests.made_run import HOSTILE, made_run, metrics_line, write_lines, write_rollouts

@@ -15,15 +15,15 @@ from tests.helpers import property_settings
 
 @st.composite
 def groups(draw):
-    """Rewards [G][m], weights [m], and which thoughts are trained on [G]."""
+    """Rewards [G][m] and weights [m]."""
     G, m = draw(st.integers(1, 5)), draw(st.integers(1, 6))
     reward = st.one_of(st.sampled_from([0.0, 1.0]), st.floats(-10, 10, width=32))
     rewards = draw(st.lists(st.lists(reward, min_size=m, max_size=m), min_size=G, max_size=G))
     weights = draw(st.lists(st.sampled_from([0.0, 1.0, 0.25, 3.0]), min_size=m, max_size=m).filter(any))
-    return rewards, weights, draw(st.lists(st.booleans(), min_size=G, max_size=G))
+    return rewards, weights
 
 
-def slow(rewards: list[list[float]], weights: list[float], g: int, j: int, trained: list[bool]) -> float:
+def slow(rewards: list[list[float]], weights: list[float], g: int, j: int) -> float:
     """Of thought g at budget j, which counts from 1. The decay is that of the paper, lambda = 1/2."""
     m, decay = len(weights), Fraction(1, 2)
     P = [Fraction(w) / sum(map(Fraction, weights)) for w in weights]
@@ -31,7 +31,7 @@ def slow(rewards: list[list[float]], weights: list[float], g: int, j: int, train
     def value(i: int) -> Fraction:
         return sum((P[k] * Fraction(rewards[i][k]) for k in range(j - 1, m)), Fraction(0))
 
-    group = [value(i) for i in range(len(rewards)) if trained[i]]
+    group = [value(i) for i in range(len(rewards))]
     v2 = sum(group) / len(group)
     v1 = Fraction(0)
     if j > 1:
@@ -44,11 +44,11 @@ def slow(rewards: list[list[float]], weights: list[float], g: int, j: int, train
 @property_settings(200)
 @given(groups())
 def test_the_advantages_equal_the_equations(group):
-    rewards, weights, trained = group
-    A = budget_relative_advantages(np.array(rewards), weights, np.array(trained))
+    rewards, weights = group
+    A = budget_relative_advantages(np.array(rewards), weights)
     for g in range(len(rewards)):
         for j in range(1, len(weights) + 1):
-            expected = slow(rewards, weights, g, j, trained) if trained[g] else 0.0
+            expected = slow(rewards, weights, g, j)
             assert A[g, j - 1] == pytest.approx(expected, rel=1e-12, abs=1e-13)
 
 
@@ -106,7 +106,7 @@ def tokens_one_by_one(cuts: Cuts, rewards: np.ndarray, lengths: list[list[int]])
             advantages = []
             for c in range(lengths[p][g]):
                 cut = next(j for j, budget in enumerate(cuts.budgets) if c in range(lengths[p][g])[:budget])
-                advantages.append(slow(means, list(cuts.weights), g, cut + 1, [True] * G))
+                advantages.append(slow(means, list(cuts.weights), g, cut + 1))
             A.append(advantages)
         for g, j, k in np.ndindex(G, m, n):
             kept = [len(range(lengths[p][g])[:budget]) for budget in cuts.budgets]

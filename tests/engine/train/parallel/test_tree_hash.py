@@ -41,6 +41,17 @@ def test_a_tree_is_the_same_however_many_threads_hash_it(helpers, monkeypatch):
     assert changed.leaves[20] != expected.leaves[20]
 
 
+@pytest.mark.parametrize("together", [1, 3, 128])
+def test_blocks_beside_a_gpu_have_the_same_digests_however_many_come_together(together, monkeypatch):
+    """Nobody asks whose device it is: the CPU stands for the GPU here."""
+    sizes = [1000 * i % 7001 + 1 for i in range(10)]
+    bounds, x = torch.tensor([(b.start, b.stop) for b in _blocks(sizes)]), randn(0, sum(sizes))
+    monkeypatch.setattr(tree_hash, "SLICE", together * tree_hash.BLOCK)
+    digests = tree_hash._brought_digests(x, bounds, x.device)
+    assert torch.equal(digests, block_digests(x, bounds))
+    assert not torch.equal(digests, block_digests(x.flip(0), bounds)), "control"
+
+
 @property_settings(40)
 @given(st.lists(st.integers(1, 2500), min_size=1, max_size=6), st.integers(0, 2**32), st.integers(1, 4))
 def test_a_tree_is_the_same_whoever_hashes_a_block(sizes, seed, ranks):

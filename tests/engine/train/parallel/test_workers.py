@@ -159,8 +159,8 @@ def test_a_worker_that_dies_is_named(model):
 
 
 def test_other_processes_end_with_close(model):
-    workers = Workers(load_decoder(model, torch.float32), 4, 4)
-    ids = workers.map(_process_id, [None] * 4)[1:]
+    workers = Workers(load_decoder(model, torch.float32), 4, 2)
+    ids = workers.map(_process_id, [None] * 2)[1:]
     workers.close()
     deadline = time.monotonic() + 10
     while any(os.path.exists(f"/proc/{i}") for i in ids):

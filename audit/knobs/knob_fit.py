@@ -76,13 +76,13 @@ class _Search:
         return float((J * np.clip(r, -most, most)).sum()) / square
 
 
-def screened(tokens: Tokens, knob: Knob, beside: tuple[Turn, ...] = ()) -> Fitted | None:
+def screened(tokens: Tokens, knob: Knob) -> Fitted | None:
     """The knob in all layers, at the best of few values; None where it changes nothing or cannot turn."""
-    search = _Search(tokens, knob, knob.place.layers, beside)
+    search = _Search(tokens, knob, knob.place.layers, ())
     try:
         if not knob.step:
             return _least(search.turned_to, knob.values)
-        start = _start(tokens, beside)
+        start = Fitted((), tokens.left(tokens.base), tokens.base)
         step = search.newton(start, search.slope(start, knob.step))
         if not step:
             return None
@@ -119,11 +119,6 @@ def effect_on(tokens: Tokens, scores: np.ndarray) -> np.ndarray:
     """What scores differ by from the model's own, over w, [N]; 0 where it is unknown."""
     d = (scores - tokens.base) / tokens.w
     return np.where(tokens.known & np.isfinite(d), d, 0.0)
-
-
-def _start(tokens: Tokens, beside: tuple[Turn, ...]) -> Fitted:
-    scores = tokens.scores(beside) if beside else tokens.base
-    return Fitted(beside, tokens.left(scores), scores)
 
 
 def _step_at(knob: Knob, value: float) -> float:

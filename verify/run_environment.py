@@ -7,13 +7,13 @@ import hashlib
 import os
 import platform
 import sys
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from ..files.inputs import read_bytes, read_text
+from ..files.installed import installed_version
 
 # The folder of the package zerokl, the parent of verify/.
 PACKAGE_ROOT = Path(__file__).resolve().parents[1]
@@ -47,7 +47,7 @@ def environment(root: Path, device: torch.device, process: dict[str, Any]) -> di
         "code": code_hash(root),
         "python": platform.python_version(),
         "torch": torch.__version__,
-        **{name: _version(name) for name in _PACKAGES},
+        **{name: installed_version(name) for name in _PACKAGES},
         "system": f"{platform.system()} {platform.release()}",
         "cpu": cpu_name(),
         "cpu capability": torch.backends.cpu.get_cpu_capability(),
@@ -61,13 +61,6 @@ def environment(root: Path, device: torch.device, process: dict[str, Any]) -> di
         if name.startswith(("OMP_", "MKL_", "ONEDNN_", "ATEN_", "CUBLAS_", "NVIDIA_TF32", "TRITON_", "KMP_")):
             values[f"variable {name}"] = os.environ[name]
     return values | {f"process.{name}": value for name, value in process.items()}
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
 
 
 def cpu_name() -> str:

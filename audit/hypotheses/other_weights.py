@@ -8,8 +8,8 @@ import torch
 
 from ...model.decoder import Decoder
 from .evidence import Evidence
-from .lines import Scores
 from .prediction import Prediction
+from .scorable_lines import Scores
 from .scores import decoder_scores
 from .slope import slope
 

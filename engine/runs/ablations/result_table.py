@@ -7,6 +7,7 @@ from typing import Any
 
 from rich.table import Table
 
+from ....pages.markdown import table as markdown_table
 from ...display.terminal import Printer
 from .effects import effect_lines
 from .hypotheses import hypothesis_line
@@ -89,7 +90,7 @@ def _markdown(combinations: Sequence[Mapping[str, Any]]) -> str:
     headings, *rows = (
         [cell.replace("|", "\\|").replace("\n", "<br>") for cell in row] for row in result_rows(combinations)
     )
-    return "".join(f"| {' | '.join(row)} |\n" for row in (headings, ["---"] * len(headings), *rows))
+    return markdown_table(headings, rows) + "\n"
 
 
 def _range(values: Mapping[str, float], template: str) -> str:

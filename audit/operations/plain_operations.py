@@ -24,6 +24,7 @@ from ...model.decoder import Decoder
 from ...model.lora import FUSED_TARGETS
 from ...model.operation import Equation
 from ...model.operations import input_names, layer_of, operation, split_name
+from . import plain_delta_net
 
 Tensor = torch.Tensor
 Lookup = Callable[[str], Tensor]  # the output of an operation, [T, width], by its name (model/operations.py)
@@ -131,7 +132,9 @@ class Operations:
                 y = linear(x[0], self.checkpoint.matrix(name), self.weight(bias) if bias else None)
                 return softcap(y if row.factor == 1.0 else y * row.factor, row.cap)
             case Equation.NORM:
-                return self.norm(x[0], self.weight(name) + config.norm_plus_one, config.eps)
+                # Where a gate lies beside the queries of each head, the projection is twice as wide.
+                part = x[0] if x[0].shape[1] == row.width else self.query_and_gate(x[0])[0]
+                return self.norm(part, self.weight(name) + config.norm_plus_one, config.eps)
             case Equation.ROPE:
                 rotating = config.rotating(layer_of(op))
                 return self.rope(x[0], rotating.frequencies, factor=attention_factor(rotating.rope_scaling))
@@ -147,10 +150,27 @@ class Operations:
                 return self.experts(op, x[0], self.routing(op, logits))
             case Equation.ADD_GATED:
                 return x[0] + torch.sigmoid(x[2].to(self.wide)).to(self.dtype) * x[1]
+            case Equation.MUL_SIGMOID:
+                gate = self.query_and_gate(x[1])[1].to(self.wide)
+                return x[0] * torch.sigmoid(gate).to(self.dtype)
+            case Equation.CONV_SILU | Equation.DELTA_RULE | Equation.GATED_NORM:
+                layer = split_name(op)[0]
+                net = config.blocks[int(layer.split(".")[1])][0].block
+                wide, module = [part.to(self.wide) for part in x], f"model.{layer}linear_attn."
+
+                def weight(name: str) -> Tensor:
+                    return self.weight(module + name).to(self.wide)
+
+                return plain_delta_net.compute(row.equation, net, wide, weight, config.eps).to(self.dtype)
             case Equation.SUM:
                 return x[0] + x[1] * row.factor
             case Equation.LOGPROB:
                 return self.logprob(x[0])
+
+    def query_and_gate(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Queries and gates [T, Hq D] of the projection x [T, 2 Hq D], which has them side by side."""
+        q, gate = x.unflatten(1, (-1, 2, self.checkpoint.config.head_dim)).unbind(2)
+        return q.flatten(1), gate.flatten(1)
 
     def normalised(self, x: Tensor, width: int, eps: float) -> Tensor:
         """x [T, n * width] divided by the root mean square of each group of `width`, unweighted."""

@@ -109,7 +109,9 @@ def test_what_the_lines_at_fault_have_in_common_is_said(words):
     assert "base 2" in tried.best.what
 
 
-@pytest.mark.parametrize("quiet", [(), (20,), (20, 27)])
+@pytest.mark.parametrize(
+    "quiet", [pytest.param((), marks=pytest.mark.full), pytest.param((20,), marks=pytest.mark.full), (20, 27)]
+)
 def test_a_batch_is_told_with_its_size_also_where_some_of_its_lines_show_little(quiet):
     rollouts = sound(48)
 

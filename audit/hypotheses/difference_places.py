@@ -28,8 +28,8 @@ from .judgement import (
     ODD_LINES,
     SAME_LINES,
 )
-from .lines import Line
 from .noise import Noise, weight
+from .scorable_lines import Line
 
 _PERIODS = range(2, 129)
 # Lines of a batch.

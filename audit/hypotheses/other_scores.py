@@ -20,8 +20,8 @@ from ..engines.audited_model import AuditedModel
 from ..engines.engine import Engine, Pair, ZeroklEngine
 from .hf_forward import HfForward
 from .judgement import EDGE_SHARE, EDGE_SUM
-from .lines import Lines, Scores
 from .logits import Rows, rows_of
+from .scorable_lines import Lines, Scores
 from .scores import Forward, decoder_scores, hidden_rows, read_rows
 
 _LinesT = TypeVar("_LinesT", bound=Lines)

@@ -1,7 +1,7 @@
 """The summary of an audit in GitHub's Markdown, for $GITHUB_STEP_SUMMARY."""
 
+from ...pages.markdown import escaped, table
 from ..conclusion.verdict import verdict
-from ..markdown import escaped
 from ..report import Report
 
 
@@ -37,9 +37,7 @@ def summary(report: Report, band: str | None) -> str:
         "",
         escaped(verdict(report)),
         "",
-        "| figure | value |",
-        "| --- | --- |",
-        *(f"| {name} | {value} |" for name, value in rows),
+        table(("figure", "value"), rows),
     ]
     if report.log_notes:
         lines += ["", *(f"- {escaped(note)}" for note in report.log_notes)]

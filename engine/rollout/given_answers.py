@@ -23,7 +23,7 @@ from ...kernels.sampling_params import SamplingParams
 from ..tasks.base import Problem
 from ..tasks.tokenizer import Tokenizer
 from .episodes import Checked, EpisodePlayer, Episodes, longest
-from .scoring import ScoringSampler
+from .scoring_sampler import ScoringSampler
 from .types import Completion, GenerationParams, RngKey, Rollout, complete
 
 
@@ -85,8 +85,7 @@ class AnswerPlayer(EpisodePlayer):
             r.with_turn(ids, Completion(answer, logp, "stop", r.weight_version))
             for r, ids, answer, logp in zip(reasonings, between, answers, scores, strict=True)
         ]
-        flat = [self._tokenizer.decode(r.completion_ids) for r in rollouts]
-        texts = [flat[i : i + G] for i in range(0, len(flat), G)]
+        texts = self._tokenizer.grouped_texts([r.completion_ids for r in rollouts], G)
         rewards = np.array([math.exp(math.fsum(logp.tolist())) for logp in scores]).reshape(-1, G)
         return Episodes(list(problems), rollouts, texts, rewards, self.binary)
 
@@ -97,7 +96,7 @@ class AnswerPlayer(EpisodePlayer):
         return self._tokenizer.encode(problem.prompt, self._chat, problem.system)
 
     def _answer(self, problem: Problem) -> list[int]:
-        return [*self._tokenizer.encode_completion(str(problem.answer)), self._tokenizer.stop_id]
+        return self._tokenizer.encode_answer(str(problem.answer))
 
 
 def answer_length(rollout: Rollout) -> int:

@@ -5,6 +5,7 @@ half and more (benchmarks/LOG.md, "Turns"). Pieces that follow each other meet t
 often than runs of many pieces do.
 """
 
+import argparse
 import json
 import statistics
 import subprocess
@@ -13,6 +14,22 @@ from pathlib import Path
 
 # The beginning of each line that answers. The process that asks drops all other lines of a side.
 _MARK = "turn "
+
+
+def parser(doc: str, result: str) -> argparse.ArgumentParser:
+    """The options of whoever asks. result: the file that is written, in benchmarks/results/cpu."""
+    options = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    options.add_argument("--turns", type=int, default=33, help="turns of each side")
+    options.add_argument("--warmup", type=int, default=3, help="turns at the beginning that are dropped")
+    out = Path(__file__).parent / "results" / "cpu" / result
+    options.add_argument("--out", type=Path, default=out)
+    return options
+
+
+def write(result: dict, out: Path) -> None:
+    """Write the figures of a benchmark to its file."""
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(json.dumps(result, indent=1) + "\n")
 
 
 def wait() -> None:
@@ -71,3 +88,8 @@ def spread(values: list[float]) -> dict[str, float]:
     """The median, and where 80% of the values lie."""
     values, tenth = sorted(values), len(values) // 10
     return {"median": statistics.median(values), "p10": values[tenth], "p90": values[-1 - tenth]}
+
+
+def words(spread: dict[str, float]) -> str:
+    """A spread in words."""
+    return f"{spread['median']:.2f} ({spread['p10']:.2f} to {spread['p90']:.2f})"

@@ -8,8 +8,8 @@ from ..engines.engine import Pair
 from .column_numbers import closest
 from .evidence import Evidence
 from .judgement import MOST
-from .lines import Line
 from .prediction import Prediction
+from .scorable_lines import Line
 
 # Lines for which other prompts and completions are tried, those farthest apart first; and how many of each.
 _SEARCHED, _CANDIDATES = 6, 32

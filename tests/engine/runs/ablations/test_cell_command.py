@@ -3,6 +3,7 @@
 import subprocess
 import sys
 
+import pytest
 from zerokl.engine.processes.process import ForkServer
 from zerokl.engine.runs.ablations.cells import IMPORTS, start_command
 
@@ -15,7 +16,7 @@ for name in ("init", "_lazy_init", "is_available", "device_count", "current_devi
 if hasattr(torch._C, "_cuda_getDeviceCount"):
     torch._C._cuda_getDeviceCount = refuse
 {planted}
-from zerokl.engine.runs.ablations.command import import_what_every_run_imports
+from zerokl.engine.runs.ablations.cell_command import import_what_every_run_imports
 import_what_every_run_imports()
 import threading
 assert threading.active_count() == 1, threading.enumerate()
@@ -50,11 +51,15 @@ def test_where_no_process_can_be_forked_each_has_its_ending(tmp_path, monkeypatc
 
 def test_the_imports_ask_for_no_gpu_and_start_no_thread():
     """A CUDA that was asked for anything before a fork cannot be used after it."""
+    assert errors_with("") == ""
 
-    def run(planted: str) -> str:
-        code = _NO_GPU.format(planted=planted)
-        process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-        return process.stderr
 
-    assert run("") == ""
-    assert "asked for a GPU" in run("torch.cuda.is_available()"), "control"
+@pytest.mark.full
+def test_control_a_question_for_a_gpu_is_found():
+    assert "asked for a GPU" in errors_with("torch.cuda.is_available()")
+
+
+def errors_with(planted: str) -> str:
+    """What the imports say in a process of their own, with a planted line."""
+    command = [sys.executable, "-c", _NO_GPU.format(planted=planted)]
+    return subprocess.run(command, capture_output=True, text=True, check=False).stderr

@@ -17,7 +17,7 @@ from ..tasks.base import Problem
 from ..tasks.pairs import Pair
 from ..tasks.tokenizer import Tokenizer
 from .episodes import Checked, EpisodePlayer, Episodes, longest
-from .scoring import ScoringSampler
+from .scoring_sampler import ScoringSampler
 from .types import GenerationParams, RngKey, Rollout
 
 
@@ -73,21 +73,12 @@ class PairPlayer(EpisodePlayer):
         rollouts = [replace(draft, logprobs=logp) for draft, logp in zip(drafts, scores, strict=True)]
         sums = [math.fsum(logp.tolist()) for logp in scores]
         is_ranked = [float(a > b) for a, b in zip(sums[::2], sums[1::2], strict=True)]
-        texts = [self._tokenizer.decode(r.completion_ids) for r in rollouts]
-        return Episodes(
-            list(problems),
-            rollouts,
-            [texts[i : i + 2] for i in range(0, len(texts), 2)],
-            np.array([[x, x] for x in is_ranked]),
-            self.binary,
-        )
+        texts = self._tokenizer.grouped_texts([r.completion_ids for r in rollouts], 2)
+        rewards = np.array([[x, x] for x in is_ranked])
+        return Episodes(list(problems), rollouts, texts, rewards, self.binary)
 
     def _ids(self, pair: Problem) -> tuple[list[int], list[int], list[int]]:
         """The ids of prompt, chosen and rejected completion. Raises ValueError for a text without ids."""
         assert isinstance(pair, Pair)
         prompt = self._tokenizer.encode(pair.prompt, self._chat, pair.system)
-        chosen, rejected = (
-            [*self._tokenizer.encode_completion(text), self._tokenizer.stop_id]
-            for text in (pair.answer, pair.rejected)
-        )
-        return prompt, chosen, rejected
+        return prompt, *map(self._tokenizer.encode_answer, (pair.answer, pair.rejected))

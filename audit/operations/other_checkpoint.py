@@ -11,7 +11,7 @@ from ...model.weight_files import stored_tensors
 from ..engines.audited_model import AuditedModel
 from ..sections import CheckpointsDifference, TensorDifference
 from .operation_errors import rms
-from .operations import Checkpoint
+from .plain_operations import Checkpoint
 
 # Fields that decide the shapes. Where one differs, no operation of the two can be compared by its values.
 _SHAPES = ("vocab_size", "hidden_size", "intermediate_size", "layers", "heads", "kv_heads", "head_dim")

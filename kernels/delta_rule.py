@@ -1,0 +1,220 @@
+"""The gated delta rule of linear attention, in tiles: one arithmetic for training, prefill and decode.
+
+    q, k = unit(q) / sqrt(K), unit(k),   unit(x) = x / sqrt(sum x^2 + 1e-6)
+    g = -exp(A_log) softplus(a + dt_bias),   beta = sigmoid(b)
+    S_t = e^g S_(t-1) + k_t u_t^T,   u_t = beta (v_t - e^g S_(t-1)^T k_t),   o_t = S_t^T q_t
+
+Source: Gated DeltaNet (arXiv:2412.06464), and its form in chunks (arXiv:2406.06484). With G the sum of g from
+a chunk's start, S the state there, D_tj = e^(G_t - G_j), A = beta (k k^T) D below the diagonal and
+M = (q k^T) D on and below it:
+
+    r = beta (v - e^G k S);   u_I = (1 + A_II)^-1 (r_I - sum over tiles J < I of A_IJ u_J)
+    o = e^G q S + M u;   the next chunk's S = e^G_end S + (e^(G_end - G) k)^T u
+
+    du = M^T do + (e^(G_end - G) k) dS;   dr = (1 + A)^-T du;   dA = -dr u^T;   dM = do u^T
+    dv = beta dr;   dbeta = dr . (v - e^G k S) + rows of dA A / beta
+    dq = e^G do S^T + (dM D) k;   dk = -beta e^G dr S^T + (dM D)^T q + (beta dA D) k + (beta dA D)^T k
+                                       + e^(G_end - G) u dS^T
+    c_j = e^(G_end - G_j) k_j . u_j dS^T
+    dG = rows - columns of (dM M + dA A) + e^G q S . do - beta e^G k S . dr - c
+    dG_end += sum c + e^G_end <S, dS>;   dg = dG summed from the chunk's end
+    dS <- e^G_end dS + (e^G q)^T do - (beta e^G k)^T dr
+
+A row is computed from the state at its chunk's start and the rows of the chunk up to it, always in whole
+tiles. So a call that continues a sequence computes the open tiles again, and has the bits of the whole
+sequence. The reference is delta_rule_ref.py; slots are in recurrent_state.py.
+
+Shapes: qkv [T, 2 Hk K + H V]; a, b [T, H]; A_log, dt_bias [H]; o [T, H, V]. Value head h reads the key head
+h // (H / Hk).
+Roundings: o once; the state never. The gradients of qkv, a and b once each.
+Order: dA_log and ddt_bias are summed block after block (columns.py), the gradients of a key head over its
+value heads in a tree.
+"""
+
+import torch
+
+from .columns import add_columns_cpu
+from .delta_rule_ref import DeltaRows, walk, walk_bwd
+from .grad import accumulate_dtype, check_dtype
+from .order import sum_row, tree_sum
+from .passes import ONE_SEQUENCE, Pass
+from .recurrent_state import CHUNK, TILE, RecurrentState, Segments, StateShape
+
+_EPS = 1e-6  # of unit vectors
+
+
+def _sigmoid(x: torch.Tensor) -> torch.Tensor:
+    return torch.exp(-x).add_(1.0).reciprocal_()
+
+
+def _softplus(x: torch.Tensor) -> torch.Tensor:
+    """log(1 + e^x), also where e^x is small: with y = fl(1 + e), log(1 + e) = log(y) e / (y - 1)."""
+    e = torch.exp(-x.abs())
+    y = e + 1.0
+    lost = y == 1.0
+    return x.clamp(min=0.0) + torch.where(lost, e, torch.log(y) * (e / (y - 1.0).masked_fill_(lost, 1.0)))
+
+
+def _gates(
+    a: torch.Tensor, b: torch.Tensor, A_log: torch.Tensor, dt_bias: torch.Tensor
+) -> tuple[torch.Tensor, ...]:
+    """g, beta and the argument of softplus, [T, H] each in the accumulator's dtype."""
+    acc = accumulate_dtype(a.dtype)
+    x = a.to(acc) + dt_bias.to(acc)
+    return _softplus(x).mul_(torch.exp(A_log.to(acc))).neg_(), _sigmoid(b.to(acc)), x
+
+
+def _row_sums(x: torch.Tensor) -> torch.Tensor:
+    return sum_row(x.reshape(-1, x.shape[-1])).view(*x.shape[:-1], 1)
+
+
+def _unit(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """x / |x| along the last axis, and 1 / |x|. torch's rsqrt is not correctly rounded."""
+    r = _row_sums(x * x).add_(_EPS).sqrt_().reciprocal_()
+    return x * r, r
+
+
+def _unit_bwd(d: torch.Tensor, y: torch.Tensor, r: torch.Tensor) -> torch.Tensor:
+    return (d - y * _row_sums(d * y)) * r
+
+
+def _heads_first(x: torch.Tensor, heads: int) -> torch.Tensor:
+    """[S, R, H or Hk, ...] -> [S H, R, ...]. A key head is repeated for its value heads."""
+    x = x.repeat_interleave(heads // x.shape[2], 2) if x.shape[2] != heads else x
+    return x.transpose(1, 2).reshape(x.shape[0] * heads, x.shape[1], *x.shape[3:])
+
+
+def _tokens_first(x: torch.Tensor, heads: int) -> torch.Tensor:
+    """[S H, R, ...] -> [S, R, H, ...]."""
+    return x.view(-1, heads, *x.shape[1:]).transpose(1, 2)
+
+
+def _split(qkv: torch.Tensor, shape: StateShape) -> list[torch.Tensor]:
+    """q, k [..., Hk, K] and v [..., H, V] in the accumulator's dtype."""
+    parts = qkv.to(accumulate_dtype(qkv.dtype)).split(shape.widths, -1)
+    return [x.unflatten(-1, size) for x, size in zip(parts, _head_sizes(shape), strict=True)]
+
+
+def _head_sizes(s: StateShape) -> tuple[tuple[int, int], ...]:
+    return (s.key_heads, s.K), (s.key_heads, s.K), (s.heads, s.V)
+
+
+def _delta_rows(grid: torch.Tensor, g: torch.Tensor, beta: torch.Tensor, shape: StateShape) -> DeltaRows:
+    """grid [S, R, channels], g and beta [S, R, H], with zeros where there is no token."""
+    q, k, v = _split(grid, shape)
+    q, k = _unit(q)[0] * shape.K**-0.5, _unit(k)[0]
+    return DeltaRows(*(_heads_first(x, shape.heads) for x in (q, k, v, g, beta)))
+
+
+def _whole(
+    qkv: torch.Tensor, g: torch.Tensor, beta: torch.Tensor, segments: Segments, shape: StateShape
+) -> torch.Tensor:
+    """o of whole sequences, [T, H, V]."""
+    x = _delta_rows(*map(segments.on_grid, (qkv, g, beta)), shape)
+    N, V = len(x.v), shape.V
+    first, end = segments.tiles
+    o = walk(x, x.v.new_zeros(N, shape.K, V), x.v.new_zeros(N, CHUNK, V), first, end).o
+    return segments.from_grid(_tokens_first(o, shape.heads)).to(qkv.dtype)
+
+
+def _continued(
+    qkv: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    segments: Segments,
+    shape: StateShape,
+    state: RecurrentState,
+) -> torch.Tensor:
+    """o of the new tokens, [T, H, V]; the slots then hold what comes after them."""
+    H, (first, end) = shape.heads, segments.tiles
+    old = {name: x[segments.slots] for name, x in state.tensors.items() if name != "conv"}
+    queries = shape.widths[0]
+    open_rows = torch.cat([old["kv"].new_zeros(*old["kv"].shape[:2], queries), old["kv"]], -1)
+    grid = segments.on_grid(qkv, open_rows)
+    gates = segments.on_grid(g, old["g"]), segments.on_grid(beta, old["beta"])
+    x = _delta_rows(grid, *gates, shape)
+    before = _heads_first(old["u"], H)
+    before[:, first * TILE :] = 0
+    done = walk(x, old["start"].flatten(0, 1), before, first, end)
+    u = torch.cat([before[:, : first * TILE], done.u], 1)
+    u = torch.cat([u, u.new_zeros(len(u), grid.shape[1] - u.shape[1], shape.V)], 1)
+    rows = {"kv": grid[..., queries:], "g": gates[0], "beta": gates[1], "u": _tokens_first(u, H)}
+    chunk, left = segments.ends
+    sequences = torch.arange(len(chunk))
+    starts = done.starts.view(len(chunk), H, -1, shape.K, shape.V)
+    state.tensors["start"][segments.slots] = starts[sequences, :, chunk]
+    # The rows of the chunk that is open now; after a full chunk there are none.
+    row = torch.arange(CHUNK)
+    index, live = chunk.unsqueeze(1) * CHUNK + row, row < left.unsqueeze(1)
+    index = index.where(live, torch.zeros_like(index))
+    for name, x_rows in rows.items():
+        kept = x_rows[sequences.unsqueeze(1), index]
+        kept[~live] = 0
+        state.tensors[name][segments.slots] = kept
+    o = _tokens_first(done.o, H)
+    return segments.from_grid(o, first * TILE).to(qkv.dtype)
+
+
+class _DeltaRule(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, qkv, a, b, A_log, dt_bias, segments, shape, in_pass):
+        ctx.save_for_backward(qkv, a, b)
+        ctx.weights, ctx.segments, ctx.shape, ctx.in_pass = (A_log, dt_bias), segments, shape, in_pass
+        return _whole(qkv, *_gates(a, b, A_log, dt_bias)[:2], segments, shape)
+
+    @staticmethod
+    def backward(ctx, do):
+        (qkv, a, b), segments, s = ctx.saved_tensors, ctx.segments, ctx.shape
+        acc, in_pass = accumulate_dtype(qkv.dtype), ctx.in_pass.over(do)
+        g, beta, x = _gates(a, b, *ctx.weights)
+        grid = segments.on_grid(qkv)
+        rows = _delta_rows(grid, segments.on_grid(g), segments.on_grid(beta), s)
+        grads = walk_bwd(rows, _heads_first(segments.on_grid(do.to(acc)), s.heads))
+        dq, dk, dv, dg, dbeta = (
+            segments.from_grid(_tokens_first(y, s.heads).contiguous()) for y in vars(grads).values()
+        )
+        q, k, _ = _split(qkv, s)
+        (qy, qr), (ky, kr) = _unit(q), _unit(k)
+        to_keys = [tree_sum(y.unflatten(1, (s.key_heads, -1)), 2) for y in (dq, dk)]
+        dq, dk = _unit_bwd(to_keys[0] * s.K**-0.5, qy, qr), _unit_bwd(to_keys[1], ky, kr)
+        dqkv = torch.cat([y.flatten(1) for y in (dq, dk, dv)], 1).to(qkv.dtype)
+        dx = dg * -torch.exp(ctx.weights[0].to(acc)) * _sigmoid(x)
+        returned = []
+        for w, y, wanted in zip(ctx.weights, (dg * g, dx), ctx.needs_input_grad[3:5], strict=True):
+            buffer = in_pass.buffer(w) if wanted else None
+            if wanted:
+                add_columns_cpu(buffer.zeroed(in_pass.blocks.shards), y, in_pass.blocks)
+            returned.append(in_pass.returned_grad(w, buffer) if wanted else None)
+        db = dbeta * beta * (1.0 - beta)
+        return dqkv, dx.to(a.dtype), db.to(b.dtype), *returned, None, None, None
+
+
+def delta_rule(
+    qkv: torch.Tensor,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    A_log: torch.Tensor,
+    dt_bias: torch.Tensor,
+    segments: Segments,
+    shape: StateShape,
+    state: RecurrentState | None = None,
+    in_pass: Pass = ONE_SEQUENCE,
+) -> torch.Tensor:
+    """o [T, H, V] of qkv [T, 2 Hk K + H V], a and b [T, H], A_log and dt_bias [H].
+
+    state: where the sequences of `segments` have their slots; it then holds what they leave, and nothing
+    has a gradient. Raises ValueError on a bad shape or dtype.
+    """
+    check_dtype("delta_rule", qkv=qkv, a=a, b=b, A_log=A_log, dt_bias=dt_bias)
+    T, H = len(segments.within), shape.heads
+    if qkv.shape != (T, shape.channels) or a.shape != (T, H) or b.shape != (T, H) or A_log.shape != (H,):
+        raise ValueError(
+            f"delta_rule: qkv {tuple(qkv.shape)} must be [{T}, {shape.channels}], a {tuple(a.shape)} and b "
+            f"{tuple(b.shape)} [{T}, {H}], A_log {tuple(A_log.shape)} and dt_bias [{H}]"
+        )
+    if state is None and torch.is_grad_enabled():
+        return _DeltaRule.apply(qkv, a, b, A_log, dt_bias, segments, shape, in_pass)
+    g, beta, _ = _gates(a, b, A_log, dt_bias)
+    if state is None:
+        return _whole(qkv, g, beta, segments, shape)
+    return _continued(qkv, g, beta, segments, shape, state)

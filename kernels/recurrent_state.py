@@ -1,0 +1,168 @@
+"""What a gated delta net keeps of a sequence, and how the new tokens of sequences lie in a forward.
+
+A sequence is cut into chunks of CHUNK tokens and tiles of TILE tokens. Both count from its first token, never
+from the first token of a call. Between two calls a sequence leaves a slot behind (RecurrentState): the last
+inputs of its convolution, the state at the start of its open chunk, and the rows of that chunk.
+
+Shapes: S sequences, T new tokens, C channels of the convolution, Hk key heads, H value heads, K and V their
+widths.
+"""
+
+from collections.abc import Sequence
+from functools import cached_property
+from typing import NamedTuple
+
+import torch
+
+from .grad import accumulate_dtype
+
+CHUNK, TILE = 64, 16
+TAPS = 4  # of the convolution
+
+
+class StateShape(NamedTuple):
+    """The sizes of a gated delta net."""
+
+    key_heads: int
+    heads: int
+    K: int
+    V: int
+
+    @property
+    def widths(self) -> list[int]:
+        """Channels of queries, keys and values."""
+        return [self.key_heads * self.K, self.key_heads * self.K, self.heads * self.V]
+
+    @property
+    def channels(self) -> int:
+        """C."""
+        return sum(self.widths)
+
+
+class RecurrentState:
+    """The slots of one layer. A new sequence begins with a slot of zeros.
+
+    conv [slots, TAPS - 1, C]: inputs of the convolution; kv [slots, CHUNK, Hk K + H V]: what it gave for keys
+    and values. Both are in the compute dtype. The others are in fp32: start [slots, H, K, V], g and beta
+    [slots, CHUNK, H], u [slots, CHUNK, H, V]. Rows of a chunk that are still to come are 0.
+    """
+
+    def __init__(self, shape: StateShape, slots: int, dtype: torch.dtype, device: torch.device | None = None):
+        self.tensors = {
+            name: torch.zeros(slots, *size, dtype=kind, device=device)
+            for name, (size, kind) in self._sizes(shape, dtype).items()
+        }
+
+    @staticmethod
+    def _sizes(s: StateShape, dtype: torch.dtype) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        acc = accumulate_dtype(dtype)
+        return {
+            "conv": ((TAPS - 1, s.channels), dtype),
+            "kv": ((CHUNK, sum(s.widths[1:])), dtype),
+            "start": ((s.heads, s.K, s.V), acc),
+            "g": ((CHUNK, s.heads), acc),
+            "beta": ((CHUNK, s.heads), acc),
+            "u": ((CHUNK, s.heads, s.V), acc),
+        }
+
+    @classmethod
+    def bytes_per_slot(cls, shape: StateShape, dtype: torch.dtype) -> int:
+        """Memory of one slot."""
+        sizes = cls._sizes(shape, dtype).values()
+        return sum(torch.Size(size).numel() * kind.itemsize for size, kind in sizes)
+
+    def zero(self, slot: int) -> None:
+        """Let a new sequence have this slot."""
+        for x in self.tensors.values():
+            x[slot] = 0
+
+    def copy(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """Copy slots."""
+        for x in self.tensors.values():
+            x[list(targets)] = x[list(sources)]
+
+
+class Segments:
+    """The new tokens of sequences, packed one after another.
+
+    lengths [S]: how many. before [S]: tokens of each sequence that were read before; slots [S]: where
+    RecurrentState has what they left. Both are None for whole sequences.
+    """
+
+    def __init__(
+        self,
+        lengths: Sequence[int],
+        before: Sequence[int] | None = None,
+        slots: Sequence[int] | None = None,
+    ):
+        self.lengths = torch.tensor(lengths)
+        self.opened = torch.tensor(before or [0] * len(lengths)) % CHUNK  # tokens of the open chunk
+        self.slots = None if slots is None else torch.tensor(slots)
+        starts = self.lengths.cumsum(0) - self.lengths
+        self.sequence = torch.arange(len(lengths)).repeat_interleave(self.lengths)  # [T], of each token
+        self.within = torch.arange(len(self.sequence)) - starts[self.sequence]  # [T], its place in the call
+
+    @cached_property
+    def taps(self) -> torch.Tensor:
+        """The rows that each token's convolution reads, [TAPS, T], the oldest first.
+
+        They count from S (TAPS - 1) rows of history, which stand before the T rows of the call.
+        """
+        back = torch.arange(TAPS - 1, -1, -1).unsqueeze(1)
+        history = len(self.lengths) * (TAPS - 1)
+        row = torch.arange(len(self.within)) - back + history
+        place = self.within - back  # in the call; negative in the history
+        return torch.where(place < 0, self.sequence * (TAPS - 1) + (TAPS - 1) + place, row)
+
+    @cached_property
+    def readers(self) -> torch.Tensor:
+        """The tokens whose convolution reads a token's row by each tap, [TAPS, T]; T where there is none."""
+        ahead = torch.arange(TAPS - 1, -1, -1).unsqueeze(1)
+        T = len(self.within)
+        return torch.where(self.within + ahead < self.lengths[self.sequence], torch.arange(T) + ahead, T)
+
+    @cached_property
+    def last_rows(self) -> torch.Tensor:
+        """The rows that the next call's convolution reads, [S, TAPS - 1], counted as those of `taps`."""
+        S, n = len(self.lengths), TAPS - 1
+        place = self.lengths.unsqueeze(1) - n + torch.arange(n)
+        row = (self.lengths.cumsum(0) - self.lengths).unsqueeze(1) + place + S * n
+        return torch.where(place < 0, torch.arange(S).unsqueeze(1) * n + n + place, row)
+
+    @cached_property
+    def chunks(self) -> int:
+        """The most chunks of a sequence, from its open one on."""
+        return -(-int((self.opened + self.lengths).max()) // CHUNK)
+
+    @cached_property
+    def tiles(self) -> tuple[int, int]:
+        """The first and the end of the tiles that the new tokens of any sequence lie in."""
+        end = int((self.opened + self.lengths).max())
+        return int(self.opened.min()) // TILE, -(-end // TILE)
+
+    @cached_property
+    def _places(self) -> torch.Tensor:
+        """The row of each token in a grid [S, chunks CHUNK], flat, [T]."""
+        return self.sequence * self.chunks * CHUNK + self.opened[self.sequence] + self.within
+
+    def on_grid(self, x: torch.Tensor, open_rows: torch.Tensor | None = None) -> torch.Tensor:
+        """The rows of x [T, ...] in their chunks, [S, chunks CHUNK, ...]; 0 where there is no token.
+
+        open_rows [S, CHUNK, ...]: those of the open chunks, which were read before.
+        """
+        grid = x.new_zeros(len(self.lengths), self.chunks * CHUNK, *x.shape[1:])
+        if open_rows is not None:
+            grid[:, :CHUNK] = open_rows
+        grid.flatten(0, 1)[self._places] = x
+        return grid
+
+    def from_grid(self, grid: torch.Tensor, first: int = 0) -> torch.Tensor:
+        """The rows of the new tokens, [T, ...]. grid [S, rows, ...]: its rows count from row `first`."""
+        rows = self.opened[self.sequence] + self.within - first
+        return grid.flatten(0, 1)[self.sequence * grid.shape[1] + rows]
+
+    @cached_property
+    def ends(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The chunk that is open after the call, and its number of tokens, [S] each."""
+        total = self.opened + self.lengths
+        return total // CHUNK, total % CHUNK
