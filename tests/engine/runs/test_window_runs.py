@@ -11,6 +11,7 @@ from zerokl.kernels.attention_rule import AttentionRule
 from zerokl.model.blocks.attention import Attention
 from zerokl.model.families import MODEL_TYPES
 
+from tests.helpers import fingerprint
 from tests.random_model import TWO_LAYERS, random_model
 
 ONE_STEP = {"steps": 1, "dtype": "float32"}
@@ -23,11 +24,26 @@ def gemma2(tmp_path_factory) -> Path:
     return random_model(tmp_path_factory.mktemp("gemma2"), widths, 1.5)
 
 
-def test_control_the_run_is_exact_without_a_fault(config, gemma2, tmp_path):
-    assert train(config(model=gemma2, **ONE_STEP), tmp_path / "run").mismatch_max_abs == 0.0
+def test_a_run_is_exact_and_guesses_change_no_bit(config, gemma2, tmp_path):
+    for name, more in (("plain", {}), ("guesses", {"native__speculate": 4, "native__max_batch_tokens": 5})):
+        summary = train(config(model=gemma2, **ONE_STEP, **more), tmp_path / name)
+        assert (summary.tokens_unequal, summary.mismatch_max_abs) == (0, 0.0)
+    assert fingerprint(tmp_path / "guesses") == fingerprint(tmp_path / "plain")
 
 
-@pytest.mark.parametrize("fault", ["a window one key longer", "a window one key shorter", "no cap of scores"])
+def test_a_run_with_chunks_of_keys_is_exact(config, gemma2, tmp_path):
+    chunks = config(model=gemma2, **ONE_STEP, precision__attention="chunked-512")
+    assert train(chunks, tmp_path / "run").mismatch_max_abs == 0.0
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        "a window one key longer",
+        pytest.param("a window one key shorter", marks=pytest.mark.full),
+        "no cap of scores",
+    ],
+)
 @pytest.mark.parametrize("side", [True, False], ids=["trainer", "sampler"])
 def test_control_another_attention_on_one_side_stops_the_run(
     config, gemma2, tmp_path, monkeypatch, fault, side
