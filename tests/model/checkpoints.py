@@ -104,7 +104,7 @@ FAMILIES |= {
     if name not in FAMILIES
 }
 # As parameters of long tests: with --quick, without those whose blocks are also in others.
-_LIKE_OTHERS = "llama", "llama linear", "mistral", "mixtral", "qwen2 yarn", "qwen3 bias"
+_LIKE_OTHERS = "llama", "llama linear", "mistral", "mixtral", "qwen2_moe", "qwen2 yarn", "qwen3 bias"
 _LIKE_OTHERS += "granite", "smollm3", "phi3"
 JUDGED_FAMILIES = [
     pytest.param(name, marks=pytest.mark.full) if name in _LIKE_OTHERS else name for name in FAMILIES

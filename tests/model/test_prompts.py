@@ -26,7 +26,7 @@ from tests.helpers import (
     total_unequal,
     zero_buffers,
 )
-from tests.model.checkpoints import FAMILIES, Pairs, save_random
+from tests.model.checkpoints import JUDGED_FAMILIES, Pairs, save_random
 
 SAMPLING = SamplingParams(0.9)
 dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d).removeprefix("torch."))
@@ -38,7 +38,7 @@ groups = st.lists(
 )
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(scope="module", params=JUDGED_FAMILIES)
 def folder(request, tmp_path_factory):
     return save_random(request.param, tmp_path_factory.mktemp(request.param))
 
