@@ -37,10 +37,9 @@ def test_row_is_independent_of_the_others(name, dtype, width, T, other_T, poison
     assert unequal_rows(OPS[name], dtype, width, T, other_T, poison, seed) == 0
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("name", "dtype"), CASES)
-@pytest.mark.parametrize(
-    "width", [*(pytest.param(w, marks=pytest.mark.full) for w in (896, 1024, 3072)), 4864]
-)
+@pytest.mark.parametrize("width", [896, 1024, 3072, 4864])
 def test_row_is_independent_of_the_others_at_real_widths(name, dtype, width):
     assert unequal_rows(OPS[name], dtype, width, T=37, other_T=70, poison=float("nan"), seed=width + 3) == 0
     assert unequal_rows(OPS[name], dtype, width, T=37, other_T=1, poison=float("nan"), seed=width) == 0
