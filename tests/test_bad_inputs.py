@@ -359,7 +359,7 @@ def test_any_run_folder(run, tmp_path, capsys, monkeypatch, examples):
     check_cases(st.tuples(st.sampled_from(HOWS), place, place, st.booleans()), examples, check)
 
 
-@pytest.mark.parametrize("how", HOWS)
+@pytest.mark.parametrize("how", [*HOWS[:3], *(pytest.param(x, marks=pytest.mark.full) for x in HOWS[3:])])
 def test_the_first_file_of_a_run_in_every_way(run, tmp_path, capsys, how):
     for file in range(3):
         _check_folder(run, tmp_path, how, file, 5, capsys, False)

@@ -303,6 +303,7 @@ def test_a_log_of_several_weight_versions_must_be_told_which(model, tmp_path, ca
     assert json.loads((tmp_path / "four" / "audit.json").read_text())["weight_version"] == 4
 
 
+@pytest.mark.full
 def test_rollouts_of_older_weights_are_told_apart_from_another_operation(model, tmp_path):
     """With a stale cache or stale weights the logged logprobs differ, while every operation agrees."""
     rows = _write_log(model, tmp_path / "log.jsonl")

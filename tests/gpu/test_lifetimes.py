@@ -120,7 +120,9 @@ def steps(move: bool, numerics: str = "compute") -> Device:
 
 
 @pytest.mark.parametrize("numerics", ["compute", "lm_head fp32"])
-@pytest.mark.parametrize("move", [False, True], ids=["in place", "moved"])
+@pytest.mark.parametrize(
+    "move", [pytest.param(False, marks=pytest.mark.full, id="in place"), pytest.param(True, id="moved")]
+)
 def test_steps_with_updates_and_graphs_of_earlier_steps_use_no_memory_too_long(move, numerics):
     device = steps(move, numerics)
     assert device.cuda.timeline.faults == []

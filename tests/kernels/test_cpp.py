@@ -402,6 +402,7 @@ def test_without_a_compiler_a_cache_or_its_consent_the_references_run(tmp_path):
     assert not loaded(**with_compiler, XDG_CACHE_HOME=str(tmp_path / "cache"))
 
 
+@pytest.mark.full
 def test_a_compiler_that_fails_is_asked_once_and_its_words_are_kept(tmp_path):
     fails = tmp_path / "c++"
     fails.write_text(

@@ -37,6 +37,7 @@ def test_row_is_independent_of_the_others(name, dtype, width, T, other_T, poison
     assert unequal_rows(OPS[name], dtype, width, T, other_T, poison, seed) == 0
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("name", "dtype"), CASES)
 @pytest.mark.parametrize("width", [896, 1024, 3072, 4864])
 def test_row_is_independent_of_the_others_at_real_widths(name, dtype, width):
@@ -44,6 +45,7 @@ def test_row_is_independent_of_the_others_at_real_widths(name, dtype, width):
     assert unequal_rows(OPS[name], dtype, width, T=37, other_T=1, poison=float("nan"), seed=width) == 0
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_row_is_independent_of_the_others_at_a_real_vocabulary(dtype):
     V, D = 151936, 64

@@ -12,7 +12,7 @@ from zerokl.model.context import PackedContext
 from zerokl.model.decoder import Decoder, Numerics
 
 from tests.helpers import DTYPES, randint, total_unequal
-from tests.model.checkpoints import FAMILIES, save_random
+from tests.model.checkpoints import FAMILIES, JUDGED_FAMILIES, save_random
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +55,7 @@ def whole(decoder: Decoder, sequences: list[torch.Tensor]) -> list[torch.Tensor]
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=["float32", "bfloat16", "float16"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", JUDGED_FAMILIES)
 def test_decoder_on_the_cache_has_the_bits_of_whole_sequences(folders, family, dtype):
     decoder = load_decoder(folders[family], dtype)
     sequences = [randint(s, 128, n) for s, n in enumerate((70, 1, 33, 64))]

@@ -16,14 +16,14 @@ from zerokl.model.scoring import logprobs, pack
 from zerokl.model.weights import Layout
 
 from tests.helpers import DTYPES, randint, randn, total_unequal
-from tests.model.checkpoints import FAMILIES, Pairs, checkpoint_parts, save_random
+from tests.model.checkpoints import JUDGED_FAMILIES, Pairs, checkpoint_parts, save_random
 from tests.model.test_prompts import make_pairs
 
 SAMPLING = SamplingParams(0.9)
 dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d).removeprefix("torch."))
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(scope="module", params=JUDGED_FAMILIES)
 def folder(request, tmp_path_factory):
     return save_random(request.param, tmp_path_factory.mktemp(request.param))
 

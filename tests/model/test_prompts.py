@@ -26,7 +26,7 @@ from tests.helpers import (
     total_unequal,
     zero_buffers,
 )
-from tests.model.checkpoints import FAMILIES, WITH_STATES, Pairs, save_random
+from tests.model.checkpoints import WITHOUT_STATES, Pairs, save_random
 
 SAMPLING = SamplingParams(0.9)
 dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d).removeprefix("torch."))
@@ -39,7 +39,7 @@ groups = st.lists(
 
 
 # Where a layer keeps a state, prompts are not read once: tests/model/test_transformers.py has the refusal.
-@pytest.fixture(scope="module", params=[name for name in FAMILIES if name not in WITH_STATES])
+@pytest.fixture(scope="module", params=WITHOUT_STATES)
 def folder(request, tmp_path_factory):
     return save_random(request.param, tmp_path_factory.mktemp(request.param))
 

@@ -123,6 +123,7 @@ def test_error_is_at_most_twice_that_of_transformers(judged, dtype, shared):
         assert_at_most_twice_the_error(*stacked, name)
 
 
+@pytest.mark.full
 @torch.no_grad()
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 def test_error_of_every_logit_is_at_most_twice_that_of_transformers(judged, dtype):

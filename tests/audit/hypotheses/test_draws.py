@@ -83,6 +83,7 @@ def test_rounding_is_named_by_the_side_that_rounds_more():
     assert [x.dtype for x in pairs("float32", noises)] == list(sizes)
 
 
+@pytest.mark.full
 def test_a_stack_in_float32_is_sound_beside_a_model_in_bfloat16(case, tmp_path):
     numbers = [x.logprobs for x in case.rollouts]
     log = write(tmp_path / "log.jsonl", case.rollouts)

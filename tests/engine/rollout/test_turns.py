@@ -166,6 +166,7 @@ def test_each_end_has_its_name_and_its_rule(acting, tmp_path):
                 assert row["turn_rewards"][-1] == 0.0 or drawn == limit
 
 
+@pytest.mark.full
 def test_what_goes_wrong_in_one_trajectory_is_one_line_and_no_lost_step(acting, tmp_path, capsys):
     path = tmp_path / "run"
     cfg = acting("faulty", prompts=6, steps=2)

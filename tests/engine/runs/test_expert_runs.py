@@ -44,7 +44,14 @@ def moe(tmp_path_factory) -> Path:
     return random_model(tmp_path_factory.mktemp("moe"), EXPERTS)
 
 
-@pytest.fixture(scope="module", params=[pytest.param(DTYPES[0], marks=pytest.mark.proof), *DTYPES[1:]])
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(DTYPES[0], marks=pytest.mark.proof),
+        DTYPES[1],
+        pytest.param(DTYPES[2], marks=pytest.mark.full),
+    ],
+)
 def plain(request, config, moe) -> Config:
     return config(dtype=request.param, model=moe, checkpoint__every=2)
 
@@ -283,7 +290,14 @@ def test_a_router_in_fp32_on_one_side_is_a_mismatch_that_a_replay_cannot_hide(co
 # Controls
 
 
-@pytest.mark.parametrize("targets", [["q_proj", "o_proj"], ["gate_proj", "down_proj", "v_proj"]], ids=str)
+@pytest.mark.parametrize(
+    "targets",
+    [
+        pytest.param(["q_proj", "o_proj"], marks=pytest.mark.full),
+        ["gate_proj", "down_proj", "v_proj"],
+    ],
+    ids=str,
+)
 def test_adapters_are_trained_however_the_work_is_cut(config, moe, tmp_path, worker_count, targets):
     """Of the attention beside experts, and of each expert."""
     cfg = config(model=moe, dtype="bfloat16", lora__rank=3, lora__targets=targets)

@@ -31,7 +31,12 @@ SETTINGS: dict[str, dict[str, object]] = {
 CUT = {"micro_batch": 1, "native__max_concurrency": 2, "native__max_batch_tokens": 7, "recompute": "layer"}
 
 
-@pytest.fixture(scope="module", params=MODEL_TYPES)
+# In `make test`, whose blocks hold those of the others.
+QUICK = ("qwen3", "glm4_moe", "qwen3_moe", "gemma", "olmo2")
+TYPES = [x if x in QUICK else pytest.param(x, marks=pytest.mark.full) for x in MODEL_TYPES]
+
+
+@pytest.fixture(scope="module", params=TYPES)
 def folder(request, tmp_path_factory) -> Path:
     widths = TWO_LAYERS | {"model_type": request.param} | dict(MODEL_TYPES[request.param].small)
     return random_model(tmp_path_factory.mktemp(request.param), widths, 1.5)

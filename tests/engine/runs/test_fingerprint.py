@@ -8,8 +8,8 @@ from zerokl.kernels.cpp import library
 # Settings that change only how the same work is done.
 FREE = [
     {"micro_batch": 1},
-    {"micro_batch": 3},
-    {"micro_batch": 64},
+    pytest.param({"micro_batch": 3}, marks=pytest.mark.full),
+    pytest.param({"micro_batch": 64}, marks=pytest.mark.full),
     {"native__max_concurrency": 1},
     {"shards_in_flight": 3, "micro_batch": 5, "workers": 1},
     {"recompute": "layer"},
@@ -17,7 +17,7 @@ FREE = [
     {"memory__offload": "disk", "recompute": "layer", "workers": 2},
     {"native__max_concurrency": 7, "native__max_batch_tokens": 5},
     {"native__speculate": 3},
-    {"threads": 1},
+    pytest.param({"threads": 1}, marks=pytest.mark.full),
     {"threads": 2},
     {"workers": 2},
     pytest.param({"workers": 4}, marks=pytest.mark.full),

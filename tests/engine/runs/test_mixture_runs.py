@@ -35,6 +35,7 @@ def exact_run(config: Config, path: Path) -> str:
     return summary.fingerprint
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("family", MIXTURES)
 def test_a_run_is_exact_however_it_is_cut_and_trains_every_weight(

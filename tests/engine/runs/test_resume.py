@@ -43,7 +43,14 @@ def _interrupted(config: Config, path: Path, step: int, start=train) -> None:
 
 
 @pytest.fixture(
-    scope="module", params=["float32", pytest.param("bfloat16", marks=pytest.mark.proof), "float16"]
+    scope="module",
+    params=[
+        "float32",
+        *(
+            pytest.param(x, marks=m)
+            for x, m in (("bfloat16", pytest.mark.proof), ("float16", pytest.mark.full))
+        ),
+    ],
 )
 def six_steps(request, config):
     return config(

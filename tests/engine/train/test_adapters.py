@@ -32,6 +32,8 @@ from tests.engine.train.test_shards_in_flight import step_of
 from tests.helpers import DTYPES, assert_at_most_twice_the_error, randn, total_unequal
 
 STEP, SHARDS = step_of([(3, 5), (4, 9), (20, 8), (31, 7), (31, 2)]), 4
+# A sum is cut alike in every dtype.
+ONE_QUICK = [DTYPES[0], *(pytest.param(x, marks=pytest.mark.full) for x in DTYPES[1:])]
 LORA = Lora(3, 5.0, ("q_proj", "v_proj", "o_proj", "up_proj", "down_proj"))
 
 
@@ -89,7 +91,7 @@ def test_the_gradient_is_that_of_autograd_in_fp64(model, trained):
         assert (grads[2].abs().max() > 0) == (trained or letter == "B"), "B = 0 has a gradient, A has none"
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", ONE_QUICK, ids=str)
 def test_how_the_work_is_cut_decides_no_bit_of_the_gradient(model, dtype, worker_count):
     expected = gradient(adapters_of(model, dtype))
     for cut in ({"n": worker_count}, {"micro_batch": 5}, {"in_flight": 4, "micro_batch": 3}):

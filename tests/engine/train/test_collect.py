@@ -30,7 +30,7 @@ from tests.presets import DRAWN_PRESETS
 SEVERAL_UPDATES = dict(updates_per_rollout=3, steps=2)
 
 
-QUICK = ("pg", "dapo", "gspo")
+QUICK = ("pg", "dapo")
 
 
 @pytest.mark.parametrize(

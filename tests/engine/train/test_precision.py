@@ -62,7 +62,7 @@ def test_every_precision_has_mismatch_zero_and_one_fingerprint(
     )
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.full)])
 def test_any_power_of_two_as_scale_gives_one_fingerprint(config, tmp_path, dtype):
     off = train(config(dtype=dtype), tmp_path / "off").fingerprint
     for k in (0, 5, 20):
