@@ -103,8 +103,8 @@ def make_samplers(
 # Why a sampler does not draw from a model whose layers keep a state.
 _NO_STATES = {
     "vllm": "its prefill and its decode compute a gated delta net in two ways",
-    "vllm-exact": "vLLM's batch-invariant mode refuses gated delta nets, and its prefill and its decode compute "
-    "them in two ways",
+    "vllm-exact": "vLLM's batch-invariant mode has no gated delta net, and its prefill and its decode "
+    "compute one in two ways",
     "vllm-zerokl": "vLLM's cache manager has no place for the states of zerokl's decoder",
 }
 
@@ -116,8 +116,8 @@ def _refuse_states(config: Config, architecture: str, device: torch.device) -> N
         raise ValueError(f'sampler ("{config.sampler}"): {architecture}: {reason}; set sampler = "native"')
     if device.type == "cuda":
         raise ValueError(
-            f'device ("{config.device}"): {architecture} has gated delta nets, which have no kernels for a GPU '
-            'yet; set device = "cpu"'
+            f'device ("{config.device}"): {architecture} has gated delta nets, which have no kernels for a '
+            'GPU yet; set device = "cpu"'
         )
 
 
