@@ -80,7 +80,7 @@ def make_samplers(
             '= "vllm-zerokl", which is zerokl\'s decoder inside vLLM'
         )
     if model_config.states:
-        _refuse_states(config, model_config.architecture, workers.host.decoder.device)
+        refuse_states(config, model_config.architecture, workers.host.decoder.device)
     if not model_config.experts:
         _refuse_without_experts(config, model_config.architecture)
     shared = WorkersSampler(workers, micro_batch)
@@ -109,7 +109,7 @@ _NO_STATES = {
 }
 
 
-def _refuse_states(config: Config, architecture: str, device: torch.device) -> None:
+def refuse_states(config: Config, architecture: str, device: torch.device) -> None:
     """Raise ValueError for what cannot draw from, or train, a model with gated delta nets."""
     if config.sampler in _NO_STATES:
         reason = _NO_STATES[config.sampler]

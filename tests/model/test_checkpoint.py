@@ -221,5 +221,5 @@ def test_the_text_model_that_transformers_takes_out_of_one_with_images_is_read(t
     decoder = load_decoder(tmp_path / "text", torch.float32)
     views, wanted = decoder.layout.checkpoint_views(decoder.flat.detach()), both.state_dict()
     for name, view in views.items():
-        of_both = name if name == "lm_head.weight" else name.replace("model.", "model.language_model.", 1)
-        assert equal(view, wanted[of_both]), name
+        in_whole = name if name == "lm_head.weight" else name.replace("model.", "model.language_model.", 1)
+        assert equal(view, wanted[in_whole]), name
