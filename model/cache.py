@@ -28,7 +28,8 @@ class BlockCache:
     """Keys and values of all layers, on the CPU or on `device`.
 
     data: [layers with keys, blocks * Hkv, 2, KEY_TILE, D] in `dtype` (Decoder.cache_dtype).
-    slots: for sequences, in layers with a state.
+    slots: for sequences, in layers with a state. compute: the compute dtype, where `dtype` is another one:
+    what a state keeps is not rounded to that of the cache.
     """
 
     def __init__(
@@ -38,6 +39,7 @@ class BlockCache:
         dtype: torch.dtype,
         device: torch.device | None = None,
         slots: int = 0,
+        compute: torch.dtype | None = None,
     ):
         self.config, self.blocks = config, blocks
         with_keys = [i for i in range(config.layers) if i not in config.states]
@@ -51,7 +53,9 @@ class BlockCache:
             dtype=dtype,
             device=device,
         )
-        self.states = {i: RecurrentState(shape, slots, dtype, device) for i, shape in config.states.items()}
+        self.states = {
+            i: RecurrentState(shape, slots, compute or dtype, device) for i, shape in config.states.items()
+        }
         self.free_slots = list(range(slots - 1, -1, -1)) if self.states else []
         self._free = list(range(blocks - 1, -1, -1))
         self._owners = [0] * blocks
@@ -69,9 +73,9 @@ class BlockCache:
         return layers * config.kv_heads * 2 * KEY_TILE * config.head_dim * dtype.itemsize
 
     @staticmethod
-    def bytes_per_slot(config: Sizes, dtype: torch.dtype) -> int:
-        """Memory of one slot over all layers with a state; 0 where there are none."""
-        return sum(RecurrentState.bytes_per_slot(shape, dtype) for shape in config.states.values())
+    def bytes_per_slot(config: Sizes, compute: torch.dtype) -> int:
+        """Memory of one slot over all layers with a state; 0 where there are none. compute: the dtype."""
+        return sum(RecurrentState.bytes_per_slot(shape, compute) for shape in config.states.values())
 
     def take_slot(self) -> int:
         """A slot of zeros for a new sequence. Where no layer has a state it is 0, and means nothing."""

@@ -240,7 +240,7 @@ def _take(
 
     Raises ValueError for a tensor that has no place there, or has another shape or an unsupported dtype.
     """
-    path, name, _ = stored
+    path, name = stored.path, stored.name
     if (name == _HEAD and layout.config.tied) or is_passed_over(name, layout.config):
         return None  # see _refuse_other_head
     target = _target(name, wanted, layout)

@@ -253,7 +253,12 @@ def cached_scores(
     inputs = [[*prompt, *completion[:-1]] for prompt, completion in pairs]
     blocks_needed = [-(-len(ids) // KEY_TILE) for ids in inputs]
     cache = BlockCache(
-        decoder.config, sum(blocks_needed), decoder.cache_dtype, decoder.device, slots=len(pairs)
+        decoder.config,
+        sum(blocks_needed),
+        decoder.cache_dtype,
+        decoder.device,
+        slots=len(pairs),
+        compute=decoder.dtype,
     )
     slots = [cache.take_slot() for _ in pairs]
     blocks = [cache.allocate(n) for n in blocks_needed]

@@ -85,22 +85,31 @@ def _corrupt_is_refused(path: Path) -> Iterator[None]:
         raise ValueError(f"model: {path} is corrupt or incomplete ({error})") from None
 
 
+_TEXT_OF_BOTH = "model.language_model."
+
+
 class StoredTensor(NamedTuple):
     """A tensor of a safetensors file that is open."""
 
     path: Path  # of the file
-    name: str
+    stored_as: str  # its name there
     file: Any  # as safe_open gives it
+
+    @property
+    def name(self) -> str:
+        """Its name in a text model. Those of a model of text and images begin otherwise."""
+        text = self.stored_as.removeprefix(_TEXT_OF_BOTH)
+        return self.stored_as if text == self.stored_as else f"model.{text}"
 
     def read(self) -> torch.Tensor:
         """The tensor. Raises ValueError for a corrupt file."""
         with _corrupt_is_refused(self.path):
-            return self.file.get_tensor(self.name)
+            return self.file.get_tensor(self.stored_as)
 
     def part(self) -> Any:
         """As safetensors' get_slice: dtype and shape, and rows on demand. Raises ValueError."""
         with _corrupt_is_refused(self.path):
-            return self.file.get_slice(self.name)
+            return self.file.get_slice(self.stored_as)
 
 
 def stored_tensors(folder: Path) -> Iterator[StoredTensor]:

@@ -137,7 +137,12 @@ class DecodeMemory:
         rows = bucket(rows) if self.padded else rows
         # One slot for each sample that runs, and one for a prefix whose samples wait.
         self.cache = BlockCache(
-            decoder.config, blocks + self.padded, decoder.cache_dtype, device, slots=rows + 1
+            decoder.config,
+            blocks + self.padded,
+            decoder.cache_dtype,
+            device,
+            slots=rows + 1,
+            compute=decoder.dtype,
         )
         self.blocks, self.padding_page = blocks, self.cache.allocate(1)[0] if self.padded else 0
         self.prefix_cache = PrefixCache(self.cache)

@@ -222,7 +222,7 @@ class NativeSampler:
         """
         block_bytes = BlockCache.bytes_per_block(self.decoder.config, self.decoder.cache_dtype)
         limit = cache_limit(self._cache_bytes, self.decoder.device) // self.workers
-        slots = BlockCache.bytes_per_slot(self.decoder.config, self.decoder.cache_dtype) * (need.rows + 1)
+        slots = BlockCache.bytes_per_slot(self.decoder.config, self.decoder.dtype) * (need.rows + 1)
         padding = on_triton(self.decoder.flat)  # the page of the rows that pad a graph
         fit = (limit - slots) // block_bytes - padding
         if fit < need.one_sample:

@@ -80,7 +80,7 @@ def make_samplers(
             '= "vllm-zerokl", which is zerokl\'s decoder inside vLLM'
         )
     if model_config.states:
-        _refuse_states(config, model_config.architecture, workers.host.decoder.device)
+        refuse_states(config, model_config.architecture, workers.host.decoder.device)
     if not model_config.experts:
         _refuse_without_experts(config, model_config.architecture)
     shared = WorkersSampler(workers, micro_batch)
@@ -103,21 +103,21 @@ def make_samplers(
 # Why a sampler does not draw from a model whose layers keep a state.
 _NO_STATES = {
     "vllm": "its prefill and its decode compute a gated delta net in two ways",
-    "vllm-exact": "vLLM's batch-invariant mode refuses gated delta nets, and its prefill and its decode compute "
-    "them in two ways",
+    "vllm-exact": "vLLM's batch-invariant mode has no gated delta net, and its prefill and its decode "
+    "compute one in two ways",
     "vllm-zerokl": "vLLM's cache manager has no place for the states of zerokl's decoder",
 }
 
 
-def _refuse_states(config: Config, architecture: str, device: torch.device) -> None:
+def refuse_states(config: Config, architecture: str, device: torch.device) -> None:
     """Raise ValueError for what cannot draw from, or train, a model with gated delta nets."""
     if config.sampler in _NO_STATES:
         reason = _NO_STATES[config.sampler]
         raise ValueError(f'sampler ("{config.sampler}"): {architecture}: {reason}; set sampler = "native"')
     if device.type == "cuda":
         raise ValueError(
-            f'device ("{config.device}"): {architecture} has gated delta nets, which have no kernels for a GPU '
-            'yet; set device = "cpu"'
+            f'device ("{config.device}"): {architecture} has gated delta nets, which have no kernels for a '
+            'GPU yet; set device = "cpu"'
         )
 
 

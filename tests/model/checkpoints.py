@@ -32,6 +32,7 @@ from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoeTopkRouter
 from transformers.models.mixtral.modeling_mixtral import MixtralTopKRouter
 from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeTopKRouter
 from transformers.models.qwen3_5.configuration_qwen3_5 import Qwen3_5TextConfig
+from transformers.models.qwen3_5_moe.modeling_qwen3_5_moe import Qwen3_5MoeTopKRouter
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextTopKRouter
 from zerokl.model.config import ModelConfig
@@ -54,7 +55,9 @@ _LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
-_SOFTMAX_ROUTERS = Qwen3MoeTopKRouter | MixtralTopKRouter | Qwen2MoeTopKRouter | Qwen3NextTopKRouter
+_SOFTMAX_ROUTERS = (
+    Qwen3MoeTopKRouter | MixtralTopKRouter | Qwen2MoeTopKRouter | Qwen3NextTopKRouter | Qwen3_5MoeTopKRouter
+)
 _THETA = {"rope_type": "default", "rope_theta": 1e6}
 _YARN = {
     "rope_type": "yarn",
@@ -131,10 +134,10 @@ FAMILIES |= {
     if name not in FAMILIES
 }
 # Those with layers that keep a state.
-WITH_STATES = ("qwen3_5_text", "qwen3_next")
+WITH_STATES = ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next")
 # As parameters of long tests: with --quick, without those whose blocks are also in others.
 _LIKE_OTHERS = "llama", "llama linear", "mistral", "mixtral", "qwen2_moe", "qwen2 yarn", "qwen3 bias"
-_LIKE_OTHERS += "granite", "smollm3", "phi3", "qwen3_next", "gemma", "olmo3"
+_LIKE_OTHERS += "granite", "smollm3", "phi3", "qwen3_next", "qwen3_5_moe_text", "gemma", "olmo3"
 JUDGED_FAMILIES, WITHOUT_STATES = (
     [pytest.param(name, marks=pytest.mark.full) if name in _LIKE_OTHERS else name for name in names]
     for names in (FAMILIES, [name for name in FAMILIES if name not in WITH_STATES])

@@ -6,10 +6,12 @@ What a block held before never matters.
 import pytest
 import torch
 from zerokl.kernels.attention_plan import KEY_TILE
+from zerokl.kernels.sampling_params import SamplingParams
 from zerokl.model.cache import BlockCache, CachedContext
 from zerokl.model.checkpoint import load_decoder
 from zerokl.model.context import PackedContext
 from zerokl.model.decoder import Decoder, Numerics
+from zerokl.model.scoring import cached_scores, logprobs, pack
 
 from tests.helpers import DTYPES, randint, total_unequal
 from tests.model.checkpoints import FAMILIES, JUDGED_FAMILIES, save_random
@@ -102,6 +104,20 @@ def test_a_cache_dtype_that_saves_nothing_is_stored_in_the_compute_dtype(folders
     plain = load_decoder(folders["llama"], dtype)
     decoder = Decoder(plain.config, plain.flat.detach(), plain.layout, Numerics(cache=cache))
     assert decoder.cache_dtype == dtype
+
+
+def test_a_narrower_cache_rounds_no_state(folders):
+    """Keys and values are rounded for sampler and trainer alike; what a layer with a state keeps is not."""
+    plain = load_decoder(folders["qwen3_5_text"], torch.float32)
+    decoder = Decoder(plain.config, plain.flat.detach(), plain.layout, Numerics(cache=torch.bfloat16))
+    pairs = [([1, 2, 3], [4, 5, 6]), ([7] * 60, [8, 9] * 8)]
+    expected = logprobs(decoder, pack(pairs), SamplingParams())[0].detach().split([3, 16])
+    assert total_unequal(cached_scores(decoder, pairs, SamplingParams(), 5), expected) == 0
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Decoder, "dtype", torch.bfloat16)
+        # Control: slots in the dtype of the cache do not take what is to be kept.
+        with pytest.raises(RuntimeError, match="dtypes match"):
+            cached_scores(decoder, pairs, SamplingParams(), 5)
 
 
 def test_control_a_wrong_block_is_found(folders):

@@ -7,6 +7,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
+from transformers.models.qwen3_5.configuration_qwen3_5 import Qwen3_5Config
+from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5ForConditionalGeneration
+from zerokl.files.bitwise import equal
 from zerokl.model import checkpoint_writing
 from zerokl.model.checkpoint import check_weights, load_decoder, resolve_model
 from zerokl.model.checkpoint_writing import write_checkpoint
@@ -202,3 +205,21 @@ def test_an_adapter_and_a_run_are_refused_with_what_to_give(tmp_path):
         (run / "checkpoints" / name).mkdir(parents=True)
     with pytest.raises(ValueError, match=r"give its newest checkpoint, .*step-000010$"):
         resolve_model(str(run))
+
+
+def test_the_text_model_that_transformers_takes_out_of_one_with_images_is_read(tmp_path):
+    """Its tensors keep the names of the whole model. The whole one is refused by its architecture."""
+    text = FAMILIES["qwen3_5_text"].to_dict()
+    images = dict(depth=1, hidden_size=32, num_heads=2, out_hidden_size=64, patch_size=4)
+    torch.manual_seed(0)
+    both = Qwen3_5ForConditionalGeneration(Qwen3_5Config(text_config=text, vision_config=images))
+    both.save_pretrained(tmp_path / "both")
+    with pytest.raises(ValueError, match="'Qwen3_5ForConditionalGeneration' is not supported"):
+        load_decoder(tmp_path / "both", torch.float32)
+    AutoModelForCausalLM.from_pretrained(tmp_path / "both").save_pretrained(tmp_path / "text")
+    assert "model.language_model.norm.weight" in load_file(tmp_path / "text/model.safetensors")
+    decoder = load_decoder(tmp_path / "text", torch.float32)
+    views, wanted = decoder.layout.checkpoint_views(decoder.flat.detach()), both.state_dict()
+    for name, view in views.items():
+        in_whole = name if name == "lm_head.weight" else name.replace("model.", "model.language_model.", 1)
+        assert equal(view, wanted[in_whole]), name

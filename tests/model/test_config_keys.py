@@ -41,7 +41,7 @@ WIDER_HEADS = {"glm4_moe": {"num_attention_heads": 64}}
 
 
 # Fields that follow from those of the small model.
-DECIDED = {"qwen3_5_text": ("layer_types",)}
+DECIDED = dict.fromkeys(("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next"), ("layer_types",))
 
 
 def default_config(model_type: str, **fields: Any) -> PretrainedConfig:

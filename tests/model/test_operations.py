@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen3Config
-from transformers.models.qwen3_5.configuration_qwen3_5 import Qwen3_5TextConfig
 from zerokl.audit.engines.engine import ZeroklEngine
 from zerokl.audit.engines.hf import HfEngine
 from zerokl.audit.operations.operation_errors import own_errors
@@ -50,16 +49,6 @@ SIZES = dict(
 )
 FAMILIES = {
     "with qk_norm": Qwen3Config(head_dim=16, architectures=["Qwen3ForCausalLM"], **SIZES),
-    "with states": Qwen3_5TextConfig(
-        head_dim=16,
-        layer_types=["linear_attention", "full_attention"],
-        linear_num_key_heads=1,
-        linear_num_value_heads=2,
-        linear_key_head_dim=16,
-        linear_value_head_dim=16,
-        architectures=["Qwen3_5ForCausalLM"],
-        **SIZES,
-    ),
     "without": Qwen2Config(architectures=["Qwen2ForCausalLM"], **SIZES | {"hidden_size": 64}),
 }
 

@@ -317,6 +317,54 @@ def test_a_null_for_truncate_is_no_truncation_as_in_transformers(truncate, read)
     assert ModelConfig.from_dict(QWEN2 | {"rope_scaling": YARN | truncate}).rope_scaling["truncate"] is read
 
 
+QWEN3_5 = {
+    **QWEN2,
+    "architectures": ["Qwen3_5ForCausalLM"],
+    "head_dim": 32,
+    "full_attention_interval": 2,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"linear_conv_kernel_dim": 3}, "linear_conv_kernel_dim = 3 is not supported; only 4 is"),
+        ({"attn_output_gate": False}, "attn_output_gate = False is not supported; only true is"),
+        ({"mamba_ssm_dtype": "bfloat16"}, "mamba_ssm_dtype = 'bfloat16' is not supported; the state is in"),
+        ({"linear_num_value_heads": 3}, r"linear_num_value_heads \(3\) must be a multiple of linear_num_key"),
+        ({"full_attention_interval": 4}, r"layer_types = .* is not supported; num_hidden_layers \(2\)"),
+        ({"layer_types": ["full_attention"]}, "with one of full_attention at least"),
+        ({"layer_types": ["sliding_attention"] * 2}, "sliding window attention"),
+        ({"mtp_num_hidden_layers": 1}, "mtp_num_hidden_layers = 1 is not supported"),
+        ({"vision_config": {"depth": 1}}, "vision_config = .* is not supported"),
+        (
+            {"architectures": ["Qwen3_5ForConditionalGeneration"]},
+            "Qwen3_5ForConditionalGeneration' is not su",
+        ),
+    ],
+)
+def test_what_a_hybrid_does_not_compute_is_refused(change, message):
+    with pytest.raises(ValueError, match=message):
+        ModelConfig.from_dict(QWEN3_5 | change)
+
+
+def test_control_a_hybrid_is_accepted_with_what_published_files_have():
+    more = {"attn_output_gate": True, "mamba_ssm_dtype": "float32"}
+    rope = {
+        "rope_theta": 1e7,
+        "partial_rotary_factor": 0.25,
+        "mrope_section": [1, 1, 2],
+        "rope_type": "default",
+    }
+    config = ModelConfig.from_dict(QWEN3_5 | more | {"rope_parameters": rope | {"mrope_interleaved": True}})
+    assert config.states.keys() == {0}
+    assert config.rotary_dim == 8
+
+
 def test_control_the_families_with_experts_are_accepted_with_what_they_read():
     assert ModelConfig.from_dict(MIXTRAL).values["experts"] == {
         "number": 4,

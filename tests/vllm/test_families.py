@@ -22,6 +22,10 @@ QUICK = ("olmo2", "glm4_moe")
 def test_a_familys_fingerprint_is_that_of_the_native_sampler(config, family, tmp_path):
     widths = TWO_LAYERS | {"model_type": family} | dict(MODEL_TYPES[family].small)
     folder = random_model(tmp_path, widths, 1.5)
+    if "full_attention_interval" in MODEL_TYPES[family].small:
+        with pytest.raises(ValueError, match="no place for the states"):
+            train(config(model=folder, dtype="bfloat16", sampler="vllm-zerokl"), tmp_path / "refused")
+        return
     ends = []
     for sampler in ("native", "vllm-zerokl"):
         summary = train(config(model=folder, dtype="bfloat16", sampler=sampler), tmp_path / sampler)

@@ -36,7 +36,8 @@ def predict(evidence: Evidence) -> Iterator[Prediction]:
 def _after_prefix(older: Decoder, model: Decoder, prompt: tuple[int, ...], completion: tuple[int, ...]):
     """The rows [C, D] of a completion whose prompt, but for its last token, is in the cache of `older`."""
     inputs, first = [*prompt, *completion[:-1]], len(prompt) - 1
-    cache = BlockCache(model.config, -(-len(inputs) // KEY_TILE), model.cache_dtype, model.device, slots=1)
+    sizes = {"slots": 1, "compute": model.dtype}
+    cache = BlockCache(model.config, -(-len(inputs) // KEY_TILE), model.cache_dtype, model.device, **sizes)
     blocks = [cache.allocate(cache.blocks)]
     if first:
         context = CachedContext(cache, [first], [0], blocks, slots=[0])
