@@ -43,7 +43,7 @@ class Letters:
         return completion.count("a") / NEW_TOKENS
 
 
-def make_model(folder: Path) -> None:
+def make_model(folder: Path, positions: int = 512) -> None:
     """The benchmark's model and tokenizer, in Hugging Face format."""
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
@@ -58,7 +58,7 @@ def make_model(folder: Path) -> None:
         num_key_value_heads=2,
         head_dim=32,
         vocab_size=128,
-        max_position_embeddings=512,
+        max_position_embeddings=positions,
         tie_word_embeddings=True,
         pad_token_id=0,
         eos_token_id=1,

@@ -1,6 +1,7 @@
 """Memory beside the device: the same bits with it and without, the predicted bytes, and what is refused."""
 
 import os
+import re
 import subprocess
 import sys
 from contextlib import closing
@@ -14,7 +15,7 @@ from zerokl.engine.config.lora_section import LoraConfig
 from zerokl.engine.config.run_config import Config
 from zerokl.engine.config.training_sections import MemoryConfig
 from zerokl.engine.runs.memory import PassSizes, RunShape, fit, fit_into, footprint
-from zerokl.engine.runs.offloading import beside, placed, placed_into
+from zerokl.engine.runs.offloading import beside, placed, placed_into, told
 from zerokl.engine.runs.run import train
 from zerokl.engine.runs.setup import make_state
 from zerokl.engine.runs.trained import adapter_layout, model_layout
@@ -141,7 +142,10 @@ def test_auto_takes_the_first_place_in_which_a_step_fits():
     for gib, host, place in [(139, 64, "none"), (40, 64, "host"), (40, 16, "disk")]:
         chosen = placed_into(run, gib * GIB, host * GIB)
         assert chosen.config.memory.offload == place
-        assert sum(footprint(chosen, fit_into(chosen, gib * GIB), gib * GIB)) <= 0.92 * gib * GIB
+        sizes = fit_into(chosen, gib * GIB)
+        assert sum(footprint(chosen, sizes, gib * GIB)) <= 0.92 * gib * GIB
+        if place != "none":
+            assert re.search(rf"so 4\d\.\d GiB lie on the {place} \(memory", told(chosen, sizes))
     with pytest.raises(ValueError, match=r'set memory\.offload = "auto"'):
         fit_into(placed_into(replace(run, config=away(run.config, "none")), 1 << 60, 0), 20 * GIB)
     with pytest.raises(ValueError, match=r"^memory: a step needs about"):
