@@ -4,7 +4,7 @@ import os
 import re
 import subprocess
 import sys
-from contextlib import closing
+from contextlib import closing, nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -42,7 +42,7 @@ def short_slices(monkeypatch):
 
 @pytest.fixture
 def moved(monkeypatch) -> dict[str, int]:
-    """Bytes that lie beside the device, by who has asked for them, and those of the longest copy to it."""
+    """Bytes that were asked for beside the device: for what a run keeps, and for inputs of layers."""
     counts = {"state": 0, "activations": 0}
     empty, pack = Offload.empty, Offload._pack
 
@@ -93,6 +93,15 @@ def test_a_run_has_the_bits_of_one_with_all_on_the_device(config, model, tmp_pat
     there = train(away(cfg, place), tmp_path / "there")
     assert min(moved.values()) > 0
     assert (there.fingerprint, there.weights) == (here.fingerprint, here.weights)
+
+
+def test_control_a_state_that_does_not_come_back_from_the_device_is_another_run(
+    config, model, tmp_path, monkeypatch
+):
+    cfg = config(model=model, dtype="bfloat16", steps=2)
+    here = train(cfg, tmp_path / "here")
+    monkeypatch.setattr(Offload, "brought", lambda self, device, *x: nullcontext([y.clone() for y in x]))
+    assert train(away(cfg, "host"), tmp_path / "there").weights != here.weights
 
 
 @pytest.mark.parametrize("lora", [LoraConfig(), LoraConfig(rank=5)], ids=["all", "lora"])
