@@ -21,7 +21,7 @@ import by_turns
 HERE = Path(__file__).parent
 
 
-def make_model(folder: Path) -> None:
+def make_model(folder: Path, positions: int = 512) -> None:
     """The benchmark's model and tokenizer, in Hugging Face format."""
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
@@ -36,7 +36,7 @@ def make_model(folder: Path) -> None:
         num_key_value_heads=2,
         head_dim=32,
         vocab_size=128,
-        max_position_embeddings=512,
+        max_position_embeddings=positions,
         tie_word_embeddings=True,
         pad_token_id=0,
         eos_token_id=1,

@@ -117,7 +117,8 @@ def _mapped(n: int, dtype: torch.dtype) -> torch.Tensor:
     with tempfile.TemporaryFile() as file:
         try:
             # A disk that is full later would end the process in the middle of a copy.
-            os.posix_fallocate(file.fileno(), 0, n_bytes)
+            reserve = getattr(os, "posix_fallocate", None)  # macOS has none
+            reserve(file.fileno(), 0, n_bytes) if reserve else os.ftruncate(file.fileno(), n_bytes)
         except OSError as error:
             raise ValueError(
                 f'memory.offload ("disk"): {tempfile.gettempdir()} has no room for {n_bytes} bytes more '

@@ -63,6 +63,15 @@ def placed_into(run: RunShape, free: int, host: int) -> RunShape:
     return _with(run, "disk")
 
 
+def told(run: RunShape, sizes: PassSizes) -> str:
+    """What a run begins with where memory lies beside its GPU because a step does not fit there."""
+    gib = sum(beside(run, sizes)) / (1 << 30)
+    return (
+        f"a step is predicted not to fit on the GPU alone, so {gib:.1f} GiB lie on the "
+        f"{run.config.memory.offload} (memory.offload = auto)"
+    )
+
+
 def _with(run: RunShape, place: str) -> RunShape:
     memory = run.config.memory.model_copy(update={"offload": place})
     return replace(run, config=run.config.model_copy(update={"memory": memory}))

@@ -40,7 +40,7 @@ from ..train.parallel.zero import Slices
 from ..train.state import TrainState
 from .engine import Engine, EngineInputs, sharded_engine
 from .memory import PassSizes, RunShape, fit
-from .offloading import placed
+from .offloading import placed, told
 from .samplers import (
     Samplers,
     is_separate,
@@ -100,6 +100,8 @@ def make_state(
     )
     shape = placed(shape, device)
     sizes = fit(shape, device)
+    if shape.is_away and config.memory.offload == "auto":
+        console.print(told(shape, sizes))
     inputs = EngineInputs(shape.config, model, layout, own_layout, base, ranks, device, ref_model)
     if config.parallel.engine == "fsdp":
         engine = sharded_engine(inputs, sizes.micro_batch, stopwatch)

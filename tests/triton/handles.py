@@ -14,7 +14,9 @@ import triton
 import triton.language as tl
 from zerokl.benchmarks.host_cost import Driver, Forgetful, one_pass, pretend
 from zerokl.kernels import launch
+from zerokl.kernels.launch import Launch, recorded_launches
 from zerokl.kernels.tiles import tiles_of_target
+from zerokl.verify.binaries import compile_launch
 
 # Few of each, so that kinds of launches recur.
 DTYPES = (torch.bfloat16, torch.int64)
@@ -74,6 +76,18 @@ def binaries_of(driver: Driver, run: Callable[[], object], handles: dict) -> lis
     return [call[:5] for call in driver.calls]
 
 
+def other_keys(launches: list[Launch], **changed: int) -> int:
+    """How many launches have another key in Triton's cache than the same launch that is compiled ahead.
+
+    changed: options of the latter.
+    """
+    pairs = (
+        (kernel[(1,)](*args, **options), compile_launch(kernel, args, options | changed, "sm_90"))
+        for kernel, args, options in launches
+    )
+    return sum(run.hash != ahead.hash for run, ahead in pairs)
+
+
 def main() -> None:
     driver, report = pretend(keep_calls=True), {}
     report["unequal"] = unequal_launches(driver, LAUNCHES)
@@ -84,6 +98,10 @@ def main() -> None:
         kept: dict = {}
         first, second = (binaries_of(driver, whole, kept) for _ in range(2))
     report |= {"launches": len(second), "kept": len(kept), "same binaries": by_triton == first == second}
+    with tiles_of_target("sm_90"), recorded_launches(and_run=True) as launches:
+        whole()
+    report["other keys"] = other_keys(launches)
+    report["control: eight warps"] = other_keys(launches[:1], num_warps=8)
     launch._specialised = lambda x: x.dtype if isinstance(x, torch.Tensor) else specialised(x)
     report["control: alignment left out"] = unequal_launches(driver, LAUNCHES)
     launch._specialised = lambda x: None if type(x) is int else specialised(x)

@@ -1,4 +1,4 @@
-"""A launch that skips Triton's search for the binary runs the binary that Triton would have found."""
+"""A launch runs the binary that Triton would have found, also one that was compiled ahead of time."""
 
 from tests.triton.compiling import TRITONS, reports
 
@@ -11,5 +11,7 @@ def test_a_kept_binary_is_the_one_that_triton_finds():
         assert 100 < report["kinds"] < 300  # of 1,000 launches, so most run a kept binary
         assert report["same binaries"]
         assert report["launches"] > report["kept"] > 20
+        assert report["other keys"] == 0, "what is compiled ahead is what a launch looks for"
+        assert report["control: eight warps"] == 1
         assert report["control: alignment left out"] > 0
         assert report["control: numbers left out"] > 0

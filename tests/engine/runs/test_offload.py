@@ -1,9 +1,10 @@
 """Memory beside the device: the same bits with it and without, the predicted bytes, and what is refused."""
 
 import os
+import re
 import subprocess
 import sys
-from contextlib import closing
+from contextlib import closing, nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from zerokl.engine.config.lora_section import LoraConfig
 from zerokl.engine.config.run_config import Config
 from zerokl.engine.config.training_sections import MemoryConfig
 from zerokl.engine.runs.memory import PassSizes, RunShape, fit, fit_into, footprint
-from zerokl.engine.runs.offloading import beside, placed, placed_into
+from zerokl.engine.runs.offloading import beside, placed, placed_into, told
 from zerokl.engine.runs.run import train
 from zerokl.engine.runs.setup import make_state
 from zerokl.engine.runs.trained import adapter_layout, model_layout
@@ -41,7 +42,7 @@ def short_slices(monkeypatch):
 
 @pytest.fixture
 def moved(monkeypatch) -> dict[str, int]:
-    """Bytes that lie beside the device, by who has asked for them, and those of the longest copy to it."""
+    """Bytes that were asked for beside the device: for what a run keeps, and for inputs of layers."""
     counts = {"state": 0, "activations": 0}
     empty, pack = Offload.empty, Offload._pack
 
@@ -94,6 +95,15 @@ def test_a_run_has_the_bits_of_one_with_all_on_the_device(config, model, tmp_pat
     assert (there.fingerprint, there.weights) == (here.fingerprint, here.weights)
 
 
+def test_control_a_state_that_does_not_come_back_from_the_device_is_another_run(
+    config, model, tmp_path, monkeypatch
+):
+    cfg = config(model=model, dtype="bfloat16", steps=2)
+    here = train(cfg, tmp_path / "here")
+    monkeypatch.setattr(Offload, "brought", lambda self, device, *x: nullcontext([y.clone() for y in x]))
+    assert train(away(cfg, "host"), tmp_path / "there").weights != here.weights
+
+
 @pytest.mark.parametrize("lora", [LoraConfig(), LoraConfig(rank=5)], ids=["all", "lora"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_predicted_bytes_beside_the_device_are_those_of_a_run(config, model, moved, dtype, lora):
@@ -141,7 +151,10 @@ def test_auto_takes_the_first_place_in_which_a_step_fits():
     for gib, host, place in [(139, 64, "none"), (40, 64, "host"), (40, 16, "disk")]:
         chosen = placed_into(run, gib * GIB, host * GIB)
         assert chosen.config.memory.offload == place
-        assert sum(footprint(chosen, fit_into(chosen, gib * GIB), gib * GIB)) <= 0.92 * gib * GIB
+        sizes = fit_into(chosen, gib * GIB)
+        assert sum(footprint(chosen, sizes, gib * GIB)) <= 0.92 * gib * GIB
+        if place != "none":
+            assert re.search(rf"so 4\d\.\d GiB lie on the {place} \(memory", told(chosen, sizes))
     with pytest.raises(ValueError, match=r'set memory\.offload = "auto"'):
         fit_into(placed_into(replace(run, config=away(run.config, "none")), 1 << 60, 0), 20 * GIB)
     with pytest.raises(ValueError, match=r"^memory: a step needs about"):

@@ -113,6 +113,7 @@ def test_a_finished_run_that_is_resumed_stays_as_it_is(whole, tmp_path):
 def test_settings_that_decide_no_bit_may_change(six_steps, whole, tmp_path, monkeypatch):
     _interrupted(six_steps, tmp_path / "run", 3)
     settings = {"workers": "2", "micro_batch": "1", "native.max_concurrency": "2", "threads": "2"}
+    settings |= {"memory.offload": "disk"}
     summary = resume(tmp_path / "run", settings)
     assert (summary.fingerprint, summary.weights) == (whole[1].fingerprint, whole[1].weights)
     kinds = [json.loads(line)["kind"] for line in (tmp_path / "run" / "ledger.jsonl").open()]
