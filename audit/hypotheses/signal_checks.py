@@ -39,7 +39,7 @@ _CUT = 8
 _NAMED = 4
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)  # one for each line of the log
 class Completion:
     """What a log says of one completion beside its log-probabilities."""
 
@@ -143,7 +143,7 @@ def _completion(place: str, line: LoggedRollout) -> Completion:
         line.reward,
         parts,
         numbers,
-        int(drawn.sum()),
+        np.count_nonzero(drawn),
         line.completion_ids[-1],
         line.truncated,
     )
