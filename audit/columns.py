@@ -66,7 +66,7 @@ class _Columns:
 
         Most lines have both in every token: they share arrays, and none is copied.
         """
-        count = np.count_nonzero(both)
+        count = int(np.count_nonzero(both))
         whole = count == len(both)
         self.sampler.append(rollout.logprobs if whole else rollout.logprobs[both])
         self.trainer.append(rollout.trainer_logprobs if whole else rollout.trainer_logprobs[both])
@@ -159,7 +159,7 @@ def _read(
             _check_scored(place, rollout, remedy)
         columns.signal.add(place, rollout)
         drawn = rollout.of_version(version)
-        tokens = np.count_nonzero(drawn)
+        tokens = int(np.count_nonzero(drawn))
         if not tokens:
             continue
         unsaid = rollout.sampling_params is None
@@ -173,7 +173,7 @@ def _read(
             continue
         columns.unsaid += unsaid
         both = both_columns(rollout, drawn)
-        known = np.count_nonzero(both)
+        known = int(np.count_nonzero(both))
         columns.with_both += known > 0
         columns.tokens_with_both += known
         if known and columns.count < _MOST_TOKENS and not 0 < most <= len(columns.sampler):

@@ -143,7 +143,7 @@ def _completion(place: str, line: LoggedRollout) -> Completion:
         line.reward,
         parts,
         numbers,
-        np.count_nonzero(drawn),
+        int(np.count_nonzero(drawn)),
         line.completion_ids[-1],
         line.truncated,
     )
