@@ -12,6 +12,9 @@ looks for one fault that two sound columns, however they round, do not show:
     repeats     completions of one prompt draw the same token more often than the column says. It needs no
                 second column, so it sees two equal columns that both leave something out.
 
+Where t gives tokens that exclude each other more than 1 together, it is no distribution, and only repeats
+are asked.
+
 A token of temperature 0 was not drawn from any column, and is passed over.
 """
 
