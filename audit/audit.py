@@ -237,7 +237,8 @@ def _unread(folders: Sequence[Path]) -> list[str]:
 
 def _model(cfg: AuditConfig, folder: Path, trainer_folder: Path) -> AuditedModel:
     """The sampler's model. Raises ValueError for two models of different vocabularies."""
-    engines = [cfg.trainer] if cfg.reads_log else [cfg.sampler, cfg.trainer]
+    # vLLM draws and scores with any family that it has; hypotheses on a log compute with transformers.
+    engines = [cfg.trainer] if cfg.reads_log else [x for x in (cfg.sampler, cfg.trainer) if x != "vllm"]
     model, other = (audited_model(x, engines) for x in (folder, trainer_folder))
     if model.vocab_size != other.vocab_size:
         raise ValueError(

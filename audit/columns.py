@@ -59,12 +59,18 @@ class _Columns:
         self.count = 0
         self.first: list[LoggedRollout] = []
         self._explained = 0
+        self._places, self._version = np.empty(0, np.int32), np.full(1, -1)
 
     def add(self, place: str, rollout: LoggedRollout, both: np.ndarray) -> None:
-        """Take the tokens of a rollout that have both columns, [C] bool."""
-        self.sampler.append(rollout.logprobs[both])
-        self.trainer.append(rollout.trainer_logprobs[both])
-        self.positions.append(np.flatnonzero(both).astype(np.int32))
+        """Take the tokens of a rollout that have both columns, [C] bool.
+
+        Most lines have both in every token: they share arrays, and none is copied.
+        """
+        count = int(np.count_nonzero(both))
+        whole = count == len(both)
+        self.sampler.append(rollout.logprobs if whole else rollout.logprobs[both])
+        self.trainer.append(rollout.trainer_logprobs if whole else rollout.trainer_logprobs[both])
+        self.positions.append(self._first_places(count) if whole else np.flatnonzero(both).astype(np.int32))
         self.ids.append(np.array(rollout.completion_ids, np.int32))
         self.params.append(rollout.sampling_params)
         self.groups.append(group_of(rollout))
@@ -76,11 +82,23 @@ class _Columns:
         else:
             span = rollout.weight_span
             version = span[0] if span is not None and span[0] == span[1] else -1
-            self.versions.append(np.full(int(both.sum()), version))
-        self.count += int(both.sum())
+            self.versions.append(self._one_version(version, count))
+        self.count += count
         if self._explained < _EXPLAINED:
             self._explained += len(rollout.completion_ids) + len(rollout.prompt_ids or ())
             self.first.append(rollout)
+
+    def _first_places(self, count: int) -> np.ndarray:
+        """0, 1, ... of so many tokens, int32; one array for all lines."""
+        if count > len(self._places):
+            self._places = np.arange(2 * count, dtype=np.int32)
+        return self._places[:count]
+
+    def _one_version(self, version: int, count: int) -> np.ndarray:
+        """A version, so many times; one array for the lines after another of it."""
+        if version != self._version[0] or count > len(self._version):
+            self._version = np.full(2 * count, version)
+        return self._version[:count]
 
     def drawn(self) -> list[Drawn]:
         """The rollouts, to be asked whether they were drawn from the columns."""
@@ -141,22 +159,24 @@ def _read(
             _check_scored(place, rollout, remedy)
         columns.signal.add(place, rollout)
         drawn = rollout.of_version(version)
-        if not drawn.any():
+        tokens = int(np.count_nonzero(drawn))
+        if not tokens:
             continue
         unsaid = rollout.sampling_params is None
         if version is not None:
             rollout = replace(rollout, mask=drawn)
         rollout = values.taken(place, rollout.drawn_with(assumed_params), drawn)
         columns.logged += 1
-        columns.tokens += int(drawn.sum())
+        columns.tokens += tokens
         if rollout.trainer_logprobs is None:
             columns.without_trainer += 1
             continue
         columns.unsaid += unsaid
         both = both_columns(rollout, drawn)
-        columns.with_both += bool(both.any())
-        columns.tokens_with_both += int(both.sum())
-        if both.any() and columns.count < _MOST_TOKENS and not 0 < most <= len(columns.sampler):
+        known = int(np.count_nonzero(both))
+        columns.with_both += known > 0
+        columns.tokens_with_both += known
+        if known and columns.count < _MOST_TOKENS and not 0 < most <= len(columns.sampler):
             columns.add(place, rollout, both)
     return columns
 

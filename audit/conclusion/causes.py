@@ -156,6 +156,8 @@ def _absent_operation(measured: Measurements) -> Finding | None:
     trace = measured.trace
     if trace is None or trace.own_errors is not None or not any(trace.one_sided.values()):
         return None
+    if len({name.removesuffix("-eager") for name in (measured.sampler, measured.trainer)}) > 1:
+        return None  # traced by modules, of which each library has some of its own
     ops = trace.one_sided["sampler"] or trace.one_sided["trainer"]
     name = measured.sampler if trace.one_sided["sampler"] else measured.trainer
     text = f"only {name} has {first_few(ops, 1)}."

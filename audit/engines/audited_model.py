@@ -67,6 +67,14 @@ def audited_model(folder: Path, engines: Sequence[str]) -> AuditedModel:
     return _of_transformers(folder, refusal)
 
 
+def known_config(folder: Path) -> ModelConfig | None:
+    """The config of a folder; None for a model that zerokl has no decoder of."""
+    try:
+        return ModelConfig.from_file(folder)
+    except ValueError:
+        return None
+
+
 def _is_of_another_family(folder: Path, error: ValueError) -> bool:
     """Whether a refusal is about the family or a variant of it, and not about a file that is wrong."""
     if isinstance(error, UnsupportedError):

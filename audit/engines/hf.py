@@ -18,10 +18,10 @@ from torch.overrides import TorchFunctionMode
 from ...engine.rollout.hf import HfGenerator
 from ...kernels.sampling_params import SamplingParams
 from ...kernels.truncation import scaled_logits
-from ...model.config import ModelConfig
 from ...model.operation import Operation, Shown, Site
 from ...model.operations import in_order, sites
 from ...verify.operation_outputs import Trace
+from .audited_model import known_config
 from .engine import DISTRIBUTIONS, TOGETHER, Pair
 from .engine_settings import Settings, hf_settings
 from .module_trace import module_outputs
@@ -140,14 +140,6 @@ def _cache_of(model: torch.nn.Module, out: Any) -> dict[str, Any]:
     caches = (getattr(out, name, None) for name in ("cache", "past_key_values", "cache_params"))
     cache = next((x for x in caches if x is not None), None)
     return {} if cache is None else cache_argument(model, cache)
-
-
-def known_config(folder: Path) -> ModelConfig | None:
-    """The config of a folder; None for a model that zerokl has no decoder of."""
-    try:
-        return ModelConfig.from_file(folder)
-    except ValueError:
-        return None
 
 
 class _WideLmHead(torch.nn.Module):

@@ -10,10 +10,10 @@ from ...engine.rollout.vllm.installed import is_cpu_build, require_vllm
 from ...kernels.backend import find_device
 from ...kernels.tile_tables import DEFAULT_TABLE, TileTable, tile_table
 from ...model.checkpoint import DTYPES, check_values
-from ...model.config import ModelConfig
 from ..config import AuditConfig
+from .audited_model import audited_model, known_config
 from .engine import Engine, ZeroklEngine
-from .hf import HfEngine, known_config
+from .hf import HfEngine
 from .vllm import VllmEngine, VllmZeroklEngine
 
 # Engines in which a library computes.
@@ -25,14 +25,15 @@ def make_engines(
 ) -> tuple[Engine | None, Engine]:
     """The sampler (None where it is a log) and the trainer.
 
-    Where zerokl has no decoder of one folder, both sides are traced by the modules of transformers.
+    Where zerokl has no decoder of one folder, both sides are traced by their modules.
     """
     dtype, head, *sampler_dtypes = (DTYPES[name] for name in vars(cfg.dtypes).values())
     tiles = tiles_of(cfg)
+    by_modules = any(known_config(x) is None for x in folders)
     if cfg.sampler == cfg.trainer == "vllm":
-        engine = _engine("vllm", folders[0], device, tiles, dtype, head)
+        engine = _engine("vllm", folders[0], device, tiles, dtype, head, by_modules=by_modules)
         return engine, engine
-    sampler, by_modules = None, any(known_config(x) is None for x in folders)
+    sampler = None
     if not cfg.reads_log:
         beside_vllm = cfg.trainer == "vllm"
         sampler = _engine(cfg.sampler, folders[0], device, tiles, *sampler_dtypes, beside_vllm, by_modules)
@@ -86,7 +87,7 @@ def _engine(
     # Ours looks at the numbers as it reads them. A library may hide one: vLLM's router takes a NaN as p = 0.
     check_values(folder)
     if name == "vllm":
-        return VllmEngine(folder, dtype, ModelConfig.from_file(folder).max_positions, head)
+        return VllmEngine(folder, dtype, audited_model(folder, ()).max_positions, head, by_modules)
     if name == "vllm-zerokl":
         # A process holds one vLLM engine.
         return VllmZeroklEngine(folder, dtype, head, device, beside_vllm, tiles)

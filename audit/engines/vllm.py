@@ -26,11 +26,15 @@ from ...model.context import Hook, no_hook
 from ...model.operation import Site
 from ...model.operations import in_order, sites
 from ...verify.operation_outputs import Trace
+from .audited_model import known_config
 from .engine import DISTRIBUTIONS, Pair, ZeroklEngine, trace_decoder
 from .engine_settings import Settings, vllm_settings
+from .module_trace import first_tensor
 from .modules import module_at, output
 
 Record = Callable[[str, torch.Tensor], None]
+# The module of vLLM's causal models that makes logits (vllm/model_executor/layers/logits_processor.py).
+_LOGITS = "logits_processor"
 
 
 class VllmZeroklEngine(ZeroklEngine):
@@ -96,13 +100,23 @@ class VllmZeroklEngine(ZeroklEngine):
 
 
 class VllmEngine(VllmGenerator):
-    """vLLM as it comes in this process, uncompiled, without a prefix cache."""
+    """vLLM as it comes in this process, uncompiled, without a prefix cache.
+
+    by_modules: trace modules by vLLM's names, also of a known family.
+    """
 
     traced_outside = False
 
-    def __init__(self, folder: Path, dtype: torch.dtype, context: int, head: torch.dtype | None = None):
+    def __init__(
+        self,
+        folder: Path,
+        dtype: torch.dtype,
+        context: int,
+        head: torch.dtype | None = None,
+        by_modules: bool = False,
+    ):
         super().__init__(folder, dtype, context, head)
-        self.name, self._config = "vllm", ModelConfig.from_file(folder)
+        self.name, self._config = "vllm", None if by_modules else known_config(folder)
         self._device = torch.device("cpu" if is_cpu_build() else "cuda")  # where vLLM's sampler computes
 
     def scores_together(self, sampling_params: SamplingParams) -> bool:
@@ -135,7 +149,12 @@ class VllmEngine(VllmGenerator):
     def _logits(self, pair: Pair) -> torch.Tensor:
         """vLLM's logits [T, V] of one sequence's inputs."""
         name = "logits"
-        return self._hooked(pair, lambda model, record: _hooks(model, record, self._config, [name]))[name]
+        return self._hooked(pair, lambda model, record: self._attach(model, record, [name]))[name]
+
+    def _attach(self, model: torch.nn.Module, record: Record, only: Collection[str] = ()) -> list[Any]:
+        if self._config is None:
+            return _module_hooks(model, record, only)
+        return _hooks(model, record, self._config, only)
 
     def _logprobs(
         self, logits: torch.Tensor, completion: Sequence[int], sampling_params: SamplingParams
@@ -183,10 +202,10 @@ class VllmEngine(VllmGenerator):
         """It returns None: vLLM cannot be told which tokens to draw."""
 
     def trace(self, pair: Pair, sampling_params: SamplingParams) -> Trace:
-        trace = self._hooked(pair, lambda model, record: _hooks(model, record, self._config))
+        trace = self._hooked(pair, self._attach)
         logp = self._logprobs(trace["logits"], pair[1], sampling_params)
         trace["logprob"] = torch.from_numpy(logp).unsqueeze(1)
-        return in_order(trace, self._config.layers, self._config)
+        return in_order(trace, self._config.layers, self._config) if self._config else trace
 
     def drop_caches(self) -> bool:
         return False
@@ -226,6 +245,23 @@ def _prompt_logprobs(out: Any, tokens: int) -> np.ndarray:
 def _after(module: torch.nn.Module, take: Callable[[Any], None]) -> Any:
     """Hand every output of `module` to `take`. Returns the hook's handle."""
     return module.register_forward_hook(lambda _module, _inputs, out: take(out))
+
+
+def _module_hooks(model: torch.nn.Module, record: Record, only: Collection[str] = ()) -> list[Any]:
+    """Attach hooks to every module, under its own name; the one that makes logits is called that.
+
+    only: these names; all where it is empty. A module that returns no tensor of floats is left out.
+    """
+
+    def take(name: str) -> Callable[[Any], None]:
+        def hook(out: Any) -> None:
+            if (x := first_tensor(out)) is not None:
+                record(name, x)
+
+        return hook
+
+    modules = {"logits" if name == _LOGITS else name: m for name, m in model.named_modules() if name}
+    return [_after(m, take(name)) for name, m in modules.items() if not only or name in only]
 
 
 def _hooks(

@@ -12,6 +12,9 @@ looks for one fault that two sound columns, however they round, do not show:
     repeats     completions of one prompt draw the same token more often than the column says. It needs no
                 second column, so it sees two equal columns that both leave something out.
 
+Where t gives tokens that exclude each other more than 1 together, it is no distribution, and only repeats
+are asked.
+
 A token of temperature 0 was not drawn from any column, and is passed over.
 """
 
@@ -27,7 +30,7 @@ from ..faults.columns import no_cut, no_temperature, not_drawn_from
 from ..faults.fault import Checked
 from ..finding import Finding
 from .measure import MeanRatio, kept_lengths, mean_ratio
-from .repeats import Drawn, Repeats, repeats
+from .repeats import Drawn, Repeats, masses, repeats
 
 # Standard errors, and nats of evidence (chance exp(-14), one in a million), from which nothing is chance.
 ERRORS, EVIDENCE = 4.0, 14.0
@@ -45,6 +48,10 @@ _FEWEST_CUT, _EDGE = 50, 0.02
 _TEMPERED, _FEWEST, _TIGHT = 0.1, 12, 2.0
 # Difference that a temperature must make of a token, in nats: more than two fp32 forwards differ by.
 _GAP = 1e-4
+# The spread of a difference, as a share of it, below which it is one number.
+_ONE_NUMBER = 0.1
+# Places with several tokens that are needed, the mass of these beyond any rounding, and the share above it.
+_FEWEST_SUMS, _WHOLE, _SUMS_BEYOND = 4, 1.1, 0.25
 # Places where completions of one prompt agree so far, that are needed, and the least difference.
 _FEWEST_PLACES, _AGREE = 16, 0.005
 # A cut that the log does not declare.
@@ -115,7 +122,8 @@ def check(rollouts: Sequence[Drawn], doubled: bool = False) -> Distribution:
         return Distribution(0)
     tokens = _tokens(judged)
     repeated = None if doubled else repeats(judged)
-    fault = _cut(tokens) or _tempered(tokens) or _sampler(tokens) or _repeated(repeated, tokens)
+    fault = None if _is_no_distribution(judged) else _cut(tokens) or _tempered(tokens) or _sampler(tokens)
+    fault = fault or _repeated(repeated, tokens)
     return Distribution(len(tokens.d), fault, tokens.ratio, _signs(tokens), repeated)
 
 
@@ -168,6 +176,16 @@ def _signs(tokens: _Tokens) -> Signs:
         sampler_above=abs(float(known.min(initial=0.0))),
         trainer_above=float(known.max(initial=0.0)),
     )
+
+
+def _is_no_distribution(rollouts: Sequence[Drawn]) -> bool:
+    """Whether the trainer gives tokens that exclude each other more than the whole mass.
+
+    Such a column explains any tokens, so the checks against it tell nothing of the sampler's. Of the places
+    with several tokens, rounding brings few above the bound.
+    """
+    sums = np.array(masses(rollouts))
+    return len(sums) >= _FEWEST_SUMS and float((sums > _WHOLE).mean()) > _SUMS_BEYOND
 
 
 # --- the temperature ---
@@ -284,6 +302,10 @@ def _is_cut(tokens: _Tokens, above: np.ndarray, edge: float) -> bool:
     edge: the share of tokens that may have probability 0.
     """
     finite = np.isfinite(above)
+    # The mass that a cut leaves out is another one at each place. One number for all of them is no cut.
+    low, middle, high = np.quantile(above[finite], (0.1, 0.5, 0.9)) if finite.any() else (0.0, 0.0, 0.0)
+    if not tokens.cut.any() and high - low < _ONE_NUMBER * middle:
+        return False
     if finite.sum() < _FEWEST_CUT or finite.mean() < 1.0 - edge:
         return False
     above, bounded = above[finite], tokens.log_top_p[finite] < 0.0

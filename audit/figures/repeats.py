@@ -79,6 +79,16 @@ def repeats(rollouts: Sequence[Drawn]) -> Repeats | None:
 def _places(group: Sequence[Drawn]) -> Iterator[tuple[float, float, float, float]]:
     """Of each place that two completions have in common: weight, agreement, expectation and its variance."""
     logps = [dict(zip(x.positions.tolist(), x.sampler.tolist(), strict=True)) for x in group]
+    for place, members, after in _common(group):
+        p = [math.exp(min(logps[i][place], 0.0)) for i in members if place in logps[i]]
+        if len(p) >= 2 and len(p) == sum(map(len, after.values())) == len(members):
+            n = len(p)
+            agreeing = sum(len(same) * (len(same) - 1) for same in after.values()) / (n * (n - 1))
+            yield n - 1.0, agreeing, sum(p) / n, _variance(np.array(p))
+
+
+def _common(group: Sequence[Drawn]) -> Iterator[tuple[int, list[int], dict[int, list[int]]]]:
+    """Each place up to which completions agree: the place, these completions, and those that drew a token."""
     together = [(0, list(range(len(group))))]
     while together:
         place, members = together.pop()
@@ -87,11 +97,28 @@ def _places(group: Sequence[Drawn]) -> Iterator[tuple[float, float, float, float
             if place < len(group[i].ids):
                 after[int(group[i].ids[place])].append(i)
         together += [(place + 1, same) for same in after.values() if len(same) > 1]
-        p = [math.exp(min(logps[i][place], 0.0)) for i in members if place in logps[i]]
-        if len(p) >= 2 and len(p) == sum(map(len, after.values())) == len(members):
-            n = len(p)
-            agreeing = sum(len(same) * (len(same) - 1) for same in after.values()) / (n * (n - 1))
-            yield n - 1.0, agreeing, sum(p) / n, _variance(np.array(p))
+        yield place, members, after
+
+
+def masses(rollouts: Sequence[Drawn]) -> list[float]:
+    """Of each place where completions of a prompt agree so far and draw several tokens, the trainer's mass.
+
+    It is the sum of the trainer's probabilities of these tokens: 1 at most, where its column is a
+    distribution.
+    """
+    groups: dict[int, list[Drawn]] = defaultdict(list)
+    for x in rollouts:
+        groups[x.group].append(x)
+    sums: list[float] = []
+    for group in groups.values():
+        if len(group) < 2 or len(sums) >= _MOST_PLACES:
+            continue
+        logps = [dict(zip(x.positions.tolist(), x.trainer.tolist(), strict=True)) for x in group]
+        for place, _, after in _common(group):
+            drawn = [logps[same[0]][place] for same in after.values() if place in logps[same[0]]]
+            if len(drawn) > 1:
+                sums.append(sum(math.exp(min(x, 0.0)) for x in drawn))
+    return sums
 
 
 def _variance(p: np.ndarray) -> float:

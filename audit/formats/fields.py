@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ from ...kernels.sampling_params import SamplingParams, bias_by_id, refuse_penalt
 from .record import LOGGED_NAN, TokenIds
 
 _NUMBERS = {int, float}
+_PLAIN = {int, float, type(None)}
 # Beyond it a JSON number is no exact whole number in every reader.
 _LARGEST = 2**53
 _LARGEST_FP32 = float(np.finfo(np.float32).max)
@@ -181,15 +183,32 @@ def sampling_params(values: Mapping[str, Any]) -> SamplingParams:
     temperature. Raises ValueError for a bad value, and for a penalty: no score has it.
     """
     refuse_penalties("sampling", values)
-    allowed = values.get("allowed_token_ids")
+    allowed, bias = values.get("allowed_token_ids"), values.get("logit_bias")
+    plain = values["temperature"], values.get("top_k"), values.get("top_p"), values.get("min_p")
+    if allowed is None and (bias is None or bias == {}) and {*map(type, plain)} <= _PLAIN:
+        return _params(*plain)
+    return _of_numbers(*plain, _logit_bias(bias), allowed)
+
+
+def _of_numbers(
+    temperature: Any, top_k: Any, top_p: Any, min_p: Any, bias: dict[int, float], allowed: Any
+) -> SamplingParams:
     return SamplingParams.of(
-        number("temperature", values["temperature"]),
-        max(0, integer("top_k", values.get("top_k"), 0)),
-        number("top_p", values.get("top_p"), 1.0),
-        number("min_p", values.get("min_p"), 0.0),
-        _logit_bias(values.get("logit_bias")),
+        number("temperature", temperature),
+        max(0, integer("top_k", top_k, 0)),
+        number("top_p", top_p, 1.0),
+        number("min_p", min_p, 0.0),
+        bias,
         None if allowed is None else token_ids("allowed_token_ids", allowed),
     ).check()
+
+
+@lru_cache(maxsize=64, typed=True)
+def _params(
+    temperature: float, top_k: float | None, top_p: float | None, min_p: float | None
+) -> SamplingParams:
+    """The parameters without bias and allowed tokens. Most lines of a log say the same ones."""
+    return _of_numbers(temperature, top_k, top_p, min_p, {}, None)
 
 
 def _logit_bias(value: Any) -> dict[int, float]:

@@ -40,7 +40,7 @@ _CUT = 8
 _NAMED = 4
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)  # one for each line of the log
 class Completion:
     """What a log says of one completion beside its log-probabilities."""
 
@@ -144,7 +144,7 @@ def _completion(place: str, line: LoggedRollout) -> Completion:
         line.reward,
         parts,
         numbers,
-        int(drawn.sum()),
+        int(np.count_nonzero(drawn)),
         line.completion_ids[-1],
         line.truncated,
     )

@@ -79,7 +79,7 @@ class ColumnValues:
         drawn: [C] bool. cut: whether the column may give a drawn token the probability 0.
         """
         # A log has 10^6 lines, and nearly all hold ordinary numbers alone. A NaN is within no bounds.
-        if drawn.all() and column.min() >= _DEEP and column.max() <= _HIGHEST:
+        if np.count_nonzero(drawn) == len(column) and column.min() >= _DEEP and column.max() <= _HIGHEST:
             self.drawn += len(column)
             self.known += len(column)
             return column

@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 from models import world
 from run import SOUND_KINDS, UNKNOWN_KINDS
-from sound_logs import Kind, Models, rows_of
+from sound_logs import Kind, Models, rows_of, untried
 from transformers import AttentionInterface
 from zerokl.audit.as_json import as_json
 from zerokl.audit.command import run_audit
@@ -356,7 +356,10 @@ def run_sound(root: Path, logs: int, part: int, parts: int) -> None:
             x for column in columns for x in column["rows"] if x["name"].startswith("knob") and x["fits"]
         ]
         told = report["cause"]["kind"].startswith("knob") or knobs
-        counts["alarm" if told else "clear"] += 1
+        reasons = untried(report)
+        counts["alarm" if told else "untried" if reasons else "clear"] += 1
+        if reasons:
+            print(f"{number} untried: {kind}\n    {' '.join(reasons)}", flush=True)
         if told:
             print(
                 f"{number}: {kind}\n    {report['cause']['text'][:300]} {[x['what'] for x in knobs]}",

@@ -4,7 +4,8 @@ python benchmarks/audit_cases/sound_logs.py --root R --logs 200 --with-model 20
 
 Each log has a family, two dtypes, a temperature, a filter, lengths, decimals, turns and versions of its own,
 all drawn from its number. Every log is audited by its two columns alone, and the first ones beside the model
-as well. An alarm is a fault that is named; a log without an all-clear is unsure.
+as well. An alarm is a fault that is named; a log without an all-clear is unsure, or untried where numbers at
+operations were wanted and not fitted.
 """
 
 import argparse
@@ -131,6 +132,12 @@ def alarm(report: dict, cut: bool, two_dtypes: bool) -> str:
     return ""
 
 
+def untried(report: dict) -> list[str]:
+    """Why no number at an operation was fitted to a column, where that was wanted: no log is clear so."""
+    columns = [report["hypotheses"], report.get("trainer_column") or {}]
+    return [x["untried"] for x in columns if x.get("untried")]
+
+
 def run(root: Path, logs: Sequence[int], with_model: int) -> None:
     """Draw, audit, and print each alarm, then the counts."""
     from zerokl.audit.as_json import as_json
@@ -153,7 +160,8 @@ def run(root: Path, logs: Sequence[int], with_model: int) -> None:
                 alarm(report, kind.decimals > 0, kind.sampler != kind.trainer),
                 report["outcome"]["passed"],
             )
-            counts[how, "alarm" if wrong else "clear" if sure else "unsure"] += 1
+            others = "clear" if sure else "untried" if untried(report) else "unsure"
+            counts[how, "alarm" if wrong else others] += 1
             if wrong or not sure:
                 print(f"{number} {how}: {kind}\n    {wrong or report['cause']['text'][:200]}", flush=True)
     for (how, word), n in sorted(counts.items()):

@@ -18,6 +18,8 @@ from zerokl.model.checkpoint import load_decoder
 from zerokl.model.config import ModelConfig
 from zerokl.model.operations import operation_names
 
+from tests.audit.families import FAMILIES, write_family
+
 pytestmark = pytest.mark.vllm
 
 
@@ -65,6 +67,21 @@ def test_vllm_differs_and_the_first_operation_is_named(model, tmp_path, sides):
     assert report["k3"]["value"] > 0
     assert report["first_divergence"]["op"] in operation_names(ModelConfig.from_file(model))
     assert {d["op"] for d in report["operations"]} == set(operation_names(ModelConfig.from_file(model)))
+
+
+def test_vllm_draws_with_a_family_that_zerokl_has_no_decoder_of(tmp_path, monkeypatch):
+    """Both sides are traced by their modules; vLLM's attention on a CPU needs heads of 32."""
+    sizes = FAMILIES["GPT2"] | {"hidden_size": 128, "n_embd": 128}
+    monkeypatch.setitem(FAMILIES, "GPT2", sizes)
+    folder = write_family("GPT2", tmp_path / "GPT2")
+    words = ["--sampler", "vllm", "--trainer", "hf", "-n", "4", "--max-tokens", "8", "--full_vocab"]
+    code, report = _audit(folder, tmp_path / "out", *words)
+    assert code == 1
+    assert 0 < report["max_abs"] < 0.25
+    assert report["cause"]["kind"] != "operation"
+    compared = {d["op"] for d in report["operations"]}
+    assert {"logits", "logprob"} <= compared
+    assert "transformer.h.1.mlp.c_fc" in compared
 
 
 @pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.proof), "bfloat16"])

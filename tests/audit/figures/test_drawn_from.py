@@ -5,6 +5,7 @@ The logs are drawn in numpy from random softmax distributions, one for each pref
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +14,7 @@ from zerokl.audit.columns import audit_columns
 from zerokl.audit.conclusion.verdict import verdict
 from zerokl.audit.figures.drawn_from import Distribution, check
 from zerokl.audit.figures.measure import evidence
-from zerokl.audit.figures.repeats import Drawn, repeats
+from zerokl.audit.figures.repeats import Drawn, masses, repeats
 from zerokl.audit.page.page import page
 from zerokl.cli import main
 from zerokl.kernels.sampling_params import SamplingParams as P
@@ -97,6 +98,23 @@ def test_a_cut_that_no_line_declares_is_named_from_its_sign_alone():
     rollouts = draw(0, P(1.0, 0, 0.9), P(1.0, 0, 0.9), RAW)
     undeclared = [Drawn(x.group, x.ids, x.positions, x.sampler, x.trainer, None) for x in rollouts]
     assert kind(undeclared) == "trainer without top-p, top-k or min-p"
+
+
+def test_a_trainer_of_more_than_the_whole_mass_blames_no_sampler():
+    """Log-probabilities over their completion's length look far more likely than the sampler's."""
+    sound = draw(0, RAW, RAW, RAW, 0.01)
+    over = [replace(x, params=None, trainer=x.trainer / np.float32(len(x.trainer))) for x in sound]
+    assert check(over).mean_ratio.evidence > 1000
+    assert kind(over) is None
+    assert sum(x > 1.1 for x in masses(over)) > 0.5 * len(masses(over))
+    assert max(masses(sound)) < 1.05, "control"
+    assert kind(draw(0, P(1.0, 0, 0.9), RAW, P(1.0, 0, 0.9))) == "sampler without top-p", "control"
+
+
+def test_one_number_for_all_tokens_is_no_cut():
+    rollouts = draw(0, RAW, RAW, RAW, 0.001)
+    halved = [replace(x, params=None, sampler=x.sampler - np.float32(math.log(2))) for x in rollouts]
+    assert kind(halved) == "distribution"
 
 
 def sound_logs(count: int):
