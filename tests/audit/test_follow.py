@@ -47,6 +47,18 @@ def beside(*acts):
     return thread
 
 
+def end(number=signal.SIGTERM):
+    """Sends a signal once it is handled: before, it would end the tests."""
+    before = signal.getsignal(number)
+
+    def act():
+        while signal.getsignal(number) is before:
+            time.sleep(0.01)
+        os.kill(os.getpid(), number)
+
+    return act
+
+
 def append(path, text):
     def act():
         with open(path, "a") as file:
@@ -70,8 +82,8 @@ def test_it_ends_at_the_first_line_beyond_the_band(tmp_path, capsys):
 
 def test_lines_within_the_band_pass_control(tmp_path):
     path = tmp_path / "log.jsonl"
-    writer = beside(append(path, line() * 3), append(path, line(0.03)))
-    report, place = run(path)
+    writer = beside(append(path, line() * 3), append(path, line(0.03)), end())
+    report, place = run(path, idle_s=0)
     writer.join()
     assert (place, report.outcome.passed, report.figures.sequences) == ("", True, 4)
 
@@ -125,17 +137,15 @@ def _gone(path):
 def test_a_log_that_no_longer_holds_what_was_read_is_refused(tmp_path, change, message):
     path = tmp_path / "log.jsonl"
     path.write_text(line() * 3)
-    thread = beside(lambda: None, lambda: None, lambda: change(path))
     with pytest.raises(ValueError, match=message):
-        run(path, idle_s=5)
-    thread.join()
+        Follow(path, None, BAND).run(0, lambda _: change(path))
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_it_with_what_was_read(tmp_path, number):
     path, out = tmp_path / "log.jsonl", tmp_path / "out"
     handlers = [signal.getsignal(x) for x in (signal.SIGINT, signal.SIGTERM)]
-    thread = beside(append(path, line() * 2), lambda: time.sleep(0.3), lambda: os.kill(os.getpid(), number))
+    thread = beside(append(path, line() * 2), end(number))
     assert main(["audit", str(path), "--follow", "--band", "5%", "--out", str(out)]) == 0
     thread.join()
     assert json.loads((out / "audit.json").read_text())["sequences"] == 2
@@ -146,7 +156,7 @@ def test_a_folder_gets_a_file_for_each_step(tmp_path):
     log = tmp_path / "steps"
     (log).mkdir()
     writer = beside(append(log / "2.jsonl", line()), append(log / "10.jsonl", line() + line(0.5)))
-    report, place = run(log, idle_s=5)
+    report, place = run(log, idle_s=0)
     writer.join()
     assert (place, report.figures.sequences) == (f"{log / '10.jsonl'}, line 2", 3)
 
