@@ -228,7 +228,7 @@ ROPES = {"full_attention": {"rope_theta": 1e6}, "sliding_attention": {"rope_thet
         (GEMMA2 | {"layer_types": ["full_attention"]}, "layer_types = .*num_hidden_layers is 2"),
         (
             GEMMA2 | {"layer_types": ["full_attention", "chunked_attention"]},
-            "only full_attention is",
+            "only full_attention and sliding_attention is",
         ),
         (GEMMA2 | {"sliding_window": 0}, r"sliding_window \(0\) must be a positive whole number"),
         (
