@@ -191,10 +191,6 @@ def model_adapters(names: Sequence[str], folder: Path) -> ModelAdapters | None:
     if not folders:
         return None
     first, *others = dict.fromkeys(folders)
-    config = ModelConfig.from_file(folder)
-    for adapter in (first, *others):
-        lora = stored_lora(adapter)
-        read_adapter(adapter, AdapterLayout(adapted_layout(config, lora), lora))
     if not (name := read_adapter_config(first).base):
         raise ValueError(f"audit: --adapter {first} names no base; write base_model_name_or_path in {CONFIG}")
     base = resolve_model(name)
@@ -204,6 +200,10 @@ def model_adapters(names: Sequence[str], folder: Path) -> ModelAdapters | None:
         )
     if different := _other_shape(folder, base):
         raise ValueError(f"audit: {base}, the base of {first}, has another {different} than {folder}")
+    config = ModelConfig.from_file(folder)
+    for adapter in (first, *others):
+        lora = stored_lora(adapter)
+        read_adapter(adapter, AdapterLayout(adapted_layout(config, lora), lora))
     check_weights(base, Layout(ModelConfig.from_file(base)))
     return ModelAdapters(base, first, tuple(others))
 

@@ -12,7 +12,7 @@ from zerokl.engine.runs.ledger_head import binding
 from zerokl.engine.runs.loaded import load_run
 from zerokl.engine.runs.run import resume, train
 from zerokl.engine.train.monitor import MismatchError
-from zerokl.model.decoder import Forward
+from zerokl.model.numerics import Numerics
 from zerokl.verify.compare_runs import open_run
 
 from tests.helpers import fingerprint
@@ -146,7 +146,7 @@ def test_both_sides_are_exact_and_the_sampler_alone_draws_the_same(config, tmp_p
 
 @pytest.mark.full
 def test_control_a_decode_that_does_not_round_is_seen(config, tmp_path, monkeypatch):
-    monkeypatch.setattr(Forward, "_cache_rounds_once", True)
+    monkeypatch.setattr(Numerics, "cache_rounds_once", lambda *_: True)
     with pytest.raises(MismatchError):
         train(config(steps=1, precision__kv="float8_e5m2/unit"), tmp_path / "run")
 

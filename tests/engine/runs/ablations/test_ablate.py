@@ -15,7 +15,6 @@ import pytest
 import zerokl
 from zerokl.cli import main
 from zerokl.engine.config.config_file import to_toml
-from zerokl.engine.runs.ablations import cells as cells_module
 from zerokl.engine.runs.ablations.ablate import ablate, read_grid
 from zerokl.engine.runs.ablations.cells import CellRun
 from zerokl.engine.runs.ablations.effects import LEAST_SEEDS
@@ -185,7 +184,7 @@ def test_a_cell_that_fails_is_named_and_ends_no_other(grid, tmp_path, capsys):
 
 @pytest.mark.full
 def test_a_process_that_is_killed_is_a_failure(grid, tmp_path, monkeypatch):
-    monkeypatch.setattr(cells_module.sys, "executable", "/bin/false")
+    monkeypatch.setattr(sys, "executable", "/bin/false")
     report = ablate(grid('file = "{base}"\nseeds = [0]\n[set]\nsteps = 1\n'), tmp_path / "killed")
     (reason,) = report["failures"].values()
     assert reason.startswith("its process ended with exit code 1; see ")
