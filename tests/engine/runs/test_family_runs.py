@@ -30,7 +30,14 @@ SETTINGS: dict[str, dict[str, object]] = {
 CUT = {"micro_batch": 1, "native__max_concurrency": 2, "native__max_batch_tokens": 7, "recompute": "layer"}
 
 
-@pytest.fixture(scope="module", params=MODEL_TYPES)
+# With --quick, of the hybrids the dense one.
+SLOW = ("qwen3_next", "qwen3_5_moe_text")
+
+
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(x, marks=pytest.mark.full) if x in SLOW else x for x in MODEL_TYPES],
+)
 def folder(request, tmp_path_factory) -> Path:
     widths = TWO_LAYERS | {"model_type": request.param} | dict(MODEL_TYPES[request.param].small)
     return random_model(tmp_path_factory.mktemp(request.param), widths, 1.5)
