@@ -44,6 +44,7 @@ def test_control_samples_that_do_not_copy_the_slot_of_their_prompt_are_seen(deco
     assert bits(decoder) != expected
 
 
+@pytest.mark.full
 def test_turns_read_everything_again_and_give_their_slots_back(decoder, monkeypatch):
     caches, make = [], BlockCache.__init__
     monkeypatch.setattr(BlockCache, "__init__", lambda c, *a, **k: (caches.append(c), make(c, *a, **k))[1])

@@ -32,7 +32,7 @@ CUT = {"micro_batch": 1, "native__max_concurrency": 2, "native__max_batch_tokens
 
 
 # In `make test`, whose blocks hold those of the others.
-QUICK = ("qwen3", "glm4_moe", "qwen3_moe", "gemma", "olmo2")
+QUICK = ("qwen3", "glm4_moe", "qwen3_moe", "gemma2", "olmo2", "qwen3_5_text")
 TYPES = [x if x in QUICK else pytest.param(x, marks=pytest.mark.full) for x in MODEL_TYPES]
 
 
