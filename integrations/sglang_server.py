@@ -7,25 +7,24 @@ hypothesis. The form is that of SGLang 0.5.23 (sglang/srt/entrypoints/http_serve
 
 import json
 from collections.abc import Callable, Sequence
-from http.client import HTTPException
 from pathlib import Path
 from typing import Any
 from urllib.error import HTTPError
-from urllib.request import Request, urlopen
 
 from ..audit.config import AuditConfig
 from ..audit.drawing import requests
 from ..audit.engines.audited_model import audited_model
 from ..engine.display.progress import silent
 from ..engine.tasks.tokenizer import Tokenizer
+from ..files.http_request import request
 from ..files.reading import one_line, parse_json
 from ..kernels.sampling_params import SamplingParams
 from ..model.checkpoint import resolve_model
-from .proxy_answers import ANSWER_BYTES, Exchange, NotRecordedError, completions
+from .proxy_answers import Exchange, NotRecordedError, completions
 from .recorder import Recorder
 
-# Prompts of one request, and seconds that the server has for them.
-_TOGETHER, _ANSWER_S = 64, 600.0
+# Prompts of one request.
+_TOGETHER = 64
 # What tells about the model; the second is what it was called before.
 _MODEL_INFO = ("/model_info", "/get_model_info")
 
@@ -55,9 +54,11 @@ def served_model(address: str) -> str:
     """The model that a server of SGLang serves. Raises ValueError for another server, and for none."""
     for path in _MODEL_INFO:
         try:
-            info = parse_json(_answer(address + path, None))
+            body = _answer(address + path, None)
         except HTTPError:
             continue
+        try:
+            info = parse_json(body)
         except ValueError as error:
             raise ValueError(f"audit: {address}{path} {error}") from None
         if isinstance(info, dict) and isinstance(info.get("model_path"), str):
@@ -86,10 +87,10 @@ def request_params(params: SamplingParams, max_tokens: int, stop_ids: Sequence[i
 def _drawn(address: str, prompts: Sequence[Sequence[int]], params: dict[str, Any]) -> list[tuple]:
     """(completion_ids, logprobs, prompt_ids, fields) of each prompt."""
     asked = {"input_ids": [list(ids) for ids in prompts], "sampling_params": params, "return_logprob": True}
-    request = json.dumps(asked).encode()
+    content = json.dumps(asked).encode()
     try:
-        answer = _answer(f"{address}/generate", request)
-        drawn = list(completions(Exchange("/generate", {}, request, {}, [answer])))
+        answer = _answer(f"{address}/generate", content)
+        drawn = list(completions(Exchange("/generate", {}, content, {}, [answer])))
     except HTTPError as error:
         told = one_line(error.read(2000).decode(errors="replace"))
         raise ValueError(f"audit: {address}/generate answers {error.code}: {told}") from None
@@ -101,15 +102,8 @@ def _drawn(address: str, prompts: Sequence[Sequence[int]], params: dict[str, Any
 
 
 def _answer(url: str, content: bytes | None) -> bytes:
-    """The body of an answer. Raises HTTPError, and ValueError for a server that does not answer whole."""
-    request = Request(url, content, {"Content-Type": "application/json"})
+    """As `request`, whose ValueError is of the audit."""
     try:
-        with urlopen(request, timeout=_ANSWER_S) as answer:
-            body = answer.read(ANSWER_BYTES + 1)
-    except HTTPError:
-        raise
-    except (OSError, HTTPException) as error:
-        raise ValueError(f"audit: {url} does not answer ({one_line(str(error))})") from None
-    if len(body) > ANSWER_BYTES:
-        raise ValueError(f"audit: {url} answers more than {ANSWER_BYTES >> 20} MiB")
-    return body
+        return request(url, content)
+    except ValueError as error:
+        raise ValueError(f"audit: {error}") from None

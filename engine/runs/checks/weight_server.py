@@ -4,20 +4,16 @@ Its workers hash their weights where the server was started with `ServedWeights`
 """
 
 import json
-import urllib.error
-import urllib.request
 import uuid
 from typing import Any
+from urllib.error import HTTPError
 
-from ....files.reading import parse_json, shown
+from ....files.http_request import request
+from ....files.reading import parse_json
 
 START = (
     "VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --worker-extension-cls zerokl.integrations.weights.ServedWeights"
 )
-# Seconds that an answer may take: hashing an 8B model reads 16 GB.
-_TIMEOUT_S = 600.0
-# The most bytes of an answer. The hashes of 100,000 tensors have 50 MB.
-_ANSWER_BYTES = 256 << 20
 # Tokens of the prompt that is asked twice: two blocks of a CPU's cache, which have 128.
 _PROBE_TOKENS = 272
 _FRESH = 3  # prefixes that no earlier request can have filled
@@ -30,18 +26,10 @@ def is_address(source: str) -> bool:
 
 def _ask(address: str, path: str, body: dict[str, Any] | None = None) -> Any:
     """The JSON that a server answers. Raises urllib's HTTPError, and ValueError where nothing answers."""
-    request = urllib.request.Request(address.rstrip("/") + path, headers={"Content-Type": "application/json"})
-    request.data = None if body is None else json.dumps(body).encode()
     try:
-        with urllib.request.urlopen(request, timeout=_TIMEOUT_S) as answer:
-            content = answer.read(_ANSWER_BYTES + 1)
-    except urllib.error.HTTPError:
-        raise
-    except OSError as error:
-        raise ValueError(f"weights: {address} does not answer ({shown(str(error))})") from None
-    if len(content) > _ANSWER_BYTES:
-        raise ValueError(f"weights: {address} answers with more than {_ANSWER_BYTES >> 20} MiB")
-    return parse_json(content)
+        return parse_json(request(address.rstrip("/") + path, body and json.dumps(body).encode()))
+    except ValueError as error:
+        raise ValueError(f"weights: {error}") from None
 
 
 def served_hashes(address: str) -> Any:
@@ -51,7 +39,7 @@ def served_hashes(address: str) -> Any:
     """
     try:
         workers = _ask(address, "/collective_rpc", {"method": "zerokl_weight_hashes"})["results"]
-    except (urllib.error.HTTPError, KeyError, TypeError):
+    except (HTTPError, KeyError, TypeError):
         raise ValueError(f"weights: {address} gives no hashes; start it with: {START}") from None
     hashes: dict[str, Any] = {}
     for worker in workers:
@@ -81,7 +69,7 @@ def stale_prefix(address: str, vocab_size: int) -> str:
         }
         shared = _cached(address, body)
         fresh = [_cached(address, body | {"cache_salt": uuid.uuid4().hex}) for _ in range(_FRESH)]
-    except (urllib.error.HTTPError, LookupError, TypeError) as error:
+    except (HTTPError, LookupError, TypeError) as error:
         raise ValueError(f"weights: {address} gives no completions as vLLM does ({error})") from None
     apart = min(_distance(shared, x) for x in fresh)
     noise = max(_distance(a, b) for a in fresh for b in fresh)
