@@ -26,6 +26,15 @@ from .block import Block, LayerRun, LayerWeights, Rows, Weight
 _MODULE = "linear_attn"
 _LINEAR, _FULL = "linear_attention", "full_attention"
 LAYER_TYPES = frozenset({_LINEAR, _FULL})
+# Of config.json in a tiny hybrid: every second layer has full attention.
+SMALL = {
+    "full_attention_interval": 2,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 32,
+    "linear_value_head_dim": 32,
+    "partial_rotary_factor": 0.25,
+}
 
 
 class _DeltaFields(Fields):

@@ -2,7 +2,7 @@
 
 from pydantic import PositiveInt
 
-from ..blocks.delta_net import LAYER_TYPES, DeltaNet, read_delta_net
+from ..blocks.delta_net import LAYER_TYPES, SMALL, DeltaNet, read_delta_net
 from ..blocks.experts import MixtureOfExperts, read_experts
 from ..blocks.gated_attention import GatedAttention
 from ..blocks.residual import Layer, pre_norm
@@ -43,13 +43,8 @@ FAMILY = Family(
     partial_rotary=True,
     layer_types=LAYER_TYPES,
     norm_plus_one=True,
-    small={
-        "full_attention_interval": 2,
-        "linear_num_key_heads": 2,
-        "linear_num_value_heads": 4,
-        "linear_key_head_dim": 32,
-        "linear_value_head_dim": 32,
-        "partial_rotary_factor": 0.25,
+    small=SMALL
+    | {
         "num_experts": 8,
         "num_experts_per_tok": 2,
         "moe_intermediate_size": 160,

@@ -1,6 +1,6 @@
 """Qwen3.5, the text model of the dense ones: layers with a gated delta net, and some with gated attention."""
 
-from ..blocks.delta_net import LAYER_TYPES, DeltaNet, read_delta_net
+from ..blocks.delta_net import LAYER_TYPES, SMALL, DeltaNet, read_delta_net
 from ..blocks.gated_attention import GatedAttention
 from ..blocks.mlp import GatedMlp
 from ..blocks.residual import Layer, pre_norm
@@ -23,12 +23,5 @@ FAMILY = Family(
     partial_rotary=True,
     layer_types=LAYER_TYPES,
     norm_plus_one=True,
-    small={
-        "full_attention_interval": 2,
-        "linear_num_key_heads": 2,
-        "linear_num_value_heads": 4,
-        "linear_key_head_dim": 32,
-        "linear_value_head_dim": 32,
-        "partial_rotary_factor": 0.25,
-    },
+    small=SMALL,
 )
