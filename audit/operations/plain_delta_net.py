@@ -1,4 +1,4 @@
-"""The operations of a gated delta net with plain torch, token after token. See operations.py.
+"""The operations of a gated delta net with plain torch, token after token. See plain_operations.py.
 
 Shapes: T tokens; others as in kernels/delta_rule.py.
 """
@@ -45,17 +45,26 @@ def gated_norm(o: Tensor, z: Tensor, w: Tensor, eps: float) -> Tensor:
     return (heads * scale * w * F.silu(z.view(heads.shape))).flatten(1)
 
 
+def operands(equation: Equation, net: DeltaNet, x: list[Tensor]) -> list[Tensor]:
+    """What an operation reads of the outputs before it, where some lie in one tensor."""
+    match equation:
+        case Equation.CONV_SILU:
+            return [net.split_qkvz(x[0])[0]] if net.fused_names else x
+        case Equation.DELTA_RULE:
+            return [x[0], *(net.split_ba(x[1]) if net.fused_names else x[1:])]
+        case _:
+            return [x[0], net.split_qkvz(x[1])[1] if net.fused_names else x[1]]
+
+
 def compute(
     equation: Equation, net: DeltaNet, x: list[Tensor], weight: Callable[[str], Tensor], eps: float
 ) -> Tensor:
     """An operation of a gated delta net from what it reads. weight: by its name in the module."""
+    x = operands(equation, net, x)
     match equation:
         case Equation.CONV_SILU:
-            qkv = net.split_qkvz(x[0])[0] if net.fused_names else x[0]
-            return conv_silu(qkv, weight("conv1d.weight"))
+            return conv_silu(*x, weight("conv1d.weight"))
         case Equation.DELTA_RULE:
-            b, a = net.split_ba(x[1]) if net.fused_names else x[1:]
-            return delta_rule(x[0], b, a, weight("A_log"), weight("dt_bias"), net.shape)
+            return delta_rule(*x, weight("A_log"), weight("dt_bias"), net.shape)
         case _:
-            z = net.split_qkvz(x[1])[1] if net.fused_names else x[1]
-            return gated_norm(x[0], z, weight("norm.weight"), eps)
+            return gated_norm(*x, weight("norm.weight"), eps)

@@ -18,6 +18,7 @@ from ...kernels.rope_scaling import attention_factor
 from ...kernels.sampling_params import SamplingParams
 from ...kernels.softcap import softcap
 from ...kernels.truncation import scaled_logits_ref
+from ...model.blocks.delta_net import DeltaNet
 from ...model.checkpoint import load_decoder
 from ...model.config import ModelConfig
 from ...model.decoder import Decoder
@@ -132,9 +133,9 @@ class Operations:
                 y = linear(x[0], self.checkpoint.matrix(name), self.weight(bias) if bias else None)
                 return softcap(y if row.factor == 1.0 else y * row.factor, row.cap)
             case Equation.NORM:
-                # Where a gate lies beside the queries of each head, the projection is twice as wide.
-                part = x[0] if x[0].shape[1] == row.width else self.query_and_gate(x[0])[0]
-                return self.norm(part, self.weight(name) + config.norm_plus_one, config.eps)
+                return self.norm(
+                    self.norm_input(op, x[0]), self.weight(name) + config.norm_plus_one, config.eps
+                )
             case Equation.ROPE:
                 rotating = config.rotating(layer_of(op))
                 return self.rope(x[0], rotating.frequencies, factor=attention_factor(rotating.rope_scaling))
@@ -154,18 +155,24 @@ class Operations:
                 gate = self.query_and_gate(x[1])[1].to(self.wide)
                 return x[0] * torch.sigmoid(gate).to(self.dtype)
             case Equation.CONV_SILU | Equation.DELTA_RULE | Equation.GATED_NORM:
-                layer = split_name(op)[0]
-                net = config.blocks[int(layer.split(".")[1])][0].block
-                wide, module = [part.to(self.wide) for part in x], f"model.{layer}linear_attn."
-
-                def weight(name: str) -> Tensor:
-                    return self.weight(module + name).to(self.wide)
-
+                net, weight = self.delta_net(op)
+                wide = [part.to(self.wide) for part in x]
                 return plain_delta_net.compute(row.equation, net, wide, weight, config.eps).to(self.dtype)
             case Equation.SUM:
                 return x[0] + x[1] * row.factor
             case Equation.LOGPROB:
                 return self.logprob(x[0])
+
+    def norm_input(self, op: str, x: Tensor) -> Tensor:
+        """What a norm reads of x. Where a gate lies beside each query head, x is twice as wide."""
+        width = operation(op, self.checkpoint.config).width
+        return x if x.shape[1] == width else self.query_and_gate(x)[0]
+
+    def delta_net(self, op: str) -> tuple[DeltaNet, Callable[[str], Tensor]]:
+        """The gated delta net of an operation, and its weights by their names in the module, as `wide`."""
+        layer = split_name(op)[0]
+        net = self.checkpoint.config.blocks[int(layer.split(".")[1])][0].block
+        return net, lambda name: self.weight(f"model.{layer}linear_attn.{name}").to(self.wide)
 
     def query_and_gate(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Queries and gates [T, Hq D] of the projection x [T, 2 Hq D], which has them side by side."""

@@ -1,11 +1,11 @@
 """The bytes that a run keeps beside its device, and whether it does so where memory.offload is auto."""
 
 from dataclasses import replace
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
+from ...files.inputs import read_text
 from ...kernels.launch import next_power_of_2
 from ..rollout.cache_size import free_bytes
 from .memory import PassSizes, RunShape, fit_into, layers_without_backward, levels, rows_of_a_pass
@@ -79,5 +79,5 @@ def _with(run: RunShape, place: str) -> RunShape:
 
 def _host_bytes() -> int:
     """Memory that the host has free, as Linux counts it."""
-    lines = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
+    lines = dict(line.split(":", 1) for line in read_text("/proc/meminfo").splitlines())
     return int(lines["MemAvailable"].split()[0]) << 10

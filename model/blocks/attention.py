@@ -73,6 +73,7 @@ class Attention(Mixer):
     cap: float | None = None  # a score s becomes cap tanh(s / cap)
     # Of a plain rotary embedding in place of the model's.
     local_rope_theta: float | None = None
+    gated: bool | None = None  # its output is multiplied by a gate (gated_attention.py)
 
     def weights(self, c: Sizes) -> Iterator[Weight]:
         """qkv [(Hq + 2 Hkv) D, hidden], o [hidden, Hq D], their biases, and the heads' norms [D]."""
@@ -113,7 +114,7 @@ class Attention(Mixer):
             for p, width, heads in (("q", q, c.heads), ("k", kv, c.kv_heads))
             if self.qk_norm or self.wide_qk_norm
         ]
-        if self.qk_norm and c.norm_plus_one:  # Gemma 3's module is given heads before tokens
+        if self.qk_norm and c.norm_plus_one and not self.gated:  # Gemma 3's are given heads before tokens
             norms = [replace(row, transformers=row.transformers._replace(heads_first=True)) for row in norms]
         last = "norm" if norms else "proj"
         rotated = [

@@ -25,8 +25,8 @@ from .block import LayerRun, LayerWeights, Rows, Weight
 class GatedAttention(Attention):
     """Attention whose output a sigmoid multiplies, with norms of query and key heads."""
 
-    qk_norm: bool = True
-    gated: bool = True
+    qk_norm: bool | None = True
+    gated: bool | None = True
 
     def weights(self, c: Sizes) -> Iterator[Weight]:
         """As in Attention, with the rows of a gate beside those of each query head."""

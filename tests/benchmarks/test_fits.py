@@ -2,7 +2,7 @@
 
 import pytest
 from zerokl.benchmarks.fits import CARDS, place, row, run_of
-from zerokl.verify.environment import PACKAGE_ROOT
+from zerokl.verify.run_environment import PACKAGE_ROOT
 
 COSTS = (PACKAGE_ROOT / "docs" / "costs.md").read_text().splitlines()
 

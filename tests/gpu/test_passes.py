@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from zerokl.engine.config.loss_section import LossConfig
-from zerokl.engine.rollout import scoring as given_tokens
+from zerokl.engine.rollout import scoring_sampler as given_tokens
 from zerokl.engine.rollout.types import Rollout
 from zerokl.engine.train.losses.advantage import of_tokens
 from zerokl.engine.train.parallel import scorer

@@ -13,7 +13,8 @@ from ..changed_operation import Change, ChangedOperation, ModelPlant, Traced
 
 def changes(traced: Traced) -> Iterator[Change]:
     """The norm left out, another weight, another epsilon."""
-    op, actual, exact, (x,) = traced.op, traced.actual, traced.exact, traced.inputs
+    op, actual, exact = traced.op, traced.actual, traced.exact
+    x = exact.norm_input(op, traced.inputs[0])
     name = weight_names(op, exact.checkpoint)[0]
     c = exact.checkpoint.config
     w, eps = exact.weight(name) + c.norm_plus_one, c.eps

@@ -22,6 +22,7 @@ from zerokl.kernels.sampling_params import SamplingParams
 from zerokl.model.operation import Equation
 
 from tests.audit.settings import audit_config, audit_json
+from tests.model.checkpoints import save_random
 from tests.random_model import EXPERTS, random_model
 
 LAYERS = 4
@@ -94,9 +95,10 @@ def test_two_dtypes_are_no_fault(deep):
 # --- faults in transformers' model ---
 
 Plant = Callable[[torch.nn.Module], None]
+_MODELS = {Equation.EXPERTS: "moe", Equation.CONV_SILU: "hybrid"}
 # Every plant of audit/faults/operations/, with the model that it fits.
 PLANTS = [
-    pytest.param(plant, "moe" if Equation.EXPERTS in changed.equations else "deep", id=plant.plant.__name__)
+    pytest.param(plant, _MODELS.get(changed.equations[0], "deep"), id=plant.plant.__name__)
     for changed in dict.fromkeys(changed_operations().values())
     for plant in changed.plants
 ]
@@ -105,6 +107,16 @@ PLANTS = [
 @pytest.fixture(scope="module")
 def moe(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return random_model(tmp_path_factory.mktemp("moe"), EXPERTS, 3.0)
+
+
+@pytest.fixture(scope="module")
+def hybrid(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A gated delta net and gated attention. dt_bias, which begins at 0, is random."""
+    folder = save_random("qwen3_5_text", tmp_path_factory.mktemp("hybrid"))
+    weights = load_file(folder / "model.safetensors")
+    weights["model.layers.0.linear_attn.dt_bias"].copy_(torch.linspace(-2, 2, 4))
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    return folder
 
 
 @pytest.mark.full

@@ -254,12 +254,12 @@ def test_control_keys_of_a_refused_guess_that_still_count_are_seen(decoder, monk
 
 
 def test_control_rows_that_depend_on_their_number_are_seen(decoder, monkeypatch):
-    product = decode.matmul
+    logits = decode.head_logits
 
     def by_rows(x: torch.Tensor, *rest) -> torch.Tensor:
-        return product(x, *rest) * (1 + 1e-3 * (len(x) % 3))
+        return logits(x, *rest) * (1 + 1e-3 * (len(x) % 3))
 
-    monkeypatch.setattr(decode, "matmul", by_rows)
+    monkeypatch.setattr(decode, "head_logits", by_rows)
     assert _unequal(decoder, _half_right) > 0
 
 
