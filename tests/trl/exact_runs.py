@@ -31,7 +31,8 @@ def write_model(folder: Path, family: str = "qwen3") -> Path:
     config.update(
         dict(
             vocab_size=len(tokenizer),
-            initializer_range=0.3,
+            # Norms around blocks leave the scaled embedding alone, so its size is the logits'.
+            initializer_range=0.1 if family in ("gemma2", "gemma3_text") else 0.3,
             pad_token_id=tokenizer.pad_token_id,
             eos_token_id=tokenizer.eos_token_id,
         )
