@@ -163,7 +163,7 @@ def test_a_number_that_nobody_listed_is_located(folder_of, tmp_path, name, chang
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("name", ["GPTNeoX", "Gemma2"])
+@pytest.mark.parametrize("name", ["GPTNeoX", "GPT2"])
 def test_a_sound_log_gives_no_knob(folder_of, tmp_path, name):
     log = write_log(tmp_path / "log.jsonl", folder_of(name), lambda model: None)
     settings = AuditSettings(model=str(folder_of(name)), dtype="float32", knobs=True)

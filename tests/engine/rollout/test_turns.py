@@ -196,7 +196,7 @@ def test_no_answer_of_an_environment_harms_its_neighbours(acting, tmp_path, caps
     reasons = {
         0: ("time limit", "took more than 4 s (environment.timeout_s)"),
         2: ("error", "step: reward (nan) must be finite"),
-        3: ("error", "step: content (b'x') must be a string"),
+        3: ("error", "content (b'x') must be a string"),
         4: ("error", "token id 999 is none of the model's"),
     }
     output = " ".join(capsys.readouterr().out.split())

@@ -201,7 +201,12 @@ def test_every_part_of_a_run_has_the_runs_tiles(config, model, tmp_path):
     )
     task = load_task(cfg.task.name, cfg.task.options)
     with closing(make_state(cfg, model, task, Reward(task.reward))) as state:
-        workers = (state.parallel, state.evaluator.workers, state.sampler.workers, state.ref_policy.workers)
+        workers = (
+            state.parallel,
+            state.evaluator.workers,
+            state.sampler._drawing.workers,
+            state.ref_policy.workers,
+        )
         decoders = [state.policy, *(w.host.decoder for w in workers)]
         assert {decoder.numerics.tiles.vllm for decoder in decoders} == {"0.33"}
         assert state.parallel.map(_tiles_of_worker, [None, None]) == ["0.33", "0.33"]

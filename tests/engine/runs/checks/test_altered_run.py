@@ -340,7 +340,7 @@ def test_held_out_rewards_of_a_run_that_was_evaluated_in_several_ways_are_checke
         lines[step] = json.dumps(values | {name: math.nextafter(values[name], 2.0)})
         (forged / "metrics.jsonl").write_text("\n".join(lines) + "\n")
         faults = failed(verify_run(forged, STEPS, 0, {}))
-        assert any(line.startswith(f"replay of step {step}: metrics.jsonl has {name}") for line in faults), (
+        assert any(line.startswith(f"replay of step {step}: metrics.jsonl: {name} is") for line in faults), (
             faults
         )
 

@@ -443,7 +443,8 @@ def test_verify_run_reaches_its_steps_in_one_pass(plain, tmp_path, monkeypatch, 
             replayer.replay(STEPS - 1)  # nothing can go on from the end
     assert main(["verify", "run", str(tmp_path / "run"), "--draw", "1"]) == 0
     note = re.search(
-        r"note  replays: (.*), drawn at random; .* steps (.*) are done again", capsys.readouterr().out
+        r"note  replays: (.*), drawn at random, and the last; .* steps (.*) are\s+done again",
+        capsys.readouterr().out,
     )
     assert [int(step) for step in note[1].split(", ")] == drawn_steps(STEPS, 3, 1)
     assert re.fullmatch(r"\d to \d( and \d to \d)?", note[2])
