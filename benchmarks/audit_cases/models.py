@@ -1,12 +1,13 @@
 """Small models on which no hypothesis was written: a Llama, a Qwen3 and a Qwen2, trained by transformers.
 
-They learn turns cut from this repository's own pages, with a byte-level BPE of 512 tokens, until a token has
-an entropy of about 2.6 nats at temperature 0.8. A world (audit/faults/planting/) is one of them with prompts.
+They learn turns cut from the text of Python's own help, with a byte-level BPE of 512 tokens, until a token
+has an entropy of about 2.6 nats at temperature 0.8. A world (audit/faults/planting/) is one of them with prompts.
 """
 
 import random
 from itertools import chain
 from pathlib import Path
+from pydoc_data.topics import topics
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -29,7 +30,6 @@ TEMPLATE = (
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
 VOCAB, STEPS, BATCH, LENGTH = 512, 260, 12, 128
-_ROOT = Path(__file__).parents[2]
 _SIZES = dict(
     vocab_size=VOCAB,
     hidden_size=96,
@@ -54,8 +54,8 @@ _SCALED = dict(
 
 
 def text() -> str:
-    """The corpus: the pages of docs/."""
-    return "\n".join(path.read_text() for path in sorted((_ROOT / "docs").rglob("*.md")))
+    """The corpus: what Python's help() says of its topics. No page of docs/ may change these models."""
+    return "\n".join(topics[name] for name in sorted(topics))
 
 
 def tokenizer(folder: Path) -> PreTrainedTokenizerFast:
