@@ -1,7 +1,8 @@
 """Small models on which no hypothesis was written: a Llama, a Qwen3 and a Qwen2, trained by transformers.
 
 They learn turns cut from the text of Python's own help, with a byte-level BPE of 512 tokens, until a token
-has an entropy of about 2.6 nats at temperature 0.8. A world (audit/faults/planting/) is one of them with prompts.
+has an entropy of about 2.6 nats at temperature 0.8. A world (audit/faults/planting/) is one of them with
+prompts.
 """
 
 import random
