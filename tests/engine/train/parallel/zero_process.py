@@ -149,7 +149,7 @@ class GivenGradients:
     """In place of Workers: shard i has the gradient random_vector(i), and None is a shard without one."""
 
     def __init__(self, shards: int, numel: int):
-        self.shards, self._numel, self._tree = shards, numel, GradientTree(shards)
+        self.n, self.shards, self._numel, self._tree = 1, shards, numel, GradientTree(shards)
 
     def sum_shards(
         self, work: None, shards: list[int | None]
