@@ -38,11 +38,6 @@ def find_log(target: str) -> Path | None:
     return path if path.is_file() else None
 
 
-def is_address(sampler: str) -> bool:
-    """Whether a sampler is the address of a server."""
-    return sampler.startswith(("http://", "https://"))
-
-
 def free_folder(target: str) -> Path:
     """A folder for the report on a target that does not exist yet: audits/NAME, audits/NAME-2, and so on."""
     path = Path(target)

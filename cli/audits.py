@@ -76,8 +76,9 @@ def audit(
         summary: File to which a summary in GitHub's Markdown is appended, such as $GITHUB_STEP_SUMMARY.
         junit: File to write in JUnit's XML: the outcome, each tolerance, each fault that is named.
     """
-    from ..audit.command import free_folder, is_address, run_audit
+    from ..audit.command import free_folder, run_audit
     from ..engine.display.progress import Stages
+    from ..files.http_request import is_address
 
     settings.tolerances.check()
     if gradient:

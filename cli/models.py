@@ -143,7 +143,8 @@ def weights(a: str, b: str = "", /, *, out: str = "") -> int:
         vocab_size,
         write_hashes,
     )
-    from ..engine.runs.checks.weight_server import is_address, stale_prefix
+    from ..engine.runs.checks.weight_server import stale_prefix
+    from ..files.http_request import is_address
 
     if bool(b) == bool(out):
         raise ValueError("weights: name a second model, or --out for the hashes of one")

@@ -11,6 +11,11 @@ ANSWER_BYTES = 256 << 20
 _ANSWER_S = 600.0
 
 
+def is_address(source: str) -> bool:
+    """Whether it is of a server, not of a file or a folder."""
+    return source.startswith(("http://", "https://"))
+
+
 def request(url: str, content: bytes | None = None) -> bytes:
     """The body of the answer to a GET, or to a POST of JSON.
 

@@ -36,7 +36,7 @@ import torch
 from .columns import add_columns_cpu
 from .delta_rule_ref import DeltaRows, walk, walk_bwd
 from .grad import accumulate_dtype, check_dtype
-from .order import sum_row, tree_sum
+from .order import sum_last, tree_sum
 from .passes import ONE_SEQUENCE, Pass
 from .recurrent_state import CHUNK, TILE, RecurrentState, Segments, StateShape
 
@@ -64,18 +64,14 @@ def _gates(
     return _softplus(x).mul_(torch.exp(A_log.to(acc))).neg_(), _sigmoid(b.to(acc)), x
 
 
-def _row_sums(x: torch.Tensor) -> torch.Tensor:
-    return sum_row(x.reshape(-1, x.shape[-1])).view(*x.shape[:-1], 1)
-
-
 def _unit(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """x / |x| along the last axis, and 1 / |x|. torch's rsqrt is not correctly rounded."""
-    r = _row_sums(x * x).add_(_EPS).sqrt_().reciprocal_()
+    r = sum_last(x * x).add_(_EPS).sqrt_().reciprocal_()
     return x * r, r
 
 
 def _unit_bwd(d: torch.Tensor, y: torch.Tensor, r: torch.Tensor) -> torch.Tensor:
-    return (d - y * _row_sums(d * y)) * r
+    return (d - y * sum_last(d * y)) * r
 
 
 def _heads_first(x: torch.Tensor, heads: int) -> torch.Tensor:

@@ -15,18 +15,13 @@ import torch
 
 from .columns import add_columns_cpu
 from .grad import accumulate_dtype, check_dtype
-from .order import sum_row, tree_sum
+from .order import sum_last, tree_sum
 from .passes import ONE_SEQUENCE, Pass
-
-
-def _row_sums(x: torch.Tensor) -> torch.Tensor:
-    """Sums along the last axis of x [T, H, V], [T, H, 1]."""
-    return sum_row(x.reshape(-1, x.shape[-1])).view(*x.shape[:-1], 1)
 
 
 def _normed(o: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
     """oh [T, H, V] and r [T, H, 1]."""
-    r = _row_sums(o * o).div_(o.shape[-1]).add_(eps).sqrt_().reciprocal_()
+    r = sum_last(o * o).div_(o.shape[-1]).add_(eps).sqrt_().reciprocal_()
     return o * r, r
 
 
@@ -48,7 +43,7 @@ def gated_norm_bwd_ref(
     s = torch.exp(-zf).add_(1.0).reciprocal_()
     gated = dyf * (zf * s)
     n = gated * wf
-    do = (n - oh * _row_sums(n * oh).div_(o.shape[-1])) * r
+    do = (n - oh * sum_last(n * oh).div_(o.shape[-1])) * r
     dz = dyf * oh * wf * (s * (1.0 + zf * (1.0 - s)))
     return do.to(o.dtype), dz.to(z.dtype), tree_sum(gated * oh, 1)
 

@@ -254,6 +254,11 @@ def sum_row(x_TN: torch.Tensor) -> torch.Tensor:
     return tiles.view(T, -1).sum(-1)
 
 
+def sum_last(x: torch.Tensor) -> torch.Tensor:
+    """sum_row for any leading shape. The last axis stays, with size 1."""
+    return sum_row(x.reshape(-1, x.shape[-1])).view(*x.shape[:-1], 1)
+
+
 def tree_sum(x: torch.Tensor, dim: int) -> torch.Tensor:
     """The sum over `dim` by halving: a binary tree whose shape depends on the length of this axis only."""
     while (n := x.shape[dim]) > 1:

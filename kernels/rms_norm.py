@@ -21,7 +21,7 @@ import torch
 from .backend import on_triton
 from .columns import add_columns_cpu
 from .grad import GradBuffer, accumulate_dtype, check_dtype
-from .order import TokenBlocks, sum_row
+from .order import TokenBlocks, sum_last
 from .passes import ONE_SEQUENCE, Pass
 from .rms_norm_cpp import norm_bwd, norm_fwd, norm_on_cpp
 
@@ -30,7 +30,7 @@ def rms_norm_ref(x: torch.Tensor, w: torch.Tensor, eps: float) -> tuple[torch.Te
     """Forward only: y like x, and r [T] or [T, H]. x [T, D] with w [D], or x [T, H, D] with w [H, D]."""
     xf = x.to(accumulate_dtype(x.dtype))
     # rsqrt differs between vector widths, and neither sqrt nor a reciprocal does.
-    r = _sum_last(xf * xf).div_(x.shape[-1]).add_(eps).sqrt_().reciprocal_()
+    r = sum_last(xf * xf).div_(x.shape[-1]).add_(eps).sqrt_().reciprocal_()
     return (xf * r).mul_(w.to(xf.dtype)).to(x.dtype), r.squeeze(-1)
 
 
@@ -42,13 +42,8 @@ def rms_norm_bwd_ref(
     dyf, xh = dy.to(r.dtype), x.to(r.dtype) * r
     dw = dyf * xh
     dyw = dyf * w.to(r.dtype)
-    mean = _sum_last(dyw * xh).div_(x.shape[-1])
+    mean = sum_last(dyw * xh).div_(x.shape[-1])
     return dyw.sub_(xh.mul_(mean)).mul_(r), dw
-
-
-def _sum_last(x: torch.Tensor) -> torch.Tensor:
-    """sum_row for any leading shape. The last axis stays, with size 1."""
-    return sum_row(x.reshape(-1, x.shape[-1])).view(*x.shape[:-1], 1)
 
 
 def norm_factors(plus_one: bool, *weights: torch.Tensor) -> list[torch.Tensor]:

@@ -15,11 +15,12 @@ import torch
 from safetensors import SafetensorError
 
 from ....files.dtypes import dtype_name
+from ....files.http_request import is_address
 from ....files.reading import read_json, shown
 from ....model.checkpoint import resolve_model
 from ....model.weight_files import open_tensors
 from ....verify.difference import differences
-from .weight_server import is_address, served_hashes
+from .weight_server import served_hashes
 
 # Dtype of a tensor -> the dtypes in which it is hashed.
 _HASHED = {

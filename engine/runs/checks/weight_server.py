@@ -19,11 +19,6 @@ _PROBE_TOKENS = 272
 _FRESH = 3  # prefixes that no earlier request can have filled
 
 
-def is_address(source: str) -> bool:
-    """Whether it is of a server, not of a folder."""
-    return source.startswith(("http://", "https://"))
-
-
 def _ask(address: str, path: str, body: dict[str, Any] | None = None) -> Any:
     """The JSON that a server answers. Raises urllib's HTTPError, and ValueError where nothing answers."""
     try:
