@@ -15,9 +15,10 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from ..files.bitwise import unequal
 from ..kernels.grad import GradBuffer
 from ..kernels.low_rank import AdapterBuffers, LowRankBuffers
-from ..kernels.merge import merge
+from ..kernels.merge import merge, swallowed_rows
 from ..kernels.philox import Stream, uniform_range
 from .config import ModelConfig
 from .decoder import Decoder
@@ -120,17 +121,49 @@ def first_adapters(layout: AdapterLayout, seed: int) -> torch.Tensor:
     return flat
 
 
+class Merged(NamedTuple):
+    """One matrix with its adapter: the operands of kernels/merge.py, on one device."""
+
+    layer: int
+    w_new: torch.Tensor  # [N, K], where the merged matrix lies
+    w: torch.Tensor  # [N, K]
+    b: torch.Tensor
+    a: torch.Tensor
+    scale: float
+
+    def swallowed_rows(self) -> np.ndarray:
+        """What merge.swallowed_rows gives of it, [N, 2] fp64."""
+        return swallowed_rows(*self[1:]).double().cpu().numpy()
+
+
+def matrices_with_adapters(
+    layout: AdapterLayout, adapters: torch.Tensor, base: torch.Tensor, merged: torch.Tensor
+) -> Iterator[Merged]:
+    """Each matrix that has an adapter.
+
+    adapters: [layout.numel] fp32. base and merged: flat as layout.model; its trained part is enough.
+    """
+    for _, weight, rows, a, b in layout.adapters:
+        w_new, w = (_view(flat, weight)[rows] for flat in (merged, base))
+        factors = _view(adapters, b), _view(adapters, a)
+        yield Merged(layer_of(weight), w_new, w.to(w_new.device), *factors, layout.lora.scale)
+
+
 @torch.no_grad()
 def merge_all(
     layout: AdapterLayout, adapters: torch.Tensor, base: torch.Tensor, merged: torch.Tensor
 ) -> None:
     """Write each matrix that has an adapter, with the adapter merged in, to its place in `merged`.
 
-    adapters: [layout.numel] fp32. base and merged: flat as layout.model; its trained part is enough.
+    The arguments are those of matrices_with_adapters.
     """
-    for _, weight, rows, a, b in layout.adapters:
-        w_new, w = (_view(flat, weight)[rows] for flat in (merged, base))
-        merge(w_new, w.to(w_new.device), _view(adapters, b), _view(adapters, a), layout.lora.scale)
+    for matrix in matrices_with_adapters(layout, adapters, base, merged):
+        merge(*matrix[1:])
+
+
+def layer_of(weight: Entry) -> int:
+    """The layer of a weight that can have an adapter, by its name."""
+    return int(weight.name.split(".")[1])
 
 
 def adapter_buffers(
@@ -191,9 +224,25 @@ class Adapters:
         """Copy A and B to `flat` [layout.numel] fp32, which they are from now on."""
         self.flat = flat.copy_(self.flat)
 
-    def merge(self) -> None:
-        """Compute the decoder's weights again, from the base and the adapters as they are now."""
-        merge_all(self.layout, self.flat, self._adapted, self.decoder.flat.detach())
+    @torch.no_grad()
+    def merge(self) -> int:
+        """Compute the decoder's weights again, from the base and the adapters as they are now.
+
+        Returns how many of them have other bits than before.
+        """
+        moved = []
+        for matrix in self._matrices():
+            before = matrix.w_new.clone()
+            merge(*matrix[1:])
+            moved.append(unequal(before, matrix.w_new).sum())
+        return int(torch.stack(moved).sum())
+
+    def swallowed(self) -> list[tuple[int, np.ndarray]]:
+        """What the rounding swallows of each adapter: its layer and [N, 2] (merge.swallowed_rows)."""
+        return [(matrix.layer, matrix.swallowed_rows()) for matrix in self._matrices()]
+
+    def _matrices(self) -> Iterator[Merged]:
+        return matrices_with_adapters(self.layout, self.flat, self._adapted, self.decoder.flat.detach())
 
     def merged(self) -> torch.Tensor:
         """The whole model with its adapters merged in, in fp32: [layout.model.numel].
