@@ -17,7 +17,7 @@ import torch
 
 from ..files.bitwise import unequal
 from ..kernels.grad import GradBuffer
-from ..kernels.low_rank import AdapterBuffers, LowRankBuffers
+from ..kernels.low_rank import AdapterBuffers, LowRank, LowRankBuffers
 from ..kernels.merge import merge, swallowed_rows
 from ..kernels.philox import Stream, uniform_range
 from .config import ModelConfig
@@ -166,6 +166,15 @@ def layer_of(weight: Entry) -> int:
     return int(weight.name.split(".")[1])
 
 
+def low_rank_by_weight(layout: AdapterLayout, adapters: torch.Tensor) -> dict[str, tuple[LowRank, ...]]:
+    """The adapters of each weight that has some, by its name, as views of `adapters` [layout.numel] fp32."""
+    by_weight: dict[str, tuple[LowRank, ...]] = {}
+    for _, weight, rows, a, b in layout.adapters:
+        adapter = LowRank(rows, _view(adapters, b), _view(adapters, a), layout.lora.scale)
+        by_weight[weight.name] = (*by_weight.get(weight.name, ()), adapter)
+    return by_weight
+
+
 def adapter_buffers(
     layout: AdapterLayout,
     adapters: torch.Tensor,
@@ -184,18 +193,17 @@ def adapter_buffers_by_name(
 
     adapters: [layout.numel] fp32, as the weights were merged with. sums: of each A and B, by name.
     """
-    by_weight: dict[str, list[AdapterBuffers]] = {}
-    for _, weight, rows, a, b in layout.adapters:
-        views, buffers = (_view(adapters, b), _view(adapters, a)), (sums[b.name], sums[a.name])
-        adapter = AdapterBuffers(rows, *views, layout.lora.scale, *buffers)
-        by_weight.setdefault(weight.name, []).append(adapter)
-    return {name: LowRankBuffers(tuple(adapters)) for name, adapters in by_weight.items()}
+    where = iter((sums[adapter.b.name], sums[adapter.a.name]) for adapter in layout.adapters)
+    return {
+        name: LowRankBuffers(tuple(AdapterBuffers(*adapter, *next(where)) for adapter in low_rank))
+        for name, low_rank in low_rank_by_weight(layout, adapters).items()
+    }
 
 
 class Adapters:
-    """The adapters of a decoder, and the base that they are merged into. Both are whole in every rank.
+    """The adapters of a decoder, and the base that they belong to. Both are whole in every rank.
 
-    flat: A and B, [layout.numel] fp32. Whoever changes them calls `merge`.
+    flat: A and B, [layout.numel] fp32. Whoever changes them calls `merge`, where they are merged.
     base: the adapted weights in the checkpoint's dtype, which holds them exactly, on the decoder's device or
     beside it (Decoder.offload). The other weights of the base lie in the same dtype on the host: no step
     computes with them.
@@ -211,18 +219,27 @@ class Adapters:
     ):
         """weights: the base, [layout.model.numel] fp32. base: a dtype that holds it exactly.
 
-        The decoder's weights are merged at once.
+        The decoder's weights are merged at once; where adapters are not merged (Lora.merge), the decoder
+        computes with both.
         """
         self.layout, self.decoder = layout, decoder
         self.flat = flat.to(decoder.device, copy=True)
         adapted, rest = weights[: layout.model.trained_numel], weights[layout.model.trained_numel :]
         self._adapted = decoder.offload.copied(adapted, decoder.device, base)
         self._rest = rest.to("cpu", base, copy=True)
-        self.merge()
+        self._bring()
 
     def move_to(self, flat: torch.Tensor) -> None:
         """Copy A and B to `flat` [layout.numel] fp32, which they are from now on."""
         self.flat = flat.copy_(self.flat)
+        self._bring()
+
+    def _bring(self) -> None:
+        """Let the decoder compute with A and B where they lie now."""
+        if self.layout.lora.merge:
+            self.merge()
+        else:
+            self.decoder.adapt(low_rank_by_weight(self.layout, self.flat))
 
     @torch.no_grad()
     def merge(self) -> int:

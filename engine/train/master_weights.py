@@ -75,6 +75,11 @@ class MasterWeights(ABC):
         """The weights, of all ranks, that what is trained makes to compute with."""
         return sum(entry.numel for entry in self.layout.trained)
 
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        """That the pieces are rounded to before anything computes with them."""
+        return self.decoder.dtype
+
     @abstractmethod
     def pieces(self) -> Iterator[Piece]:
         """Where they lie."""
@@ -245,7 +250,7 @@ class SlicedWeights(MasterWeights):
 
 
 class AdapterWeights(SlicedWeights):
-    """LoRA adapters (model/adapters.py), in fp32 and whole in every rank; and what they are merged into.
+    """LoRA adapters (model/adapters.py), in fp32 and whole in every rank; and what they belong to.
 
     whole: of a base that is spread over the ranks; None where it is whole in every rank.
     """
@@ -267,15 +272,27 @@ class AdapterWeights(SlicedWeights):
         return self.adapters.flat
 
     @property
+    def _merges(self) -> bool:
+        return self.adapters.layout.lora.merge
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        return torch.float32
+
+    @property
     def computed_numel(self) -> int:
+        if not self._merges:
+            return super().computed_numel
         adapters = self.adapters.layout.adapters
         return sum((x.rows.stop - x.rows.start) * x.weight.shape[-1] for x in adapters)
 
-    def changed(self) -> int:
+    def changed(self) -> int | None:
         super().changed()
-        return self.adapters.merge()
+        return self.adapters.merge() if self._merges else None
 
     def swallowed(self) -> dict[int, tuple[float, float]]:
+        if not self._merges:
+            return {}
         by_layer: dict[int, list[np.ndarray]] = {}
         for layer, rows in self.adapters.swallowed():
             by_layer.setdefault(layer, []).append(rows)
@@ -284,7 +301,8 @@ class AdapterWeights(SlicedWeights):
 
     def load(self, weights: torch.Tensor) -> None:
         super().load(weights)
-        self.adapters.merge()
+        if self._merges:
+            self.adapters.merge()
 
     def whole_model(self) -> torch.Tensor:
         """The base with the adapters merged in. It is a tensor of its own."""
@@ -294,8 +312,13 @@ class AdapterWeights(SlicedWeights):
         """Of the base."""
         return self.adapters.base_views()
 
-    def hash_compute(self) -> Tree:
-        """The root of the merged weights' tree. It has no leaves, because the ledger's are of A and B."""
+    def hash_compute(self) -> Tree | None:
+        """The root of the merged weights' tree. It has no leaves, because the ledger's are of A and B.
+
+        None where nothing is merged: the base does not change, and the ledger's head has it.
+        """
+        if not self._merges:
+            return None
         if self._gathers:
             return self.adapters.hash_merged()
         return Tree(hash_tree(self.decoder.layout.blocks, self.decoder.flat).root, [])

@@ -132,7 +132,7 @@ class Optimizer:
 
         Yields how many elements have other bits than before once they are rounded to the compute dtype.
         """
-        offload, device, dtype = self.weights.decoder.offload, self._device, self.weights.decoder.dtype
+        offload, device, dtype = self.weights.decoder.offload, self._device, self.weights.compute_dtype
         moments = [moment[piece.place] for moment in self.moments]
         for part in offload.slices(len(piece.weights), self._slice):
             rounded = None if piece.rounded is None else piece.rounded[part]

@@ -76,7 +76,7 @@ class ShardedAdapters:
     def swallowed(self) -> list[tuple[int, np.ndarray]]:
         """As Adapters.swallowed, of all ranks' rows. All ranks call this together."""
         own_rows = [(matrix.layer, matrix.swallowed_rows()) for _, matrix in self._matrices()]
-        return [rows for of_rank in self._model.ranks.gather(lambda: own_rows) for rows in of_rank]
+        return [rows for rank_rows in self._model.ranks.gather(lambda: own_rows) for rows in rank_rows]
 
     def _matrices(self) -> Iterator[tuple[torch.Tensor, Merged]]:
         """This rank's rows of each adapted matrix, if it has any: as they lie, and as operands."""
