@@ -21,6 +21,7 @@ REFUSED = {
     "target_modules": "they are called lora.targets",
 }
 REFUSED["lora_dropout"] = REFUSED["dropout"]
+_NO_COPY = "it computes with a copy of the weights, to which no adapters go yet"
 
 
 class LoraConfig(Section, head=WHERE_SET):
@@ -42,24 +43,18 @@ class LoraConfig(Section, head=WHERE_SET):
 
     @rule
     def _unmerged(self, run: PlannedRun) -> str | None:
-        if self.merge:
-            return None
         c = run.config
-        copies = {
-            f'sampler ("{c.sampler}")': c.sampler != "native",
-            f'parallel.engine ("{c.parallel.engine}")': c.parallel.engine == "fsdp",
-            f'pool.engine ("{c.pool.engine}")': bool(c.pool.engine),
-            f"max_staleness ({c.max_staleness})": bool(c.max_staleness),
-            "[perturb]": c.perturb.any,
-            "a sampler's own precision": c.precision.sampler_differs,
-        }
-        for name, has_copies in copies.items():
-            if has_copies:
-                return (
-                    f"lora.merge (false) with {name}: it computes with a copy of the weights, to which no "
-                    "adapters go yet; set lora.merge = true, or leave it out"
-                )
-        return None
+        if not self.merge and c.sampler != "native":
+            return f'lora.merge (false) with sampler ("{c.sampler}"): {_NO_COPY}; set sampler = "native"'
+        if not self.merge and (c.pool.engine or c.max_staleness or c.perturb.any):
+            return (
+                f"lora.merge (false) with pool.engine, max_staleness or [perturb]: {_NO_COPY}; leave one out"
+            )
+        if not self.merge and (c.parallel.engine == "fsdp" or c.precision.sampler_differs):
+            return (
+                f'lora.merge (false) with parallel.engine = "fsdp" or a sampler\'s own precision: {_NO_COPY}'
+                "; leave one out"
+            )
 
     adapter: str = setting("", head=free("a place; the first adapters found there are chained instead"))
     """Folder of a PEFT adapter to go on from; empty begins with an adapter that changes nothing. Its rank,

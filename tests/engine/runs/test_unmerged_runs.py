@@ -63,10 +63,10 @@ def test_a_run_goes_on_and_is_verified(run, cut):
 @pytest.mark.parametrize(
     ("settings", "named"),
     [
-        ({"max_staleness": 1}, "max_staleness (1)"),
+        ({"max_staleness": 1}, "pool.engine, max_staleness or [perturb]"),
         ({"exact": False, "sampler": "hf"}, 'sampler ("hf")'),
-        ({"exact": False, "perturb__round_weights": "float16"}, "[perturb]"),
-        ({"parallel__engine": "fsdp"}, 'parallel.engine ("fsdp")'),
+        ({"exact": False, "perturb__round_weights": "float16"}, "pool.engine, max_staleness or [perturb]"),
+        ({"parallel__engine": "fsdp"}, 'parallel.engine = "fsdp"'),
     ],
 )
 def test_what_computes_with_a_copy_of_the_weights_is_refused(config, model, tmp_path, settings, named):
