@@ -34,7 +34,7 @@ _LOG = logging.getLogger(__name__)
 _PAGES = "_source"
 _METRIC = re.compile(
     r'"((?:reward|response_len|groups|completions|turns|ends|scaling|time|perf|eval|staleness|ref|mismatch'
-    r'|dpo|verifree|brpo|critic|router|pool|gradient)/[a-z0-9_]*)"'
+    r'|dpo|verifree|brpo|critic|router|pool|gradient|update|lora)/[a-z0-9_]*)"'
 )
 # Metrics without a group.
 _PLAIN = ("step", "tokens", "loss", "entropy", "grad_norm", "lr")

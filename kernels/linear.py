@@ -6,19 +6,30 @@ Shapes: x [T, K]; w [N, K]; b [N]; y [T, N].
 Roundings: y is rounded once. The bias is added to the fp32 sum before the rounding, as in vLLM's kernel. So
 on a CPU a 16-bit product with a bias is computed from fp32 numbers. dx is rounded once. dw and db are not
 rounded where the pass has fp32 buffers (grad.py).
-Where the pass has LoRA adapters of w, their gradients take the place of dw (low_rank.py).
+Where the pass has LoRA adapters of w, their gradients take the place of dw (low_rank.py). Where these are not
+merged into w (Adapted), y and dx are the fp32 sums above, the bias included, plus what the adapters add, and
+are rounded once after it. So an adapter that moves no weight of w by half of its last bit is not lost.
 Order: as in matmul.py and columns.py. A row of y or dx depends on its own row of x or dy only.
 """
+
+from typing import NamedTuple
 
 import torch
 
 from .backend import on_triton
 from .columns import add_columns
 from .grad import accumulate_dtype, check_dtype
-from .low_rank import LowRankBuffers, add_low_rank
-from .matmul import add_outer, matmul, matmul_cpu
+from .low_rank import LowRank, LowRankBuffers, add_low_rank, add_to_input_gradient, add_to_product
+from .matmul import add_outer, matmul, matmul_cpu, matmul_unrounded
 from .passes import ONE_SEQUENCE, Pass
 from .tile_tables import DEFAULT_TABLE, TileTable
+
+
+class Adapted(NamedTuple):
+    """A weight [N, K], and LoRA's adapters of it that are not merged into it."""
+
+    w: torch.Tensor
+    adapters: tuple[LowRank, ...]
 
 
 def linear_ref(
@@ -67,18 +78,54 @@ class _Linear(torch.autograd.Function):
         return dx, dw, db, None, None
 
 
-def linear(
+class _AdaptedLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, w, b, adapters, in_pass, tiles):
+        ctx.save_for_backward(x)
+        ctx.w, ctx.adapters, ctx.in_pass, ctx.tiles = w, adapters, in_pass, tiles
+        return _adapted_forward(x, w, b, adapters, tiles)
+
+    @staticmethod
+    def backward(ctx, dy):
+        (x,), dx, in_pass = ctx.saved_tensors, None, ctx.in_pass.over(dy)
+        if ctx.needs_input_grad[0]:
+            dx = matmul_unrounded(dy, ctx.w.t(), ctx.tiles)
+            add_to_input_gradient(dx, dy.to(dx.dtype), ctx.adapters)
+            dx = dx.to(dy.dtype)
+        buffers = in_pass.buffer(ctx.w)
+        if isinstance(buffers, LowRankBuffers):
+            add_low_rank(buffers, dy, x, in_pass.blocks)
+        return dx, None, None, None, None, None
+
+
+def _adapted_forward(
     x: torch.Tensor,
     w: torch.Tensor,
+    b: torch.Tensor | None,
+    adapters: tuple[LowRank, ...],
+    tiles: TileTable,
+) -> torch.Tensor:
+    y = matmul_unrounded(x, w, tiles)
+    if b is not None:
+        y += b.to(y.dtype)
+    add_to_product(y, x.to(y.dtype), adapters)
+    return y.to(x.dtype)
+
+
+def linear(
+    x: torch.Tensor,
+    weight: torch.Tensor | Adapted,
     b: torch.Tensor | None = None,
     in_pass: Pass = ONE_SEQUENCE,
     tiles: TileTable = DEFAULT_TABLE,
 ) -> torch.Tensor:
-    """y = x w^T + b. x [T, K], w [N, K], b [N] -> [T, N].
+    """y = x w^T + b. x [T, K], weight w [N, K], b [N] -> [T, N].
 
-    The weight gradient is summed in the order of the pass's token blocks. tiles: see matmul. Raises
+    The weight gradient is summed in the order of the pass's token blocks. tiles: see matmul. Of an adapted
+    weight, the adapters' is summed where the pass has buffers for it, and nothing else has a gradient. Raises
     ValueError on a shape or dtype that does not fit.
     """
+    w, adapters = weight if isinstance(weight, Adapted) else (weight, None)
     check_dtype("linear", x=x, w=w, **({} if b is None else {"b": b}))
     if x.dim() != 2 or w.dim() != 2 or x.shape[1] != w.shape[1]:
         raise ValueError(
@@ -86,6 +133,10 @@ def linear(
         )
     if b is not None and b.shape != (w.shape[0],):
         raise ValueError(f"linear: b {tuple(b.shape)} must be [{w.shape[0]}], the rows of w")
+    if adapters is not None:
+        if torch.is_grad_enabled():
+            return _AdaptedLinear.apply(x, w, b, adapters, in_pass, tiles)
+        return _adapted_forward(x, w, b, adapters, tiles)
     if not torch.is_grad_enabled():
         return _forward(x, w, b, in_pass, tiles)
     return _Linear.apply(x, w, b, in_pass, tiles)

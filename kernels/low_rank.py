@@ -1,21 +1,28 @@
-"""The gradient of a weight's LoRA adapters, for which no gradient of the weight's own size is formed.
+"""LoRA's adapters of a weight: their gradient, and what they add to a product that they are not merged into.
 
     y = x (w + s b a)^T         db += sum over token blocks of dy_t^T (s x a^T)_t
                                 da += sum over token blocks of (s dy b)_t^T x_t
 
 This is the derivative in b and a (Hu et al., arXiv:2106.09685, section 4.1). The products are taken in
-another order than in db = s (dy^T x) a^T, which needs dw = dy^T x [N, K].
+another order than in db = s (dy^T x) a^T, which needs dw = dy^T x [N, K]. So no gradient of the weight's own
+size is formed.
+
+Where w is not merged with them (linear.Adapted), the products are added:
+
+    y += (s x a^T) b^T          dx += (s dy b) a
 
 Shapes: T rows (tokens); x [T, K]; dy [T, N]; b [N, r] and a [r, K] of the rank r; x a^T and dy b [T, r]. A
 weight may be several matrices, one after another along N, each with an adapter of its own: q, k and v for
 example. dy of such a part are its columns of the weight's dy.
 Roundings: x and dy are exact in fp32. Each element of x a^T and of dy b is summed in fp32, and the product
 with s rounds it once more: not at all where s is a power of two. da and db are sums in fp32 (fp64 for fp64).
+What is added to y and dx is one more sum in fp32, and it is added in fp32.
 Order: a row of x a^T and of dy b has the order of matmul.matmul, and knows no other row. da and db are summed
 as each weight's gradient is: over the token blocks of the pass, in their order, by matmul.add_outer.
 """
 
-from typing import NamedTuple
+from collections.abc import Iterable
+from typing import NamedTuple, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -25,14 +32,25 @@ from .grad import GradBuffer, accumulate_dtype
 from .matmul import add_outer, matmul
 from .order import ALIGN, TokenBlocks
 
+X = TypeVar("X", "LowRank", "AdapterBuffers")
 
-class AdapterBuffers(NamedTuple):
-    """One adapter, and where its gradient is summed."""
+
+class LowRank(NamedTuple):
+    """One adapter."""
 
     rows: slice  # of the weight, along N: the matrix that has this adapter
     b: torch.Tensor
     a: torch.Tensor
     scale: float  # s
+
+
+class AdapterBuffers(NamedTuple):
+    """One adapter (LowRank), and where its gradient is summed."""
+
+    rows: slice
+    b: torch.Tensor
+    a: torch.Tensor
+    scale: float
     db: GradBuffer
     da: GradBuffer
 
@@ -70,12 +88,36 @@ def padded_rank(adapter: AdapterBuffers, blocks: TokenBlocks) -> AdapterBuffers:
     if not padding:
         return adapter
     db, da = (buffer.zeroed(blocks.shards) for buffer in (adapter.db, adapter.da))
-    return adapter._replace(
-        b=F.pad(adapter.b, (0, padding)),
-        a=F.pad(adapter.a, (0, 0, 0, padding)),
+    return _padded(adapter, padding)._replace(
         db=GradBuffer(F.pad(db, (0, padding))),
         da=GradBuffer(F.pad(da, (0, 0, 0, padding))),
     )
+
+
+def _padded(adapter: X, padding: int) -> X:
+    return adapter._replace(b=F.pad(adapter.b, (0, padding)), a=F.pad(adapter.a, (0, 0, 0, padding)))
+
+
+def add_to_product(y_TN: torch.Tensor, x_TK: torch.Tensor, adapters: Iterable[LowRank]) -> None:
+    """y += (s x a^T) b^T, one adapter after another. y and x are fp32 (or fp64)."""
+    for adapter in adapters:
+        b, a = _factors(adapter, y_TN.dtype)
+        y_TN[:, adapter.rows] += matmul(matmul(x_TK, a).mul_(adapter.scale), b)
+
+
+def add_to_input_gradient(dx_TK: torch.Tensor, dy_TN: torch.Tensor, adapters: Iterable[LowRank]) -> None:
+    """dx += (s dy b) a, one adapter after another. dx and dy are fp32 (or fp64)."""
+    for adapter in adapters:
+        b, a = _factors(adapter, dx_TK.dtype)
+        dy = dy_TN[:, adapter.rows].contiguous()
+        dx_TK += matmul(matmul(dy, b.t()).mul_(adapter.scale), a.t())
+
+
+def _factors(adapter: LowRank, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """b and a. For a GPU their rank is padded, as in padded_rank."""
+    if on_triton(adapter.a):
+        adapter = _padded(adapter, -len(adapter.a) % ALIGN)
+    return adapter.b.to(dtype), adapter.a.to(dtype)
 
 
 def low_rank_rows(

@@ -37,7 +37,7 @@ import torch.nn.functional as F
 from ..files.bitwise import equal
 from . import matmul_cpp
 from .backend import on_cpp, on_triton
-from .grad import GradBuffer
+from .grad import GradBuffer, accumulate_dtype
 from .order import ALIGN, ROW_TILE, TokenBlocks
 from .tile_tables import DEFAULT_TABLE, TileTable
 
@@ -129,6 +129,18 @@ def matmul(
 
         return matmul_triton.matmul(x_TK, w_NK, tiles=tiles)
     return matmul_cpu(x_TK, w_NK, pack)
+
+
+def matmul_unrounded(
+    x_TK: torch.Tensor, w_NK: torch.Tensor, tiles: TileTable = DEFAULT_TABLE
+) -> torch.Tensor:
+    """As matmul, with the fp32 sums (fp64 for fp64) as they are. On a CPU it multiplies fp32 copies."""
+    if on_triton(x_TK):
+        from . import matmul_triton
+
+        return matmul_triton.matmul(x_TK, w_NK, tiles=tiles, rounded=False)
+    dtype = accumulate_dtype(x_TK.dtype)
+    return matmul_cpu(x_TK.to(dtype), w_NK.to(dtype))
 
 
 def add_outer(buffer: GradBuffer, dy_TN: torch.Tensor, x_TK: torch.Tensor, blocks: TokenBlocks) -> None:

@@ -136,21 +136,22 @@ def matmul(
     w_NK: torch.Tensor,
     b_N: torch.Tensor | None = None,
     tiles: TileTable = DEFAULT_TABLE,
+    rounded: bool = True,
 ) -> torch.Tensor:
-    """x w^T + b, rounded once to the dtype of x. -> [M, N].
+    """x w^T + b, rounded once to the dtype of x, or in fp32 where not `rounded`. -> [M, N].
 
     x and w may have any strides. The bits of a row depend on this row, w, b and `tiles` only.
     """
     (M, K), N = x_MK.shape, w_NK.shape[0]
+    y = x_MK.new_empty(M, N, dtype=x_MK.dtype if rounded else torch.float32)
     if not M:
-        return x_MK.new_empty(M, N)
+        return y
     gpu, programs = generation(x_MK.device), multiprocessors(x_MK.device)
     tma = tma_matmul_tiles(M, N, K, x_MK.dtype, gpu, tiles)
     transposed = w_NK.stride(1) == 1
     w = w_NK if transposed else w_NK.t()
-    if tma and N * x_MK.itemsize % 16 == 0 and readable(x_MK, w):
+    if rounded and tma and N * x_MK.itemsize % 16 == 0 and readable(x_MK, w):
         return matmul_tma(x_MK, w, b_N, transposed, tma, programs)
-    y = x_MK.new_empty(M, N)
     t = matmul_tiles(M, N, K, x_MK.dtype, gpu, tiles)
     launch(
         _matmul,

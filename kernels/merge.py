@@ -18,10 +18,11 @@ import torch
 
 from .backend import on_triton
 from .grad import accumulate_dtype
+from .order import tree_sum
 
-# Elements of one turn of the reference, so few that its temporaries stay in a core's cache. They decide no
-# bit.
-_PASS_ELEMENTS = 1 << 16
+# Elements of one turn of the reference, so few that its temporaries stay in a core's cache; and of one
+# turn on a GPU. They decide no bit.
+_PASS_ELEMENTS, _GPU_PASS_ELEMENTS = 1 << 16, 1 << 24
 
 
 def merge_ref(y: torch.Tensor, w: torch.Tensor, b: torch.Tensor, a: torch.Tensor, s: float) -> None:
@@ -54,3 +55,24 @@ def merge(y: torch.Tensor, w: torch.Tensor, b: torch.Tensor, a: torch.Tensor, s:
         merge_triton(y, w, b, a, s)
     else:
         merge_ref(y, w, b, a, s)
+
+
+def swallowed_rows(
+    y: torch.Tensor, w: torch.Tensor, b: torch.Tensor, a: torch.Tensor, s: float
+) -> torch.Tensor:
+    """What the rounding of y = round(w + s (b a)) swallows, by rows: [N, 2] fp32.
+
+    The first column is the sum of |s (b a)| over the elements of a row whose y is what w alone rounds to; the
+    second is the sum over all. Each row has one order (order.tree_sum). All are contiguous.
+    """
+    N, K = w.shape
+    sums = torch.empty(N, 2, device=w.device)
+    rows = max(1, (_GPU_PASS_ELEMENTS if w.is_cuda else _PASS_ELEMENTS) // K)
+    for start in range(0, N, rows):
+        part = slice(start, start + rows)
+        update = torch.empty(y[part].shape, device=w.device)
+        merge(update, torch.zeros_like(update), b[part], a, s)
+        is_lost = y[part] == w[part].to(y.dtype)
+        sums[part, 1] = tree_sum(update.abs_(), 1)
+        sums[part, 0] = tree_sum(update.mul_(is_lost), 1)
+    return sums

@@ -15,9 +15,10 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from ..files.bitwise import unequal
 from ..kernels.grad import GradBuffer
-from ..kernels.low_rank import AdapterBuffers, LowRankBuffers
-from ..kernels.merge import merge
+from ..kernels.low_rank import AdapterBuffers, LowRank, LowRankBuffers
+from ..kernels.merge import merge, swallowed_rows
 from ..kernels.philox import Stream, uniform_range
 from .config import ModelConfig
 from .decoder import Decoder
@@ -120,17 +121,58 @@ def first_adapters(layout: AdapterLayout, seed: int) -> torch.Tensor:
     return flat
 
 
+class Merged(NamedTuple):
+    """One matrix with its adapter: the operands of kernels/merge.py, on one device."""
+
+    layer: int
+    w_new: torch.Tensor  # [N, K], where the merged matrix lies
+    w: torch.Tensor  # [N, K]
+    b: torch.Tensor
+    a: torch.Tensor
+    scale: float
+
+    def swallowed_rows(self) -> np.ndarray:
+        """What merge.swallowed_rows gives of it, [N, 2] fp64."""
+        return swallowed_rows(*self[1:]).double().cpu().numpy()
+
+
+def matrices_with_adapters(
+    layout: AdapterLayout, adapters: torch.Tensor, base: torch.Tensor, merged: torch.Tensor
+) -> Iterator[Merged]:
+    """Each matrix that has an adapter.
+
+    adapters: [layout.numel] fp32. base and merged: flat as layout.model; its trained part is enough.
+    """
+    for _, weight, rows, a, b in layout.adapters:
+        w_new, w = (_view(flat, weight)[rows] for flat in (merged, base))
+        factors = _view(adapters, b), _view(adapters, a)
+        yield Merged(layer_of(weight), w_new, w.to(w_new.device), *factors, layout.lora.scale)
+
+
 @torch.no_grad()
 def merge_all(
     layout: AdapterLayout, adapters: torch.Tensor, base: torch.Tensor, merged: torch.Tensor
 ) -> None:
     """Write each matrix that has an adapter, with the adapter merged in, to its place in `merged`.
 
-    adapters: [layout.numel] fp32. base and merged: flat as layout.model; its trained part is enough.
+    The arguments are those of matrices_with_adapters.
     """
+    for matrix in matrices_with_adapters(layout, adapters, base, merged):
+        merge(*matrix[1:])
+
+
+def layer_of(weight: Entry) -> int:
+    """The layer of a weight that can have an adapter, by its name."""
+    return int(weight.name.split(".")[1])
+
+
+def low_rank_by_weight(layout: AdapterLayout, adapters: torch.Tensor) -> dict[str, tuple[LowRank, ...]]:
+    """The adapters of each weight that has some, by its name, as views of `adapters` [layout.numel] fp32."""
+    by_weight: dict[str, tuple[LowRank, ...]] = {}
     for _, weight, rows, a, b in layout.adapters:
-        w_new, w = (_view(flat, weight)[rows] for flat in (merged, base))
-        merge(w_new, w.to(w_new.device), _view(adapters, b), _view(adapters, a), layout.lora.scale)
+        adapter = LowRank(rows, _view(adapters, b), _view(adapters, a), layout.lora.scale)
+        by_weight[weight.name] = (*by_weight.get(weight.name, ()), adapter)
+    return by_weight
 
 
 def adapter_buffers(
@@ -151,18 +193,17 @@ def adapter_buffers_by_name(
 
     adapters: [layout.numel] fp32, as the weights were merged with. sums: of each A and B, by name.
     """
-    by_weight: dict[str, list[AdapterBuffers]] = {}
-    for _, weight, rows, a, b in layout.adapters:
-        views, buffers = (_view(adapters, b), _view(adapters, a)), (sums[b.name], sums[a.name])
-        adapter = AdapterBuffers(rows, *views, layout.lora.scale, *buffers)
-        by_weight.setdefault(weight.name, []).append(adapter)
-    return {name: LowRankBuffers(tuple(adapters)) for name, adapters in by_weight.items()}
+    where = iter((sums[adapter.b.name], sums[adapter.a.name]) for adapter in layout.adapters)
+    return {
+        name: LowRankBuffers(tuple(AdapterBuffers(*adapter, *next(where)) for adapter in low_rank))
+        for name, low_rank in low_rank_by_weight(layout, adapters).items()
+    }
 
 
 class Adapters:
-    """The adapters of a decoder, and the base that they are merged into. Both are whole in every rank.
+    """The adapters of a decoder, and the base that they belong to. Both are whole in every rank.
 
-    flat: A and B, [layout.numel] fp32. Whoever changes them calls `merge`.
+    flat: A and B, [layout.numel] fp32. Whoever changes them calls `merge`, where they are merged.
     base: the adapted weights in the checkpoint's dtype, which holds them exactly, on the decoder's device or
     beside it (Decoder.offload). The other weights of the base lie in the same dtype on the host: no step
     computes with them.
@@ -178,22 +219,47 @@ class Adapters:
     ):
         """weights: the base, [layout.model.numel] fp32. base: a dtype that holds it exactly.
 
-        The decoder's weights are merged at once.
+        The decoder's weights are merged at once; where adapters are not merged (Lora.merge), the decoder
+        computes with both.
         """
         self.layout, self.decoder = layout, decoder
         self.flat = flat.to(decoder.device, copy=True)
         adapted, rest = weights[: layout.model.trained_numel], weights[layout.model.trained_numel :]
         self._adapted = decoder.offload.copied(adapted, decoder.device, base)
         self._rest = rest.to("cpu", base, copy=True)
-        self.merge()
+        self._bring()
 
     def move_to(self, flat: torch.Tensor) -> None:
         """Copy A and B to `flat` [layout.numel] fp32, which they are from now on."""
         self.flat = flat.copy_(self.flat)
+        self._bring()
 
-    def merge(self) -> None:
-        """Compute the decoder's weights again, from the base and the adapters as they are now."""
-        merge_all(self.layout, self.flat, self._adapted, self.decoder.flat.detach())
+    def _bring(self) -> None:
+        """Let the decoder compute with A and B where they lie now."""
+        if self.layout.lora.merge:
+            self.merge()
+        else:
+            self.decoder.adapt(low_rank_by_weight(self.layout, self.flat))
+
+    @torch.no_grad()
+    def merge(self) -> int:
+        """Compute the decoder's weights again, from the base and the adapters as they are now.
+
+        Returns how many of them have other bits than before.
+        """
+        moved = []
+        for matrix in self._matrices():
+            before = matrix.w_new.clone()
+            merge(*matrix[1:])
+            moved.append(unequal(before, matrix.w_new).sum())
+        return int(torch.stack(moved).sum())
+
+    def swallowed(self) -> list[tuple[int, np.ndarray]]:
+        """What the rounding swallows of each adapter: its layer and [N, 2] (merge.swallowed_rows)."""
+        return [(matrix.layer, matrix.swallowed_rows()) for matrix in self._matrices()]
+
+    def _matrices(self) -> Iterator[Merged]:
+        return matrices_with_adapters(self.layout, self.flat, self._adapted, self.decoder.flat.detach())
 
     def merged(self) -> torch.Tensor:
         """The whole model with its adapters merged in, in fp32: [layout.model.numel].

@@ -33,7 +33,7 @@ from .config import ModelConfig
 from .context import Buffers, Context, Hook, KeepingContext, NarrowingContext, no_hook
 from .numerics import COMPUTE, Numerics
 from .offload import HERE, Offload
-from .weights import VALUE_HEAD, FlatWeights, Layout, WeightSource
+from .weights import NONE_UNMERGED, VALUE_HEAD, FlatWeights, Layout, UnmergedAdapters, WeightSource
 
 # What a layer gives to the next one, [T, D] each: the output of its last block, and what to add it to.
 Stream = tuple[torch.Tensor | None, torch.Tensor]
@@ -223,7 +223,7 @@ class Decoder(Forward):
         super().__init__(config, numerics, recompute, offload)
         if on_triton(flat):
             config.refuse_on_triton()
-        self.flat, self.layout = flat, layout or Layout(config)
+        self.flat, self.layout, self._adapters = flat, layout or Layout(config), NONE_UNMERGED
         self.weights = FlatWeights(self.layout, flat)
         self._rope = rotation_tables(config, flat)
 
@@ -238,7 +238,12 @@ class Decoder(Forward):
         Views that were taken before still show the old memory.
         """
         self.flat = flat.copy_(self.flat.detach())
-        self.weights = FlatWeights(self.layout, self.flat)
+        self.weights = FlatWeights(self.layout, self.flat, self._adapters)
+
+    def adapt(self, adapters: UnmergedAdapters) -> None:
+        """Compute with these LoRA adapters beside the weights from now on. Their memory may change later."""
+        self._adapters = adapters
+        self.weights = FlatWeights(self.layout, self.flat, adapters)
 
     @property
     def cache_dtype(self) -> torch.dtype:

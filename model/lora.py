@@ -24,6 +24,7 @@ class Lora(NamedTuple):
     rank: int
     alpha: float
     targets: tuple[str, ...] = TARGETS
+    merge: bool = True  # into the weights; else each product adds theirs (kernels/linear.py)
 
     @property
     def scale(self) -> float:

@@ -51,9 +51,12 @@ class Offload:
         """A copy of x [n] in such memory, rounded once to `dtype`."""
         return self.empty(len(x), device, dtype).copy_(x)
 
-    def slices(self, n: int) -> Iterator[slice]:
-        """The parts of n elements that are on the device at once: all of them, if they lie there."""
-        length = SLICE if self.away else max(n, 1)
+    def slices(self, n: int, here: int | None = None) -> Iterator[slice]:
+        """The parts of n elements that are on the device at once.
+
+        here: of so many, if they lie there; None is all of them.
+        """
+        length = SLICE if self.away else max(here or n, 1)
         return (slice(start, min(start + length, n)) for start in range(0, n, length))
 
     @contextmanager

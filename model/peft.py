@@ -85,8 +85,9 @@ def read_adapter(folder: Path, layout: AdapterLayout) -> torch.Tensor:
     Raises ValueError for an adapter of another rank, alpha, targets or model, and names what differs.
     """
     config = read_adapter_config(folder)
-    for name, wanted, stored_value in zip(Lora._fields, layout.lora, config, strict=False):
-        if name != "targets" and wanted != stored_value:
+    for name in ("rank", "alpha"):
+        wanted, stored_value = getattr(layout.lora, name), getattr(config, name)
+        if wanted != stored_value:
             raise ValueError(f"lora: {name} ({wanted:g}) must be {stored_value:g}, as in {folder / CONFIG}")
     flat = torch.zeros(layout.numel)
     wanted, path = layout.checkpoint_views(flat), folder / WEIGHTS

@@ -11,11 +11,14 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
+from types import MappingProxyType
 from typing import NamedTuple, Protocol
 
 import torch
 
 from ..kernels.block_digest import BLOCK
+from ..kernels.linear import Adapted
+from ..kernels.low_rank import LowRank
 from .blocks.block import LayerWeights, Weight
 from .buffers import all_as_numbers
 from .config import ModelConfig
@@ -235,6 +238,11 @@ class WeightSource(Protocol):
         ...
 
 
+# By the name of a weight, LoRA's adapters that are not merged into it (adapters.py).
+UnmergedAdapters = Mapping[str, tuple[LowRank, ...]]
+NONE_UNMERGED: UnmergedAdapters = MappingProxyType({})
+
+
 class FlatWeights(WeightSource):
     """The weights as views of one flat tensor [layout.numel]: a source that has all of them at any time.
 
@@ -242,16 +250,17 @@ class FlatWeights(WeightSource):
     of its own. In one buffer, the order of the two uses would depend on the micro-batch size.
     """
 
-    def __init__(self, layout: Layout, flat: torch.Tensor):
+    def __init__(self, layout: Layout, flat: torch.Tensor, adapters: UnmergedAdapters = NONE_UNMERGED):
         self.named = {
             name: view.requires_grad_(name not in layout.frozen)
             for name, view in layout.views(flat.detach()).items()
         }
-        self._layers: list[dict[str, torch.Tensor]] = [{} for _ in range(layout.config.layers)]
+        self._layers: list[dict[str, torch.Tensor | Adapted]] = [{} for _ in range(layout.config.layers)]
         for name, view in self.named.items():
             if name.startswith("layers."):
                 _, i, name_in_layer = name.split(".", 2)
-                self._layers[int(i)][name_in_layer] = view
+                low_rank = adapters.get(name)
+                self._layers[int(i)][name_in_layer] = Adapted(view, low_rank) if low_rank else view
         embed = self.embed = self.named["embed"]
         self.norm = self.named["norm"]
         tied = layout.config.tied

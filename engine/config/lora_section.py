@@ -5,7 +5,7 @@ from typing import Any, Literal
 from pydantic import Field, field_validator, model_validator
 
 from ...model.lora import TARGETS, Lora
-from .section import WHERE_SET, Section, free, setting
+from .section import WHERE_SET, PlannedRun, Section, free, rule, setting
 
 # Settings of PEFT's LoraConfig that zerokl does not have, by name: why, and what to do instead.
 REFUSED = {
@@ -21,6 +21,7 @@ REFUSED = {
     "target_modules": "they are called lora.targets",
 }
 REFUSED["lora_dropout"] = REFUSED["dropout"]
+_NO_COPY = "it computes with a copy of the weights, to which no adapters go yet"
 
 
 class LoraConfig(Section, head=WHERE_SET):
@@ -35,6 +36,26 @@ class LoraConfig(Section, head=WHERE_SET):
     """An adapter is scaled by alpha / rank before it is added to its weight."""
     targets: tuple[Literal[TARGETS], ...] = TARGETS  # type: ignore[valid-type]
     """The matrices of each layer that have an adapter. Embedding and lm_head have none."""
+    merge: bool = True
+    """Whether the adapters are merged into the weights that sampler and trainer compute with. If not, each
+    product adds theirs, so that no update is lost in a rounding of the weights: docs/lora.md.
+    """
+
+    @rule
+    def _unmerged(self, run: PlannedRun) -> str | None:
+        c = run.config
+        if not self.merge and c.sampler != "native":
+            return f'lora.merge (false) with sampler ("{c.sampler}"): {_NO_COPY}; set sampler = "native"'
+        if not self.merge and (c.pool.engine or c.max_staleness or c.perturb.any):
+            return (
+                f"lora.merge (false) with pool.engine, max_staleness or [perturb]: {_NO_COPY}; leave one out"
+            )
+        if not self.merge and (c.parallel.engine == "fsdp" or c.precision.sampler_differs):
+            return (
+                f'lora.merge (false) with parallel.engine = "fsdp" or a sampler\'s own precision: {_NO_COPY}'
+                "; leave one out"
+            )
+
     adapter: str = setting("", head=free("a place; the first adapters found there are chained instead"))
     """Folder of a PEFT adapter to go on from; empty begins with an adapter that changes nothing. Its rank,
     alpha and targets must be those set here. The ledger chains its weights, not its place.
@@ -43,7 +64,7 @@ class LoraConfig(Section, head=WHERE_SET):
     @property
     def shape(self) -> Lora | None:
         """What a run's adapters look like; None where LoRA is off."""
-        return Lora(self.rank, self.alpha, self.targets) if self.rank else None
+        return Lora(self.rank, self.alpha, self.targets, self.merge) if self.rank else None
 
     @field_validator("targets")
     @classmethod
@@ -64,7 +85,7 @@ class LoraConfig(Section, head=WHERE_SET):
     @model_validator(mode="after")
     def _on(self) -> "LoraConfig":
         if not self.rank and self != LoraConfig.model_construct():
-            raise ValueError("lora.alpha, targets and adapter need lora.rank; set it, 16 for example")
+            raise ValueError("lora.alpha, targets, merge and adapter need lora.rank; set it, 16 for example")
         return self
 
 

@@ -18,7 +18,7 @@ from .held_out import BASE_REWARD, MEAN_REWARD, held_out_curve
 from .rollout_lines import parse_rollout
 
 # What a step notes beside its metrics, and the largest of these: sums of them stay numbers.
-_NOTES, _LARGEST = ("gradient/layers", "scaling/overflow"), 1e300
+_NOTES, _LARGEST = ("gradient/layers", "lora/layers", "scaling/overflow"), 1e300
 SUMMARY = "summary.json"
 
 

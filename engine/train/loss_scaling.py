@@ -18,6 +18,7 @@ the scale by `backoff` at an overflow, and doubles it after `growth_interval` up
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -35,12 +36,12 @@ IN_A_ROW = 10
 class Update:
     """The outcome of an update: whether it was applied, and its metrics.
 
-    notes: the weight whose gradient overflowed, where the update was not applied.
+    notes: the weight whose gradient overflowed, where the update was not applied; what LoRA's layers lose.
     """
 
     applied: bool
     metrics: dict[str, float]
-    notes: dict[str, str] = field(default_factory=dict)
+    notes: dict[str, Any] = field(default_factory=dict)
 
 
 class LossScaler:
@@ -82,16 +83,18 @@ class LossScaler:
             if not self.on:
                 raise
             return self._overflow(error, optimizer)
+        swallowed, notes = _swallowed(optimizer)
+        metrics |= swallowed
         self.in_a_row, self.clean = 0, self.clean + 1
         if self.kind == "dynamic" and self.clean >= self.cfg.growth_interval:
             self.scale, self.clean = min(scale * 2.0, self.cfg.maximum), 0
         if not self.on:
-            return Update(True, metrics)
+            return Update(True, metrics, notes)
         lost = {
             f"scaling/underflow_{name}": float(sum(part.underflow.get(name, 0) for part in parts))
             for name in WATCHED
         }
-        return Update(True, metrics | lost | {"scaling/scale": scale, "scaling/skipped": 0.0})
+        return Update(True, metrics | lost | {"scaling/scale": scale, "scaling/skipped": 0.0}, notes)
 
     def _overflow(self, error: GradientOverflowError, optimizer: Optimizer) -> Update:
         scale, self.clean, self.in_a_row = self.scale, 0, self.in_a_row + 1
@@ -110,3 +113,16 @@ class LossScaler:
             "scaling/skipped": 1.0,
         }
         return Update(False, metrics, {"scaling/overflow": error.weight})
+
+
+def _swallowed(optimizer: Optimizer) -> tuple[dict[str, float], dict[str, Any]]:
+    """The share of LoRA's adapters that rounding swallows, and a note with that of each layer.
+
+    Both are empty without LoRA. An adapter that is zero has lost nothing.
+    """
+    by_layer = optimizer.weights.swallowed()
+    if not by_layer:
+        return {}, {}
+    lost, whole = map(math.fsum, zip(*by_layer.values(), strict=True))
+    shares = {str(layer): lost / whole if whole else 0.0 for layer, (lost, whole) in by_layer.items()}
+    return {"lora/swallowed": lost / whole if whole else 0.0}, {"lora/layers": shares}

@@ -4,11 +4,13 @@ The optimizer changes the pieces and knows nothing else of them. Here are whole 
 one slice, and LoRA adapters; sharded_weights.py has the rows that FSDP gives to a rank.
 """
 
+import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from ...model.adapters import Adapters
@@ -37,6 +39,15 @@ class Piece:
     is_critic_head: bool = False
     rounded: torch.Tensor | None = None  # [n] in the compute dtype
     offload: Offload = HERE  # where the weights lie
+    matrices: Sequence[slice] = ()  # those of them that are matrices', which alone decay
+
+
+def overlaps(places: Iterable[slice], within: slice) -> Iterator[slice]:
+    """What lies of each place in `within`, counted from its start; nothing of the others."""
+    for place in places:
+        start, stop = max(place.start, within.start), min(place.stop, within.stop)
+        if start < stop:
+            yield slice(start - within.start, stop - within.start)
 
 
 class MasterWeights(ABC):
@@ -59,17 +70,34 @@ class MasterWeights(ABC):
     def numel(self) -> int:
         """Those that are trained in this rank."""
 
+    @property
+    def computed_numel(self) -> int:
+        """The weights, of all ranks, that what is trained makes to compute with."""
+        return sum(entry.numel for entry in self.layout.trained)
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        """That the pieces are rounded to before anything computes with them."""
+        return self.decoder.dtype
+
     @abstractmethod
     def pieces(self) -> Iterator[Piece]:
         """Where they lie."""
 
     @abstractmethod
-    def matrices(self) -> Iterator[torch.Tensor]:
-        """Those of matrices, which alone decay."""
+    def changed(self) -> int | None:
+        """Bring what computes up to date, in all ranks, after the pieces have changed.
 
-    @abstractmethod
-    def changed(self) -> None:
-        """Bring what computes up to date, in all ranks, after the pieces have changed."""
+        Returns how many weights compute with other bits than before, of all ranks; None where these are the
+        pieces that have other bits once they are rounded.
+        """
+
+    def swallowed(self) -> dict[int, tuple[float, float]]:
+        """By the layer, what rounding swallows of LoRA's adapters, and their whole: sums of |s B A|.
+
+        Swallowed is what is added to weights that are still what the base rounds to. Empty without LoRA.
+        """
+        return {}
 
     def to_slice(self, vector: torch.Tensor) -> torch.Tensor:
         """This rank's slice of what has an element [numel] for each weight."""
@@ -121,8 +149,7 @@ class SlicedWeights(MasterWeights):
         self.master = self._flat[place] if self.in_place else self._kept(weights[place])
         self._keep_frozen(weights)
         matrices = [e for e in self.layout.trained if len(e.shape) > 1]
-        overlaps = ((max(e.offset, place.start), min(e.offset + e.numel, place.stop)) for e in matrices)
-        self._matrices = [slice(a - place.start, b - place.start) for a, b in overlaps if a < b]
+        self._matrices = list(overlaps([slice(e.offset, e.offset + e.numel) for e in matrices], place))
         heads = [e.offset for e in self.layout.trained if e.name == VALUE_HEAD]
         # A critic's head is the last weight.
         self._head = min(max(heads[0] - place.start, 0), self.numel) if heads else self.numel
@@ -149,17 +176,17 @@ class SlicedWeights(MasterWeights):
         rounded = None if self.in_place else self._flat[self.slices.own]
         for place, is_head in ((slice(0, self._head), False), (slice(self._head, self.numel), True)):
             if place.start < place.stop:
+                matrices = list(overlaps(self._matrices, place))
                 if rounded is None:
-                    yield Piece(self.master[place], place, is_head)
+                    yield Piece(self.master[place], place, is_head, matrices=matrices)
                 else:
-                    yield Piece(self.master[place], place, is_head, rounded[place], self.decoder.offload)
+                    where = rounded[place], self.decoder.offload
+                    yield Piece(self.master[place], place, is_head, *where, matrices)
 
-    def matrices(self) -> Iterator[torch.Tensor]:
-        return (self.master[place] for place in self._matrices)
-
-    def changed(self) -> None:
+    def changed(self) -> int | None:
         self.slices.share(self._flat)
         self._quantise(self.layout.trained_views)
+        return None
 
     def _quantise(self, views: Callable[[torch.Tensor], Mapping[str, torch.Tensor]]) -> None:
         """Quantise compute weights that were just rounded from the master weights, whole in every rank.
@@ -223,7 +250,7 @@ class SlicedWeights(MasterWeights):
 
 
 class AdapterWeights(SlicedWeights):
-    """LoRA adapters (model/adapters.py), in fp32 and whole in every rank; and what they are merged into.
+    """LoRA adapters (model/adapters.py), in fp32 and whole in every rank; and what they belong to.
 
     whole: of a base that is spread over the ranks; None where it is whole in every rank.
     """
@@ -244,13 +271,38 @@ class AdapterWeights(SlicedWeights):
     def _flat(self) -> torch.Tensor:
         return self.adapters.flat
 
-    def changed(self) -> None:
+    @property
+    def _merges(self) -> bool:
+        return self.adapters.layout.lora.merge
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        return torch.float32
+
+    @property
+    def computed_numel(self) -> int:
+        if not self._merges:
+            return super().computed_numel
+        adapters = self.adapters.layout.adapters
+        return sum((x.rows.stop - x.rows.start) * x.weight.shape[-1] for x in adapters)
+
+    def changed(self) -> int | None:
         super().changed()
-        self.adapters.merge()
+        return self.adapters.merge() if self._merges else None
+
+    def swallowed(self) -> dict[int, tuple[float, float]]:
+        if not self._merges:
+            return {}
+        by_layer: dict[int, list[np.ndarray]] = {}
+        for layer, rows in self.adapters.swallowed():
+            by_layer.setdefault(layer, []).append(rows)
+        sums = {layer: np.concatenate(rows).T.tolist() for layer, rows in sorted(by_layer.items())}
+        return {layer: (math.fsum(lost), math.fsum(whole)) for layer, (lost, whole) in sums.items()}
 
     def load(self, weights: torch.Tensor) -> None:
         super().load(weights)
-        self.adapters.merge()
+        if self._merges:
+            self.adapters.merge()
 
     def whole_model(self) -> torch.Tensor:
         """The base with the adapters merged in. It is a tensor of its own."""
@@ -260,8 +312,13 @@ class AdapterWeights(SlicedWeights):
         """Of the base."""
         return self.adapters.base_views()
 
-    def hash_compute(self) -> Tree:
-        """The root of the merged weights' tree. It has no leaves, because the ledger's are of A and B."""
+    def hash_compute(self) -> Tree | None:
+        """The root of the merged weights' tree. It has no leaves, because the ledger's are of A and B.
+
+        None where nothing is merged: the base does not change, and the ledger's head has it.
+        """
+        if not self._merges:
+            return None
         if self._gathers:
             return self.adapters.hash_merged()
         return Tree(hash_tree(self.decoder.layout.blocks, self.decoder.flat).root, [])

@@ -7,17 +7,18 @@ operations are those of kernels/order.py, so pieces, slices and threads decide n
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
 
+from ...files.bitwise import unequal
 from ...kernels.adamw import AdamW, adamw
 from ...kernels.order import tree_sum
 from ...model.weights import FLAT_TILE, FlatLayout
 from ...verify.ledger import Tree
 from ..config.run_config import OptimizerConfig
-from .master_weights import MasterWeights, Piece
+from .master_weights import MasterWeights, Piece, overlaps
 from .parallel.zero import Slices
 from .schedule import learning_rate
 
@@ -79,7 +80,7 @@ class Optimizer:
 
     @torch.no_grad()
     def update(self, grad: torch.Tensor | None, loss_scale: float = 1.0) -> dict[str, float]:
-        """One AdamW update. Returns grad_norm (before clipping) and lr.
+        """One AdamW update. Returns grad_norm (before clipping), lr and update/moved (docs/metrics.md).
 
         grad: the gradient of the loss times `loss_scale`, [layout.trained_numel] fp32; None is zero. With
         ranks it is this rank's part (Slices.of_gradient), and all ranks must call this together.
@@ -98,12 +99,9 @@ class Optimizer:
         clip = self.cfg.max_grad_norm / norm if 0 < self.cfg.max_grad_norm < norm else 1.0
         lr = self.learning_rate()
         self.updates += 1
-        if self.cfg.weight_decay:
-            for matrix in self.weights.matrices():
-                matrix.mul_(1.0 - lr * self.cfg.weight_decay)
         # clip / loss_scale has the significand of clip, so the loss scale adds no rounding of the gradient.
-        self._adamw(grad, self._numbers(clip / loss_scale, lr))
-        return {"grad_norm": norm, "lr": lr}
+        moved = self._adamw(grad, self._numbers(clip / loss_scale, lr))
+        return {"grad_norm": norm, "lr": lr, "update/moved": moved}
 
     def _numbers(self, grad_scale: float, lr: float) -> AdamW:
         """Of this update, for the gradient times `grad_scale`."""
@@ -111,25 +109,42 @@ class Optimizer:
         corrections = 1.0 - c.beta1**self.updates, 1.0 - c.beta2**self.updates
         return AdamW(grad_scale, lr, c.beta1, c.beta2, *corrections, c.eps)
 
-    def _adamw(self, grad: torch.Tensor, numbers: AdamW) -> None:
-        """Update moments, master weights and compute weights, in all ranks."""
+    def _adamw(self, grad: torch.Tensor, numbers: AdamW) -> float:
+        """Update moments, master weights and compute weights, in all ranks.
+
+        Returns the share of the weights of what is trained that compute with other bits than before.
+        """
         rank_grad, critic_lr = self.weights.from_slice(grad), numbers.lr * self.cfg.critic_lr_ratio
+        decay = 1.0 - numbers.lr * self.cfg.weight_decay
+        moved: list[torch.Tensor] = []
         for piece in self.weights.pieces():
             piece_numbers = numbers._replace(lr=critic_lr) if piece.is_critic_head else numbers
-            self._update_piece(piece, rank_grad[piece.place], piece_numbers)
-        self.weights.changed()
+            moved += self._update_piece(piece, rank_grad[piece.place], piece_numbers, decay)
+        n = self.weights.changed()
+        if n is None:
+            n = sum(self.slices.ranks.gather(lambda: int(sum(moved))))
+        return n / self.weights.computed_numel
 
-    def _update_piece(self, piece: Piece, grad: torch.Tensor, numbers: AdamW) -> None:
-        """AdamW of a piece, which comes to the device by slices where its state lies beside it."""
-        offload, device = self.weights.decoder.offload, self._device
+    def _update_piece(
+        self, piece: Piece, grad: torch.Tensor, numbers: AdamW, decay: float
+    ) -> Iterator[torch.Tensor]:
+        """AdamW of a piece by slices, which come to the device where its state lies beside it.
+
+        Yields how many elements have other bits than before once they are rounded to the compute dtype.
+        """
+        offload, device, dtype = self.weights.decoder.offload, self._device, self.weights.compute_dtype
         moments = [moment[piece.place] for moment in self.moments]
-        for part in offload.slices(len(piece.weights)):
+        for part in offload.slices(len(piece.weights), self._slice):
             rounded = None if piece.rounded is None else piece.rounded[part]
             with (
                 piece.offload.brought(device, piece.weights[part]) as (weights,),
                 offload.brought(device, *(moment[part] for moment in moments)) as state,
             ):
+                before = weights.to(dtype, copy=True)
+                for matrix in overlaps(piece.matrices, part) if decay != 1.0 else ():
+                    weights[matrix].mul_(decay)
                 adamw(weights, *state, grad[part].to(device), numbers, rounded)
+                yield unequal(before, weights.to(dtype)).sum()
 
     def _norm(self, grad: torch.Tensor) -> float:
         """The global norm of all ranks' gradients.

@@ -45,14 +45,13 @@ class ShardedWeights(MasterWeights):
         places = pairwise(accumulate((x.numel() for x in locals_), initial=0))
         for part, local, (start, stop) in zip(self._pieces.parts, locals_, places, strict=True):
             if start < stop:
-                yield Piece(local.view(-1), slice(start, stop), part.name == VALUE_HEAD_TENSOR)
+                matrices = [slice(0, stop - start)] if part.dim > 1 else []
+                is_head = part.name == VALUE_HEAD_TENSOR
+                yield Piece(local.view(-1), slice(start, stop), is_head, matrices=matrices)
 
-    def matrices(self) -> Iterator[torch.Tensor]:
-        parts = zip(self._pieces.parts, self._model.locals(), strict=True)
-        return (local for part, local in parts if part.dim > 1)
-
-    def changed(self) -> None:
+    def changed(self) -> int | None:
         """Do nothing: a layer rounds its weights when it gathers them."""
+        return None
 
     def to_slice(self, vector: torch.Tensor) -> torch.Tensor:
         return self._pieces.to_slice(vector)

@@ -10,12 +10,14 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ...kernels.linear import Adapted
 from ..context import Context, Hook, KeepingContext, NarrowingContext, no_hook
 from ..numerics import Numerics
 from ..operation import Operation
 from ..sizes import Sizes
 
-LayerWeights = Mapping[str, torch.Tensor]  # by their names in the layer
+# By their names in the layer. Only a product (kernels/linear.py) has an adapted weight.
+LayerWeights = Mapping[str, torch.Tensor | Adapted]
 Rotation = tuple[torch.Tensor, torch.Tensor]  # cos and sin, [T, rotated elements of a head / 2]
 
 

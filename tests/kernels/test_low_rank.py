@@ -1,6 +1,8 @@
 """Gradients of adapters from rows: accuracy against fp64, and the parts of a weight.
 
-tests/law/gradients.py has them among all weight gradients: micro-batches, shards, threads, blocks, orders.
+Adapters that are not merged: y and dx beside fp64, the law, and an update that a rounding would swallow.
+
+tests/law/gradients.py has gradients among those of all weights: micro-batches, shards, threads, orders.
 """
 
 from itertools import chain
@@ -9,8 +11,8 @@ import pytest
 import torch
 from torch.nn.functional import linear as linear_of_torch
 from zerokl.kernels.grad import GradBuffer
-from zerokl.kernels.linear import linear
-from zerokl.kernels.low_rank import AdapterBuffers, LowRankBuffers
+from zerokl.kernels.linear import Adapted, linear
+from zerokl.kernels.low_rank import AdapterBuffers, LowRank, LowRankBuffers
 from zerokl.kernels.order import token_blocks
 from zerokl.kernels.passes import Pass
 
@@ -84,3 +86,63 @@ def check_parts(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_a_part_has_the_gradient_of_its_own_matrix(dtype):
     check_parts(dtype)
+
+
+def unmerged(
+    dtype: torch.dtype, rank: int, rows: slice = slice(None), bias: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """y and dx of two adapted parts of one weight, of these rows of x."""
+    x, dy, w, b, a = operands(dtype, rank)
+    x, dy = x[rows].clone().requires_grad_(), dy[rows].contiguous()
+    parts = slice(0, 30), slice(50, 70)
+    adapters = tuple(LowRank(part, b[part], a * i, 5 / 3) for i, part in enumerate(parts, 1))
+    y = linear(x, Adapted(w, adapters), randn(6, N, dtype=dtype) if bias else None)
+    y.backward(dy)
+    return y.detach(), x.grad
+
+
+def unmerged_by_torch(dtype: torch.dtype, rank: int, compute: torch.dtype, bias: bool) -> list[torch.Tensor]:
+    x, dy, w, b, a = (t.to(compute) for t in operands(dtype, rank))
+    x.requires_grad_()
+    y = linear_of_torch(x, w, randn(6, N, dtype=dtype).to(compute) if bias else None)
+    for i, part in enumerate((slice(0, 30), slice(50, 70)), 1):
+        y = y.index_add(1, torch.arange(N)[part], 5 / 3 * linear_of_torch(linear_of_torch(x, a * i), b[part]))
+    y.backward(dy)
+    return [y.detach(), x.grad]
+
+
+def check_unmerged_accuracy(rank: int, dtype: torch.dtype) -> None:
+    for bias in (False, True):
+        plain, exact = (unmerged_by_torch(dtype, rank, c, bias) for c in (dtype, torch.float64))
+        for name, *results in zip(("y", "dx"), unmerged(dtype, rank, bias=bias), plain, exact, strict=True):
+            assert_at_most_twice_the_error(*results, f"{name} at rank {rank}, {dtype}, bias {bias}")
+
+
+@pytest.mark.parametrize("rank", [1, 5, 32])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_unmerged_products_are_accurate(dtype, rank):
+    check_unmerged_accuracy(rank, dtype)
+
+
+def check_unmerged_rows(dtype: torch.dtype) -> None:
+    whole = unmerged(dtype, 5, bias=True)
+    for rows in (slice(0, 1), slice(7, 40), slice(100, 353)):
+        assert total_unequal(unmerged(dtype, 5, rows, bias=True), [t[rows] for t in whole]) == 0
+    assert total_unequal(unmerged(dtype, 5, slice(1, 2)), [t[:1] for t in whole]) > 0, "control"
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_no_row_of_an_unmerged_product_knows_another(dtype):
+    check_unmerged_rows(dtype)
+
+
+def test_an_adapter_that_no_weight_in_bf16_holds_is_not_lost():
+    """Its mean effect is there in the unmerged product, and nothing of it in the merged weight."""
+    x, _, w, b, a = operands(torch.bfloat16, 4)
+    b, a = b.abs() * 1e-5, a.abs()
+    x = x.abs()
+    added = (x.double() @ a.double().t() @ b.double().t()).mean()
+    y = [linear(x, weight).double().mean() for weight in (w, Adapted(w, (LowRank(slice(0, N), b, a, 1.0),)))]
+    merged = (w.float() + b @ a).to(torch.bfloat16)
+    assert float((merged != w).float().mean()) < 0.1
+    assert float(y[1] - y[0]) == pytest.approx(float(added), rel=0.2)

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from zerokl.files.bitwise import count_unequal
-from zerokl.kernels.merge import merge
+from zerokl.kernels.merge import merge, swallowed_rows
 
 from tests.helpers import DTYPES, assert_at_most_twice_the_error, property_settings, randn, threads
 
@@ -93,3 +93,28 @@ def test_other_shapes_are_refused():
         merge(w.clone(), w.t().contiguous(), b, a, 1.0)
     with pytest.raises(ValueError, match="of w"):
         merge(w.clone(), w, b, randn(0, 3, 6), 1.0)
+
+
+@property_settings(20)
+@given(N=st.integers(1, 70), K=st.integers(1, 1100), dtype=st.sampled_from(DTYPES), seed=st.integers(0, 100))
+def test_swallowed_is_what_is_added_to_weights_that_stay_what_the_base_rounds_to(N, K, dtype, seed):
+    """Beside numpy's sums in fp64, and the same rows alone."""
+    w, b, a = operands(N, K, 3, seed, dtype)
+    b *= 10.0 ** torch.linspace(-4, 0, N)[:, None]  # from rows that lose all to rows that lose little
+    y = merged(w, b, a, 2.0, dtype)
+    added = np.abs(2.0 * (b.double().numpy() @ a.double().numpy()))
+    expected = np.stack([(added * (y == w).numpy()).sum(1), added.sum(1)], axis=1)
+    sums = swallowed_rows(y, w, b, a, 2.0)
+    assert (np.abs(sums.numpy() - expected) <= 1e-5 * expected[:, 1:]).all()
+    alone = torch.cat([swallowed_rows(*(x[i : i + 1] for x in (y, w, b)), a, 2.0) for i in range(N)])
+    assert count_unequal(sums, alone) == 0
+
+
+def test_control_a_merge_in_fp32_swallows_less_than_one_in_bf16():
+    w, b, a = operands(64, 256, 4, dtype=torch.bfloat16)
+    lost = {
+        dtype: (sums := swallowed_rows(merged(w, b * 0.001, a, 1.0, dtype), w, b * 0.001, a, 1.0).sum(0))[0]
+        / sums[1]
+        for dtype in (torch.float32, torch.bfloat16)
+    }
+    assert lost[torch.float32] < 0.001 < 0.5 < lost[torch.bfloat16]

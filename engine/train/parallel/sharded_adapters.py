@@ -11,11 +11,13 @@ in one buffer, and the ranks add theirs by the tree of gradient.py, as in data_p
 from collections.abc import Iterator, Sequence
 from typing import TypeVar
 
+import numpy as np
 import torch
 
+from ....files.bitwise import unequal
 from ....kernels.grad import GradBuffer
 from ....kernels.merge import merge
-from ....model.adapters import Adapter, adapter_buffers_by_name
+from ....model.adapters import Merged, adapter_buffers_by_name, layer_of
 from ....model.decoder import Decoder
 from ....verify.ledger import Tree
 from .data_parallel import RankedWorkers
@@ -58,21 +60,36 @@ class ShardedAdapters:
         self.merge()
 
     @torch.no_grad()
-    def merge(self) -> None:
-        """Compute this rank's rows of the merged weights again."""
+    def merge(self) -> int:
+        """Compute this rank's rows of the merged weights again.
+
+        Returns how many of all ranks' have other bits than before. All ranks call this together.
+        """
+        moved = 0
+        for before, matrix in self._matrices():
+            merged = torch.empty_like(matrix.w_new)
+            merge(merged, *matrix[2:])
+            moved += int(unequal(merged, matrix.w_new).sum())
+            before.copy_(merged)  # fp32 holds it exactly
+        return sum(self._model.ranks.gather(lambda: moved))
+
+    def swallowed(self) -> list[tuple[int, np.ndarray]]:
+        """As Adapters.swallowed, of all ranks' rows. All ranks call this together."""
+        own_rows = [(matrix.layer, matrix.swallowed_rows()) for _, matrix in self._matrices()]
+        return [rows for rank_rows in self._model.ranks.gather(lambda: own_rows) for rows in rank_rows]
+
+    def _matrices(self) -> Iterator[tuple[torch.Tensor, Merged]]:
+        """This rank's rows of each adapted matrix, if it has any: as they lie, and as operands."""
         locals_ = dict(zip(self._pieces, self._model.locals(), strict=True))
         for adapter in self.layout.adapters:
             name = f"{adapter.module}.weight"
             if len(base := self._base[name]):
-                merged = torch.empty_like(base, dtype=self._model.dtype)
-                b, a = self._factors(adapter)
-                merge(merged, base, b[self._pieces[name].rows], a, self.layout.lora.scale)
-                locals_[name].copy_(merged)  # fp32 holds it exactly
-
-    def _factors(self, adapter: Adapter) -> tuple[torch.Tensor, torch.Tensor]:
-        """B and A."""
-        views = (self.flat[e.offset : e.offset + e.numel].view(e.shape) for e in (adapter.b, adapter.a))
-        return tuple(views)
+                b, a = (
+                    self.flat[e.offset : e.offset + e.numel].view(e.shape) for e in (adapter.b, adapter.a)
+                )
+                merged, rows = locals_[name].to(self._model.dtype), self._pieces[name].rows
+                factors = b[rows], a, self.layout.lora.scale
+                yield locals_[name], Merged(layer_of(adapter.weight), merged, base, *factors)
 
     def base_views(self) -> Iterator[tuple[str, torch.Tensor]]:
         """All ranks iterate together: each weight is gathered in its turn."""

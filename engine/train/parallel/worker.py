@@ -10,6 +10,7 @@ from typing import TypeVar
 
 import torch
 
+from ....model.adapters import low_rank_by_weight
 from ....model.decoder import Decoder
 from ....model.numerics import Numerics
 from ....model.offload import Offload
@@ -103,6 +104,8 @@ def _host(
     decoder = Decoder(layout.config, flat, layout, numerics, recompute, offload)
     if adapters is not None:
         trained_adapters = TrainedAdapters(trained, map_tensor(adapters, trained.numel, torch.float32))
+        if not trained.lora.merge:
+            decoder.adapt(low_rank_by_weight(*trained_adapters))
     shared_root = map_tensor(root, trained.trained_numel, torch.float32)
     return Host(decoder, share, shared_root, adapters=trained_adapters)
 

@@ -3,6 +3,7 @@
 The ledger's quantities are those of A and B, and its head binds the base.
 """
 
+import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +18,7 @@ from zerokl.engine.config.sampling_section import NativeConfig
 from zerokl.engine.runs.checks.replayer import Replayer
 from zerokl.engine.runs.checks.verify_run import verify_run
 from zerokl.engine.runs.run import resume, train
+from zerokl.files.bitwise import count_unequal
 from zerokl.files.writing import MANIFEST, write_manifest
 from zerokl.verify.compare_runs import open_run
 
@@ -73,6 +75,31 @@ def test_the_ledger_is_of_the_adapters_and_the_head_binds_the_base(run, base):
     assert all(len(line.leaves[q]) == len(adapter) for q in ("gradient", "optimizer", "weights"))
     compute = [line.quantities["compute_weights"] for line in ledger.lines]
     assert len(set(compute)) == 3, "every update changes what is computed with"
+
+
+def test_the_metrics_say_what_rounding_takes(run, base, tmp_path):
+    """Beside the merged folders of the checkpoints, and numpy."""
+    folders = [run / "checkpoints" / f"step-{step:06}" for step in (2, 3)]
+    dtype = open_run(run).head.settings["dtype"]
+    for folder in folders:
+        assert main(["merge", str(folder), str(tmp_path / folder.name), "--dtype", dtype]) == 0
+    old, new = (load_file(tmp_path / folder.name / "model.safetensors") for folder in folders)
+    adapter, whole = (
+        load_file(folders[1] / "adapter_model.safetensors"),
+        load_file(base / "model.safetensors"),
+    )
+    moved, lost, added, n = 0, 0.0, 0.0, 0
+    for a_name in (name for name in adapter if name.endswith("lora_A.weight")):
+        name = a_name.removeprefix("base_model.model.").replace(".lora_A", "")
+        a, b = adapter[a_name].double(), adapter[a_name.replace("lora_A", "lora_B")].double()
+        size, is_base = (3.0 * (b @ a)).abs(), new[name] == whole[name].to(new[name].dtype)
+        moved, n = moved + count_unequal(old[name], new[name]), n + size.numel()
+        lost, added = lost + float((size * is_base).sum()), added + float(size.sum())
+    metrics = json.loads((run / "metrics.jsonl").read_text().splitlines()[2])
+    assert metrics["update/moved"] == moved / n > 0
+    assert metrics["lora/swallowed"] == pytest.approx(lost / added, rel=1e-4)
+    assert metrics["lora/layers"].keys() == {"0", "1"}
+    assert min(shares := metrics["lora/layers"].values()) <= metrics["lora/swallowed"] <= max(shares)
 
 
 CUTS = [

@@ -79,9 +79,10 @@ def together(views: Iterable[tuple[str, torch.Tensor]], letter: str) -> torch.Te
     return torch.cat([x.reshape(-1) for name, x in views if f"lora_{letter}" in name])
 
 
+@pytest.mark.parametrize("merge", [True, False], ids=["merged", "unmerged"])
 @pytest.mark.parametrize("trained", [True, False], ids=["random", "first"])
-def test_the_gradient_is_that_of_autograd_in_fp64(model, trained):
-    adapters = adapters_of(model, torch.float32, trained=trained)
+def test_the_gradient_is_that_of_autograd_in_fp64(model, trained, merge):
+    adapters = adapters_of(model, torch.float32, LORA._replace(merge=merge), trained)
     ours = adapters.layout.checkpoint_views(gradient(adapters))
     plain, exact = (by_autograd(model, adapters, STEP, dtype) for dtype in (torch.float32, torch.float64))
     assert ours.keys() == exact.keys()
@@ -91,14 +92,17 @@ def test_the_gradient_is_that_of_autograd_in_fp64(model, trained):
         assert (grads[2].abs().max() > 0) == (trained or letter == "B"), "B = 0 has a gradient, A has none"
 
 
+@pytest.mark.parametrize("merge", [True, False], ids=["merged", "unmerged"])
 @pytest.mark.parametrize("dtype", ONE_QUICK, ids=str)
-def test_how_the_work_is_cut_decides_no_bit_of_the_gradient(model, dtype, worker_count):
-    expected = gradient(adapters_of(model, dtype))
+def test_how_the_work_is_cut_decides_no_bit_of_the_gradient(model, dtype, merge, worker_count):
+    lora = LORA._replace(merge=merge)
+    expected = gradient(adapters_of(model, dtype, lora))
     for cut in ({"n": worker_count}, {"micro_batch": 5}, {"in_flight": 4, "micro_batch": 3}):
-        assert total_unequal([gradient(adapters_of(model, dtype), **cut)], [expected]) == 0, cut
-    other = adapters_of(model, dtype)
+        assert total_unequal([gradient(adapters_of(model, dtype, lora), **cut)], [expected]) == 0, cut
+    other = adapters_of(model, dtype, lora)
     other.flat[0] += 0.5
-    other.merge()
+    if merge:
+        other.merge()
     assert total_unequal([gradient(other)], [expected]) > 0, "control"
 
 

@@ -15,6 +15,7 @@ from zerokl.engine.train.master_weights import SlicedWeights
 from zerokl.engine.train.optimizer import Optimizer
 from zerokl.engine.train.parallel.gradient import GradientTree, ShardSum
 from zerokl.engine.train.schedule import learning_rate
+from zerokl.files.bitwise import count_unequal
 from zerokl.model.checkpoint import load_decoder
 from zerokl.model.config import ModelConfig
 from zerokl.model.context import Buffers
@@ -81,8 +82,11 @@ def test_weights_are_those_of_adamw_in_fp64(model, weight_decay, max_grad_norm):
         norm = _norm(gradient)
         scale = max_grad_norm / norm if 0 < max_grad_norm < norm else 1.0
         clipped += scale != 1.0
+        before = {name: w.detach().clone() for name, w in decoder.w.items()}
         metrics = _update(decoder, optimizer, gradient)
-        assert metrics == pytest.approx({"grad_norm": norm, "lr": rate}, rel=1e-9)
+        moved = sum(count_unequal(before[name], w) for name, w in decoder.w.items())
+        share = moved / sum(w.numel() for w in decoder.w.values())
+        assert metrics == pytest.approx({"grad_norm": norm, "lr": rate, "update/moved": share}, rel=1e-9)
         for group, (name, w) in zip(adamw.param_groups, oracle.items(), strict=True):
             group["lr"], w.grad = rate, gradient[name].double() * scale
         adamw.step()

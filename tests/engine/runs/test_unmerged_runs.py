@@ -1,0 +1,83 @@
+"""Runs whose adapters are not merged: exact, the same bits however the work is cut, resumed and verified."""
+
+import re
+from pathlib import Path
+
+import pytest
+from zerokl.engine.config.lora_section import LoraConfig
+from zerokl.engine.config.run_config import Config
+from zerokl.engine.config.sampling_section import NativeConfig
+from zerokl.engine.runs.checks.verify_run import verify_run
+from zerokl.engine.runs.run import resume, train
+from zerokl.verify.compare_runs import open_run
+
+from tests.helpers import fingerprint
+from tests.random_model import EXPERTS, random_model
+
+LORA = LoraConfig(rank=3, alpha=9.0, merge=False)
+
+
+@pytest.fixture(scope="module")
+def base(model) -> Path:
+    return model
+
+
+@pytest.fixture(
+    scope="module",
+    params=["bfloat16", *(pytest.param(x, marks=pytest.mark.full) for x in ("float32", "float16"))],
+)
+def unmerged(request, config, model) -> Config:
+    made = config(dtype=request.param, model=model, checkpoint__every=2, steps=3)
+    return made.model_copy(update={"lora": LORA})
+
+
+@pytest.fixture(scope="module")
+def run(unmerged, tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("unmerged") / "run"
+    summary = train(unmerged, path)
+    assert (summary.tokens_unequal, summary.mismatch_max_abs) == (0, 0.0)
+    return path
+
+
+def test_the_ledger_says_it_and_every_update_changes_what_is_drawn(unmerged, run, tmp_path):
+    ledger = open_run(run)
+    assert ledger.head.settings["lora.merge"] is False
+    assert all("compute_weights" not in line.quantities for line in ledger.lines)
+    train(unmerged.model_copy(update={"lora": LORA.model_copy(update={"merge": True})}), tmp_path / "merged")
+    logprobs = [line.quantities["sampling_logprobs"] for line in open_run(tmp_path / "merged").lines]
+    assert logprobs[2] != ledger.lines[2].quantities["sampling_logprobs"], "control: another arithmetic"
+
+
+def test_how_the_work_is_cut_decides_no_bit(unmerged, run, tmp_path, worker_count):
+    cut = {"workers": worker_count, "micro_batch": 2, "native": NativeConfig(speculate=3)}
+    train(unmerged.model_copy(update=cut), tmp_path / "run")
+    assert fingerprint(tmp_path / "run") == fingerprint(run)
+
+
+def test_a_run_goes_on_and_is_verified(run, cut):
+    assert [f"{f.what}: {f.result}" for f in verify_run(cut, 2, 0, {}) if not f.holds] == []
+    resume(cut)
+    assert [line.chain for line in open_run(cut).lines] == [line.chain for line in open_run(run).lines]
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        ({"max_staleness": 1}, "pool.engine, max_staleness or [perturb]"),
+        ({"exact": False, "sampler": "hf"}, 'sampler ("hf")'),
+        ({"exact": False, "perturb__round_weights": "float16"}, "pool.engine, max_staleness or [perturb]"),
+        ({"parallel__engine": "fsdp"}, 'parallel.engine = "fsdp"'),
+    ],
+)
+def test_what_computes_with_a_copy_of_the_weights_is_refused(config, model, tmp_path, settings, named):
+    cfg = config(model=model, **settings).model_copy(update={"lora": LORA})
+    with pytest.raises(ValueError, match=re.escape(f"lora.merge (false) with {named}")):
+        train(cfg, tmp_path / "run")
+
+
+def test_experts_are_refused_by_name_and_their_attention_is_not(config, tmp_path):
+    cfg = config(model=random_model(tmp_path / "experts", EXPERTS), steps=1).model_copy(update={"lora": LORA})
+    with pytest.raises(ValueError, match=r"lora.merge \(false\): model.layers.1.mlp.experts"):
+        train(cfg, tmp_path / "run")
+    attention = LORA.model_copy(update={"targets": ("q_proj", "o_proj")})
+    assert train(cfg.model_copy(update={"lora": attention}), tmp_path / "attention").tokens_unequal == 0
