@@ -22,7 +22,7 @@ if [ $# -gt 0 ] && [ "${1#-}" = "$1" ]; then
   parts="$1"
   shift
 fi
-[ "$parts" = all ] && parts="exact kernels step decode decode-vllm vllm vllm-runs models long ranks"
+[ "$parts" = all ] && parts="exact kernels step decode decode-vllm vllm vllm-runs models families long ranks"
 root="$(cd "$(dirname "$0")/.." && pwd)"
 # The repository root is the package: a link by its name makes it importable without an installation.
 link="$(mktemp -d)"

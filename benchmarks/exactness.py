@@ -19,34 +19,40 @@ Pair = tuple[Sequence[int], Sequence[int]]
 
 
 def exactness(m: Machine) -> Iterator[Row]:
-    """The law on a model of two layers, in each dtype.
+    """The law on a model of two layers, in each dtype."""
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        decoder = m.decoder(m.first_shape, 2, min(m.vocab, 4096), dtype)
+        yield from law(decoder, f"law {name_of(dtype)}", SMALL_LENGTHS if m.small else LENGTHS)
+
+
+# Tokens of the sequences: at the edges of tiles, and beside them.
+SMALL_LENGTHS, LENGTHS = (9, 40, 5), (9, 300, 33, 130, 5, 64, 257)
+
+
+def law(decoder: Decoder, what: str, lengths: Sequence[int]) -> Iterator[Row]:
+    """A row for each way to compute what a packed batch computes, and its unequal bits.
 
     A sequence is computed alone, in a batch, in chunks, token by token, and after prompts that are read once.
     The gradient is computed by micro-batches of two sizes.
     """
     from zerokl.engine.train.parallel.gradient import ShardSum
 
-    for dtype in (torch.bfloat16, torch.float16, torch.float32):
-        decoder = m.decoder(m.first_shape, 2, min(m.vocab, 4096), dtype)
-        generator = torch.Generator().manual_seed(1)
-        ids = [
-            torch.randint(100, (n,), generator=generator).tolist()
-            for n in ((9, 40, 5) if m.small else (9, 300, 33, 130, 5, 64, 257))
-        ]
-        unequal = _forward_ways(decoder, ids)
-        pairs = [(x[:4], completion) for x in ids for completion in (x[4:], x[:3])]
-        with torch.no_grad():
-            whole = logprobs(decoder, pack(pairs), SamplingParams())[0].cpu()
-        gradients = []
-        for size in (len(pairs), 1):
-            shard = ShardSum(decoder, 1)
-            work = partial(_differentiate, coefficients=torch.ones(len(pairs)), size=size)
-            (logp,) = shard.add(work, [pairs])
-            unequal[f"prompts once, {size} sequences at a time"] = count_unequal(logp, whole)
-            gradients.append(shard.tree.take().clone())
-        unequal["gradient by micro-batches"] = count_unequal(*gradients)
-        for way, n in unequal.items():
-            yield {"what": f"law {name_of(dtype)}: {way}", "unequal": n}
+    generator = torch.Generator().manual_seed(1)
+    ids = [torch.randint(100, (n,), generator=generator).tolist() for n in lengths]
+    unequal = _forward_ways(decoder, ids)
+    pairs = [(x[:4], completion) for x in ids for completion in (x[4:], x[:3])]
+    with torch.no_grad():
+        whole = logprobs(decoder, pack(pairs), SamplingParams())[0].cpu()
+    gradients = []
+    for size in (len(pairs), 1):
+        shard = ShardSum(decoder, 1)
+        work = partial(_differentiate, coefficients=torch.ones(len(pairs)), size=size)
+        (logp,) = shard.add(work, [pairs])
+        unequal[f"prompts once, {size} sequences at a time"] = count_unequal(logp, whole)
+        gradients.append(shard.tree.take().clone())
+    unequal["gradient by micro-batches"] = count_unequal(*gradients)
+    for way, n in unequal.items():
+        yield {"what": f"{what}: {way}", "unequal": n}
 
 
 def _differentiate(

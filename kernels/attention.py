@@ -60,7 +60,7 @@ class _Attention(torch.autograd.Function):
         if on_triton(q):
             from .attention_bwd_triton import attention_bwd as bwd_on_gpu
 
-            return *bwd_on_gpu(do, q, *rest, ctx.plan.on(q.device), ctx.scale), None, None, None
+            return *bwd_on_gpu(do, q, *rest, ctx.plan.on(q.device), ctx.scale, ctx.rule), None, None, None
         operands = do, q, *rest, ctx.plan, ctx.scale, ctx.rule
         if on_cpp(q) and not ctx.rule.cap and backward_agrees(ctx.plan, q.shape[-1]):
             return *attention_bwd(*operands), None, None, None
@@ -70,8 +70,6 @@ class _Attention(torch.autograd.Function):
 def _packed(
     q, k, v, plan: AttentionPlan, scale: float, rule: AttentionRule, want_lse: bool
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    if on_triton(q):
-        rule.refuse_on_triton()
     if on_triton(q) and rule.chunk:
         from .attention_chunks_triton import walk_packed
 
@@ -79,7 +77,7 @@ def _packed(
     if on_triton(q):
         from .attention_triton import attention_packed
 
-        return attention_packed(q, k, v, plan.on(q.device), scale, want_lse)
+        return attention_packed(q, k, v, plan.on(q.device), scale, want_lse, rule)
     if on_cpp(q) and forward_agrees(plan.heads, plan.kv_heads, q.shape[-1], rule):
         return attention_fwd(q, k, v, plan, scale, rule, want_lse)
     return attention_ref(q, gather_tiles(k, v, plan.rows), plan, scale, rule, want_lse)
@@ -179,11 +177,10 @@ def _paged_on_triton(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spans: Spans, scale: float, rule: AttentionRule
 ) -> torch.Tensor:
     """q [T, Hq, D], k and v [blocks, KEY_TILE, Hkv, D] -> [T, Hq, D]. Which kernel serves decides no bit."""
-    rule.refuse_on_triton()
     if not rule.chunk:
         from .attention_triton import attention_paged
 
-        return attention_paged(q, k, v, spans, scale)
+        return attention_paged(q, k, v, spans, scale, rule)
     if len(q) == len(spans.seqused_k):  # one token of each sequence
         from .attention_split_triton import split_paged
 

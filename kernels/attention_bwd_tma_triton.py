@@ -19,6 +19,7 @@ each. Everything else is in fp32.
 Order: tiles begin at the first position of a sequence, so a gradient depends on its own sequence only.
 Positions without a query add exact zeros. A step that begins before the first query (a prompt that is a
 context) sets what comes before it to zeros itself: ragged TMA checks the end of a sequence, not its start.
+Windows and caps are as in attention_bwd_triton.py.
 """
 
 import torch
@@ -27,9 +28,11 @@ import triton.language as tl
 from triton.tools.ragged_tma import create_ragged_descriptor, load_ragged
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from .attention_rule import WALK, AttentionRule
 from .attention_tables import TILE_KEYS, TILE_ROWS, Spans
 from .attention_tma_triton import heads_flat, heads_readable
 from .launch import dense, launch
+from .softcap_triton import tanh
 
 LOG2E = tl.constexpr(1.4426950408889634)
 # Queries of a step of the second pass. With 64 it spills registers.
@@ -59,6 +62,9 @@ def _backward_q_tma(
     D: tl.constexpr,
     ROWS: tl.constexpr,
     KEYS: tl.constexpr,
+    CAP: tl.constexpr,
+    WINDOW: tl.constexpr,
+    INNER: tl.constexpr,
 ):
     POSITIONS: tl.constexpr = ROWS // GROUP
     h = tl.program_id(0)
@@ -80,25 +86,57 @@ def _backward_q_tma(
     last = tl.where(used, first + within, -1)
     seen = first + positions
     dq = tl.zeros([ROWS, D], tl.float32)
-    for j in range(0, seen, KEYS):
+    begin = tl.maximum(first - WINDOW + 1, 0) // KEYS * KEYS if WINDOW else 0
+    for j in range(begin, seen, KEYS):
         k = load_ragged(k_desc, key_start, seen, [j, h * D])
         v = load_ragged(v_desc, key_start, seen, [j, h * D])
         s, dp = tl.dot(q, k.T), tl.dot(do, v.T)
-        p = tl.exp2(s * (scale * LOG2E) - lse2[:, None])
+        if INNER != 0.0:
+            t = tanh(s * INNER)
+            p = tl.exp2(tl.fma(t, CAP * LOG2E, -lse2[:, None]))
+        else:
+            p = tl.exp2(s * (scale * LOG2E) - lse2[:, None])
         p = tl.where((j + n)[None, :] <= last[:, None], p, 0.0)
+        if WINDOW:
+            p = tl.where((j + n)[None, :] > last[:, None] - WINDOW, p, 0.0)
         ds = p * (dp - delta[:, None])
+        if INNER != 0.0:
+            ds *= tl.fma(-t, t, 1.0)
         dq = tl.dot(ds.to(k.dtype), k, dq)
     tl.store(dq_ptr + dense_tile, (dq * scale).to(dq_ptr.dtype.element_ty), mask=used[:, None])
 
 
 @triton.jit
-def _add_queries(dk, dv, k, v, q, do, lse2, delta, key_step, step, scale):
+def _add_queries(
+    dk,
+    dv,
+    k,
+    v,
+    q,
+    do,
+    lse2,
+    delta,
+    key_step,
+    step,
+    scale,
+    CAP: tl.constexpr,
+    WINDOW: tl.constexpr,
+    INNER: tl.constexpr,
+):
     """dk (not yet scaled) and dv with the share of some queries of one head."""
     s, dp = tl.dot(k, q.T), tl.dot(v, do.T)
-    p = tl.exp2(s * (scale * LOG2E) - lse2[None, :])
+    if INNER != 0.0:
+        t = tanh(s * INNER)
+        p = tl.exp2(tl.fma(t, CAP * LOG2E, -lse2[None, :]))
+    else:
+        p = tl.exp2(s * (scale * LOG2E) - lse2[None, :])
     p = tl.where(key_step[:, None] <= step[None, :], p, 0.0)
+    if WINDOW:
+        p = tl.where(key_step[:, None] > (step - WINDOW)[None, :], p, 0.0)
     dv = tl.dot(p.to(do.dtype), do, dv)
     ds = p * (dp - delta[None, :])
+    if INNER != 0.0:
+        ds *= tl.fma(-t, t, 1.0)
     return tl.dot(ds.to(q.dtype), q, dk), dv
 
 
@@ -129,6 +167,9 @@ def _backward_kv_tma(
     D: tl.constexpr,
     QUERIES: tl.constexpr,
     KEYS: tl.constexpr,
+    CAP: tl.constexpr,
+    WINDOW: tl.constexpr,
+    INNER: tl.constexpr,
 ):
     h = tl.program_id(0)
     entry = table_ptr + tl.program_id(1) * 6
@@ -153,9 +194,10 @@ def _backward_kv_tma(
         at_row = (start + step) * heads + head
         lse2 = tl.load(lse_ptr + at_row, mask=asks, other=float("inf")) * LOG2E
         delta = tl.load(delta_ptr + at_row, mask=asks, other=0.0)
-        dk, dv = _add_queries(dk, dv, k, v, q, do, lse2, delta, key_step, step, scale)
+        dk, dv = _add_queries(dk, dv, k, v, q, do, lse2, delta, key_step, step, scale, CAP, WINDOW, INNER)
     begin = tl.where(begin < 0, begin + QUERIES, begin)
-    for i in range(0, tl.cdiv(tl.maximum(queries - begin, 0), QUERIES) * GROUP):
+    end = tl.minimum(queries, first + KEYS - 1 + WINDOW - context) if WINDOW else queries
+    for i in range(0, tl.cdiv(tl.maximum(end - begin, 0), QUERIES) * GROUP):
         place, head = begin + i // GROUP * QUERIES, h * GROUP + i % GROUP
         step = place + r
         asks = step < queries
@@ -164,21 +206,24 @@ def _backward_kv_tma(
         at_row = (start + step) * heads + head
         lse2 = tl.load(lse_ptr + at_row, mask=asks, other=float("inf")) * LOG2E
         delta = tl.load(delta_ptr + at_row, mask=asks, other=0.0)
-        dk, dv = _add_queries(dk, dv, k, v, q, do, lse2, delta, key_step, step, scale)
+        dk, dv = _add_queries(dk, dv, k, v, q, do, lse2, delta, key_step, step, scale, CAP, WINDOW, INNER)
     out_tile = ((key0 + n).to(tl.int64) * (heads // GROUP) + h)[:, None] * D + d[None, :]
     tl.store(dk_ptr + out_tile, (dk * scale).to(dk_ptr.dtype.element_ty), mask=used[:, None])
     tl.store(dv_ptr + out_tile, dv.to(dv_ptr.dtype.element_ty), mask=used[:, None])
 
 
 def attention_bwd_tma(
-    do, q, k, v, o, lse, spans: Spans, scale: float
+    do, q, k, v, o, lse, spans: Spans, scale: float, rule: AttentionRule = WALK
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """attention_bwd_triton.attention_bwd for a call that attention_tma_triton.supports_tma accepts."""
     # One token is contiguous with any stride between tokens, and TMA is given this stride.
     do, q, k, v = map(heads_readable, (dense(do), q, k, v))
     (_, H, D), kv_heads = q.shape, spans.kv_heads
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
-    delta, shape = torch.empty_like(lse), {"GROUP": H // kv_heads, "D": D}
+    delta, shape = (
+        torch.empty_like(lse),
+        {"GROUP": H // kv_heads, "D": D, "CAP": rule.cap, **rule.constants(scale)},
+    )
     keys = [create_ragged_descriptor(heads_flat(x), [TILE_KEYS, D]) for x in (k, v)]
     q_args = (q, *keys, o, do, lse, delta, dq, spans.query_tiles, scale, H, *q.stride()[:2])
     q_options = {"ROWS": TILE_ROWS, "KEYS": TILE_KEYS, "num_warps": 4, "num_stages": 2}

@@ -16,6 +16,9 @@ Roundings: p and ds are rounded to the dtype before they meet do, q and k. dq, d
 each. Everything else is in fp32 (ieee, never tf32).
 Order: the tiles begin at the first position of a sequence, so a gradient depends on its own sequence only.
 Positions without a query add exact zeros.
+With a window, tiles that no row of a program sees are not read: they would add zeros to sums that begin with
++0.0. With a cap, s = cap t, t = tanh((scale / cap) (q . k)) by the forward's tanh, and ds has the factor
+1 - t^2 (softcap_triton.py).
 
 Most calls in 16 bits on Hopper have other tiles, and so other bits (attention_bwd_tma_triton.py).
 """
@@ -25,10 +28,12 @@ import triton
 import triton.language as tl
 
 from .attention_bwd_tma_triton import attention_bwd_tma
+from .attention_rule import WALK, AttentionRule
 from .attention_tables import Spans
 from .attention_tma_triton import supports_tma
 from .attention_triton import find_tile
 from .launch import launch, next_power_of_2, rows_contiguous
+from .softcap_triton import tanh
 from .tiles import generation
 
 
@@ -68,6 +73,9 @@ def _backward_q(
     WIDTH: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    CAP: tl.constexpr,
+    WINDOW: tl.constexpr,
+    INNER: tl.constexpr,
 ):
     tile, h = tl.program_id(0), tl.program_id(1)
     seq, start, queries, first = find_tile(cu_ptr, tile, sequences, BLOCK_M)
@@ -89,7 +97,8 @@ def _backward_q(
     tl.store(delta_ptr + token * heads + h, delta, mask=used)
     lse = tl.load(lse_ptr + token * heads + h, mask=used, other=float("inf"))
     dq = tl.zeros([BLOCK_M, WIDTH], tl.float32)
-    for j in range(0, tl.minimum(context + first + BLOCK_M, length), BLOCK_N):
+    begin = tl.maximum(context + first - WINDOW + 1, 0) // BLOCK_N * BLOCK_N if WINDOW else 0
+    for j in range(begin, tl.minimum(context + first + BLOCK_M, length), BLOCK_N):
         key = j + n
         key_row = (key_start + key).to(tl.int64)
         key_mask = (key < length)[:, None] & (d < D)[None, :]
@@ -97,9 +106,19 @@ def _backward_q(
         k = tl.load(k_tile, mask=key_mask, other=0.0)
         v_tile = v_ptr + (key_row * v_stride_t)[:, None] + (h // GROUP * v_stride_h + d)[None, :]
         v = tl.load(v_tile, mask=key_mask, other=0.0)
-        s = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
-        p = tl.where(key[None, :] <= position[:, None], tl.exp(s - lse[:, None]), 0.0)
+        if INNER != 0.0:
+            t = tanh(tl.dot(q, tl.trans(k), input_precision="ieee") * INNER)
+            e = tl.exp(tl.fma(t, CAP, -lse[:, None]))
+        else:
+            s = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+            e = tl.exp(s - lse[:, None])
+        visible = key[None, :] <= position[:, None]
+        if WINDOW:
+            visible = visible & (key[None, :] > (position - WINDOW)[:, None])
+        p = tl.where(visible, e, 0.0)
         ds = p * (tl.dot(do, tl.trans(v), input_precision="ieee") - delta[:, None])
+        if INNER != 0.0:
+            ds *= tl.fma(-t, t, 1.0)
         dq = tl.dot(ds.to(k.dtype), k, dq, input_precision="ieee")
     dq *= scale
     tl.store(
@@ -145,6 +164,9 @@ def _backward_kv(
     WIDTH: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    CAP: tl.constexpr,
+    WINDOW: tl.constexpr,
+    INNER: tl.constexpr,
 ):
     tile, kv_head = tl.program_id(0), tl.program_id(1)
     seq, key_start, length, first = find_tile(key_cu_ptr, tile, sequences, BLOCK_N)
@@ -165,8 +187,9 @@ def _backward_kv(
     )
     dk, dv = tl.zeros([BLOCK_N, WIDTH], tl.float32), tl.zeros([BLOCK_N, WIDTH], tl.float32)
     key_step = key - context  # the position of the key, counted from the first query
+    end = tl.minimum(queries, first + BLOCK_N - 1 + WINDOW - context) if WINDOW else queries
     for h in range(kv_head * GROUP, kv_head * GROUP + GROUP):
-        for i in range(tl.maximum(first, context) // BLOCK_M * BLOCK_M - context, queries, BLOCK_M):
+        for i in range(tl.maximum(first, context) // BLOCK_M * BLOCK_M - context, end, BLOCK_M):
             step = i + r
             is_query = (step >= 0) & (step < queries)
             row = (start + step).to(tl.int64)
@@ -177,10 +200,20 @@ def _backward_kv(
             do = tl.load(do_tile, mask=q_mask, other=0.0)
             lse = tl.load(lse_ptr + row * heads + h, mask=is_query, other=float("inf"))
             delta = tl.load(delta_ptr + row * heads + h, mask=is_query, other=0.0)
-            s = tl.dot(k, tl.trans(q), input_precision="ieee") * scale
-            p = tl.where(key_step[:, None] <= step[None, :], tl.exp(s - lse[None, :]), 0.0)
+            if INNER != 0.0:
+                t = tanh(tl.dot(k, tl.trans(q), input_precision="ieee") * INNER)
+                e = tl.exp(tl.fma(t, CAP, -lse[None, :]))
+            else:
+                s = tl.dot(k, tl.trans(q), input_precision="ieee") * scale
+                e = tl.exp(s - lse[None, :])
+            visible = key_step[:, None] <= step[None, :]
+            if WINDOW:
+                visible = visible & (key_step[:, None] > (step - WINDOW)[None, :])
+            p = tl.where(visible, e, 0.0)
             dv = tl.dot(p.to(do.dtype), do, dv, input_precision="ieee")
             ds = p * (tl.dot(v, tl.trans(do), input_precision="ieee") - delta[None, :])
+            if INNER != 0.0:
+                ds *= tl.fma(-t, t, 1.0)
             dk = tl.dot(ds.to(q.dtype), q, dk, input_precision="ieee")
     dk *= scale
     tl.store(
@@ -196,19 +229,19 @@ def _backward_kv(
 
 
 def attention_bwd(
-    do, q, k, v, o, lse, spans: Spans, scale: float
+    do, q, k, v, o, lse, spans: Spans, scale: float, rule: AttentionRule = WALK
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """dq, dk, dv of packed attention, contiguous. do, q, o [T, Hq, D]; k, v [K, Hkv, D]; lse [T, Hq]."""
     assert spans.cu_seqlens_k is not None
     if supports_tma(q, spans, generation(q.device)):
-        return attention_bwd_tma(do, q, k, v, o, lse, spans, scale)
+        return attention_bwd_tma(do, q, k, v, o, lse, spans, scale, rule)
     do, q, k, v = map(rows_contiguous, (do, q, k, v))
     (T, H, D), kv_heads, sequences = q.shape, spans.kv_heads, len(spans.seqused_k)
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
     delta = torch.empty_like(lse)
     width = next_power_of_2(D)
     q_options, kv_options = _tiles(q.dtype, width, generation(q.device))
-    shape = {"GROUP": H // kv_heads, "D": D, "WIDTH": width}
+    shape = {"GROUP": H // kv_heads, "D": D, "WIDTH": width, "CAP": rule.cap, **rule.constants(scale)}
 
     def strides(*tensors: torch.Tensor) -> list[int]:
         return [n for x in tensors for n in x.stride()[:2]]

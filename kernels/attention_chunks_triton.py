@@ -60,8 +60,10 @@ def _walk(
     TILE: tl.constexpr,
     CHUNK: tl.constexpr,
     SINGLE: tl.constexpr,
+    WINDOW: tl.constexpr,
+    INNER: tl.constexpr,
 ):
-    """SINGLE: no row sees more than one chunk, so there is nothing to join."""
+    """SINGLE: no row sees more than one chunk, so there is nothing to join. WINDOW, INNER: see add_tile."""
     POSITIONS: tl.constexpr = ROWS // GROUP
     # Of a sequence, the programs with most keys come first.
     tile, h = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1)
@@ -83,7 +85,8 @@ def _walk(
     acc, A = tl.zeros([ROWS, WIDTH], tl.float32), tl.zeros([ROWS, WIDTH], tl.float32)
     seen = tl.minimum(context + first + POSITIONS, length)
     key_start = 0 if PAGE else tl.load(key_cu_ptr + seq)
-    for j in range(0, seen, TILE):
+    begin = tl.maximum(context + first - WINDOW + 1, 0) // TILE * TILE if WINDOW else 0
+    for j in range(begin, seen, TILE):
         key = j + t
         in_range = key < seen
         if PAGE:
@@ -99,7 +102,7 @@ def _walk(
         k = tl.load(k_tile, mask=in_range[None, :] & in_d[:, None], other=0.0).to(q.dtype)
         v = tl.load(v_tile, mask=in_range[:, None] & in_d[None, :], other=0.0).to(q.dtype)
         masked = j + TILE - 1 > context + first
-        m, l, acc = add_tile(q, k, v, m, l, acc, scale2, key, last, masked, ROWS, TILE)
+        m, l, acc = add_tile(q, k, v, m, l, acc, scale2, key, last, masked, ROWS, TILE, WINDOW, INNER)
         # In the one loop: a loop of chunks around it would drain its pipeline.
         if not SINGLE and (j + TILE) % CHUNK == 0:
             M, L, A = join(M, L, A, m, l, acc)
@@ -168,7 +171,7 @@ def _launch(
         None if page else spans.cu_seqlens_k,
         spans.seqused_k,
         table,
-        scale * LOG2E,
+        (rule.cap or scale) * LOG2E,
         sequences,
         table.stride(0) if page else 0,
         H,
@@ -184,6 +187,7 @@ def _launch(
         TILE=tile,
         CHUNK=rule.chunk,
         SINGLE=longest <= rule.chunk,
+        **rule.constants(scale),
         **walk_options(q.dtype, k.dtype, gpu),
     )
     return o, lse

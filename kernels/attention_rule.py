@@ -19,11 +19,9 @@ class AttentionRule(NamedTuple):
     window: int = 0
     cap: float = 0.0
 
-    def refuse_on_triton(self) -> None:
-        """Raise ValueError for what the Triton kernels do not compute."""
-        for name, value in (("window", self.window), ("cap", self.cap)):
-            if value:
-                raise ValueError(f"attention: {name} ({value}) is not computed on a GPU; take the reference")
+    def constants(self, scale: float) -> dict[str, float]:
+        """Of the Triton kernels. INNER multiplies q . k before tanh; without a cap it is 0.0."""
+        return {"WINDOW": self.window, "INNER": scale / self.cap if self.cap else 0.0}
 
     def state_bytes(self, rows: int, heads: int, head_dim: int, keys: int) -> int:
         """Of the chunks' states in a decoding turn on a GPU (attention_split_triton.py).

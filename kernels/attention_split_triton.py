@@ -71,8 +71,13 @@ def _split(
     CHUNK: tl.constexpr,
     SINGLE: tl.constexpr,
     SHARED: tl.constexpr,
+    WINDOW: tl.constexpr,
+    INNER: tl.constexpr,
 ):
-    """SINGLE: every row has one chunk, and its o is written. SHARED: items and tokens are given as tables."""
+    """SINGLE: every row has one chunk, and its o is written. SHARED: items and tokens are given as tables.
+
+    WINDOW, INNER: as in chunk_state_triton.add_tile. A chunk before all windows of an item is left out.
+    """
     SLOTS: tl.constexpr = ROWS // GROUP
     item, h, lane = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     row, d, t = tl.arange(0, ROWS), tl.arange(0, WIDTH), tl.arange(0, TILE)
@@ -89,13 +94,18 @@ def _split(
     length = tl.where(used, tl.maximum(tl.load(length_ptr + token, mask=used, other=0), 1), 0)
     seen = tl.max(length, axis=0)
     stop = tl.minimum(end, tl.cdiv(seen, CHUNK))
+    low = 0
+    if WINDOW:  # the first key that a token of the item sees
+        low = tl.maximum(tl.min(tl.where(used, length, seen), axis=0) - WINDOW, 0)
+        first = tl.maximum(first, low // CHUNK)
     mask = used[:, None] & in_d[None, :]
     q = tl.load(q_ptr + (token * q_stride_t + head * q_stride_h)[:, None] + d[None, :], mask=mask, other=0.0)
     table = table_ptr + place.to(tl.int64) * table_stride
     for c in range(first + lane, stop, lanes):
         m, l = tl.full([ROWS], float("-inf"), tl.float32), tl.zeros([ROWS], tl.float32)
         acc = tl.zeros([ROWS, WIDTH], tl.float32)
-        for j in range(c * CHUNK, tl.minimum(c * CHUNK + CHUNK, seen), TILE):
+        begin = tl.maximum(c * CHUNK, low // TILE * TILE) if WINDOW else c * CHUNK
+        for j in range(begin, tl.minimum(c * CHUNK + CHUNK, seen), TILE):
             key = j + t
             in_range = key < seen
             page = tl.load(table + key // PAGE, mask=in_range, other=0).to(tl.int64)
@@ -104,7 +114,8 @@ def _split(
             k_mask, v_mask = in_range[None, :] & in_d[:, None], in_range[:, None] & in_d[None, :]
             k = tl.load(k_ptr + k_row[None, :] + d[:, None], mask=k_mask, other=0.0).to(q.dtype)
             v = tl.load(v_ptr + v_row[:, None] + d[None, :], mask=v_mask, other=0.0).to(q.dtype)
-            m, l, acc = add_tile(q, k, v, m, l, acc, scale2, key, length - 1, True, ROWS, TILE)
+            last = length - 1
+            m, l, acc = add_tile(q, k, v, m, l, acc, scale2, key, last, True, ROWS, TILE, WINDOW, INNER)
         state = token * heads + head
         if SINGLE:
             o = output(l, acc).to(o_ptr.dtype.element_ty)
@@ -129,15 +140,17 @@ def _merge(
     WIDTH: tl.constexpr,
     CHUNK: tl.constexpr,
     AHEAD: tl.constexpr,
+    WINDOW: tl.constexpr,
 ):
-    """One row of o from the states of its chunks."""
+    """One row of o from the states of its chunks; those before the row's window may not be there."""
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     d, one = tl.arange(0, WIDTH)[None, :], tl.arange(0, 1)
-    n = tl.cdiv(tl.maximum(tl.load(length_ptr + token), 1), CHUNK)
+    length = tl.maximum(tl.load(length_ptr + token), 1)
+    n, begin = tl.cdiv(length, CHUNK), tl.maximum(length - WINDOW, 0) // CHUNK if WINDOW else 0
     state = (token * heads + head) * chunks
     M, L = tl.full([1], float("-inf"), tl.float32), tl.zeros([1], tl.float32)
     A = tl.zeros([1, WIDTH], tl.float32)
-    for c0 in range(0, n, AHEAD):
+    for c0 in range(begin, n, AHEAD):
         for i in tl.static_range(AHEAD):
             c = c0 + i + one
             m = tl.load(m_ptr + state + c, mask=c < n, other=float("-inf"))
@@ -201,7 +214,7 @@ def split_paged(
         spans.block_table,
         items,
         tokens,
-        scale * LOG2E,
+        (rule.cap or scale) * LOG2E,
         spans.block_table.stride(0),
         H,
         shape.chunks,
@@ -218,6 +231,7 @@ def split_paged(
         CHUNK=rule.chunk,
         SINGLE=is_single,
         SHARED=items is not None,
+        **rule.constants(scale),
         **walk_options(q.dtype, k.dtype, gpu),
     )
     if not is_single:
@@ -233,6 +247,7 @@ def split_paged(
             WIDTH=width,
             CHUNK=rule.chunk,
             AHEAD=_AHEAD,
+            WINDOW=rule.window,
             num_warps=1,
             num_stages=1,
         )

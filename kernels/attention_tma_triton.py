@@ -19,9 +19,11 @@ import triton.language as tl
 from triton.tools.ragged_tma import create_ragged_descriptor, load_ragged
 
 from .attention_plan import KEY_TILE
+from .attention_rule import WALK, AttentionRule
 from .attention_tables import TILE_ROWS, Spans
 from .launch import launch
 from .matmul_tma_triton import readable
+from .softcap_triton import tanh
 from .tiles import through_tma
 
 # The widths of a head that were compared and measured.
@@ -64,7 +66,10 @@ def _forward_tma(
     WANT_LSE: tl.constexpr,
     ROWS: tl.constexpr,
     TILE: tl.constexpr,
+    WINDOW: tl.constexpr,
+    INNER: tl.constexpr,
 ):
+    """WINDOW and INNER: as in attention_triton.py."""
     POSITIONS: tl.constexpr = ROWS // GROUP
     h = tl.program_id(0)
     entry = table_ptr + tl.program_id(1) * 4
@@ -81,18 +86,24 @@ def _forward_tma(
     acc = tl.zeros([ROWS, D], tl.float32)
     seen = first + positions
     last = tl.where(used, first + within, -1)[:, None]
-    for j in range(0, seen, TILE):
+    begin = tl.maximum(first - WINDOW + 1, 0) // TILE * TILE if WINDOW else 0
+    for j in range(begin, seen, TILE):
         k = load_ragged(k_desc, key_start, seen, [j, h * D])
         v = load_ragged(v_desc, key_start, seen, [j, h * D])
         s = tl.zeros([ROWS, TILE], tl.float32)
-        s += scale * tl.dot(q, k.T)
+        if INNER != 0.0:
+            s += scale * tanh(INNER * tl.dot(q, k.T))
+        else:
+            s += scale * tl.dot(q, k.T)
         if j + TILE - 1 > first:
             s = tl.where((j + t)[None, :] <= last, s, float("-inf"))
-        m_new = tl.maximum(m, tl.max(s, axis=1))
-        m_new = tl.where(m_new > float("-inf"), m_new, 0.0)  # an unused row has no key
+        if WINDOW:
+            s = tl.where((j + t)[None, :] > last - WINDOW, s, float("-inf"))
+        high = tl.maximum(m, tl.max(s, axis=1))
+        m_new = tl.where(high > float("-inf"), high, 0.0)  # an unused row has no key
         p, alpha = tl.exp(s - m_new[:, None]), tl.exp(m - m_new)
         l = l * alpha + row_sum(p, ROWS)
-        m = m_new
+        m = high if WINDOW else m_new
         acc = acc * alpha[:, None]
         acc += tl.dot(p.to(v.dtype), v)
     acc = acc / l[:, None]
@@ -112,7 +123,13 @@ def supports_tma(q: torch.Tensor, spans: Spans, gpu: str) -> bool:
 
 
 def attention_tma(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spans: Spans, scale: float, want_lse: bool
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    spans: Spans,
+    scale: float,
+    want_lse: bool,
+    rule: AttentionRule = WALK,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """attention_triton.attention_packed for a call that `supports_tma` accepts."""
     q, k, v = map(heads_readable, (q, k, v))
@@ -128,7 +145,7 @@ def attention_tma(
         o,
         lse,
         spans.query_tiles,
-        scale,
+        rule.cap or scale,
         H,
         *q.stride()[:2],
         GROUP=H // kv_heads,
@@ -136,6 +153,7 @@ def attention_tma(
         WANT_LSE=want_lse,
         ROWS=TILE_ROWS,
         TILE=KEY_TILE,
+        **rule.constants(scale),
         num_warps=4,
         num_stages=2 if D == 128 else 3,
     )

@@ -14,6 +14,9 @@ strides but the last are free. The queries of a sequence are its last positions.
 dtype than q: a tile is converted as it is read, which is exact.
 Roundings: p is rounded to the dtype before it meets v. o is rounded once. Scores, maximum and sums are in
 fp32; fp32 operands are multiplied as they are, never in tf32.
+Masks and caps (AttentionRule): the tiles before a program's first window are not read. A row's maximum stays
+-inf until it sees a key, so a tile that is hidden of it is a no-op here too. vLLM's kernel sets it to 0. With
+a cap, s is cap tanh((scale / cap) (q . k)), by softcap_triton.py.
 Order: BLOCK_M, KEY_TILE and WARPS are constants, because they lay out the sums along a row.
 """
 
@@ -22,9 +25,11 @@ import triton
 import triton.language as tl
 
 from .attention_plan import KEY_TILE
+from .attention_rule import WALK, AttentionRule
 from .attention_tables import TILE_ROWS, Spans
 from .attention_tma_triton import WIDTHS, attention_tma, row_sum, supports_tma
 from .launch import launch, next_power_of_2, rows_contiguous
+from .softcap_triton import tanh
 from .tiles import generation, through_tma
 
 # Rows of one program (more only where a group has more heads), and its warps, which share the keys of a row.
@@ -91,7 +96,10 @@ def _forward(
     BLOCK_M: tl.constexpr,
     TILE: tl.constexpr,
     WRITTEN_OUT: tl.constexpr,
+    WINDOW: tl.constexpr,
+    INNER: tl.constexpr,
 ):
+    """WINDOW: of AttentionRule. INNER: scale / cap, and `scale` is the cap; 0.0: no cap."""
     POSITIONS: tl.constexpr = BLOCK_M // GROUP
     tile, h = tl.program_id(0), tl.program_id(1)
     seq, start, queries, first = find_tile(cu_ptr, tile, sequences, POSITIONS)
@@ -112,7 +120,8 @@ def _forward(
     acc = tl.zeros([BLOCK_M, WIDTH], tl.float32)
     seen = tl.minimum(context + first + POSITIONS, length)
     key_start = 0 if PAGE else tl.load(key_cu_ptr + seq)
-    for j in range(0, tl.cdiv(seen, TILE)):
+    begin = tl.maximum(context + first - WINDOW + 1, 0) // TILE if WINDOW else 0
+    for j in range(begin, tl.cdiv(seen, TILE)):
         key = j * TILE + t
         in_range = key < seen
         if PAGE:
@@ -134,15 +143,20 @@ def _forward(
             other=0.0,
         ).to(q.dtype)
         s = tl.zeros([BLOCK_M, TILE], tl.float32)
-        s += scale * tl.dot(q, k, input_precision="ieee")
+        if INNER != 0.0:
+            s += scale * tanh(INNER * tl.dot(q, k, input_precision="ieee"))
+        else:
+            s += scale * tl.dot(q, k, input_precision="ieee")
         s = tl.where(used[:, None] & (key[None, :] <= (context + step)[:, None]), s, float("-inf"))
-        m_new = tl.maximum(m, tl.max(s, axis=1))
-        m_new = tl.where(m_new > float("-inf"), m_new, 0.0)  # an unused row has no key
+        if WINDOW:
+            s = tl.where(key[None, :] > (context + step - WINDOW)[:, None], s, float("-inf"))
+        high = tl.maximum(m, tl.max(s, axis=1))
+        m_new = tl.where(high > float("-inf"), high, 0.0)  # an unused row has no key
         p = tl.exp(s - m_new[:, None])
         p_sum = row_sum(p, BLOCK_M) if WRITTEN_OUT else tl.sum(p, axis=1)
         alpha = tl.exp(m - m_new)
         l = l * alpha + p_sum
-        m = m_new
+        m = high if WINDOW else m_new
         acc = acc * alpha[:, None]
         acc += tl.dot(p.to(v.dtype), v, input_precision="ieee")
     acc = acc / l[:, None]
@@ -156,7 +170,13 @@ def _forward(
 
 
 def attention_packed(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spans: Spans, scale: float, want_lse: bool
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    spans: Spans,
+    scale: float,
+    want_lse: bool,
+    rule: AttentionRule = WALK,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Attention over packed keys and values: q [T, Hq, D], k and v [K, Hkv, D].
 
@@ -164,23 +184,23 @@ def attention_packed(
     """
     assert spans.cu_seqlens_k is not None
     if supports_tma(q, spans, generation(q.device)):
-        return attention_tma(q, k, v, spans, scale, want_lse)
-    return _launch(q, k.unsqueeze(0), v.unsqueeze(0), spans, scale, 0, want_lse)
+        return attention_tma(q, k, v, spans, scale, want_lse, rule)
+    return _launch(q, k.unsqueeze(0), v.unsqueeze(0), spans, scale, rule, 0, want_lse)
 
 
 def attention_paged(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spans: Spans, scale: float
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spans: Spans, scale: float, rule: AttentionRule = WALK
 ) -> torch.Tensor:
     """Attention of new tokens against a cache that holds their keys and values.
 
     q [T, Hq, D], k and v [pages, page, Hkv, D] -> [T, Hq, D].
     """
     assert spans.block_table is not None
-    return _launch(q, k, v, spans, scale, k.shape[1], False)[0]
+    return _launch(q, k, v, spans, scale, rule, k.shape[1], False)[0]
 
 
 def _launch(
-    q, k, v, spans: Spans, scale: float, page: int, want_lse: bool
+    q, k, v, spans: Spans, scale: float, rule: AttentionRule, page: int, want_lse: bool
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     q, k, v = map(rows_contiguous, (q, k, v))
     (T, H, D), kv_heads = q.shape, spans.kv_heads
@@ -205,7 +225,7 @@ def _launch(
         key_starts,
         spans.seqused_k,
         table,
-        scale,
+        rule.cap or scale,
         sequences,
         table.stride(0) if page else 0,
         H,
@@ -221,6 +241,7 @@ def _launch(
         BLOCK_M=block_m,
         TILE=KEY_TILE,
         WRITTEN_OUT=many_rows,
+        **rule.constants(scale),
         num_warps=WARPS,
         **options,
     )

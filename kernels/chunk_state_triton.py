@@ -12,7 +12,8 @@ ascending order, and a row its chunks. What decides a bit: the chunk, the tile (
 16 bits add groups of 16 to one fp32 accumulator in ascending order; in fp32 they are chains of fma.
 
 Where a row sees no key of a tile or a chunk, m is -inf and 0 is subtracted; the state stays. Only a -0.0 of A
-may become +0.0, and the last addition makes it so for all.
+may become +0.0, and the last addition makes it so for all. So the tiles and chunks before a window are not
+read. With a cap, s is tanh((scale / cap) (q . k)), by softcap_triton.py, and scale2 is cap log2 e.
 """
 
 import math
@@ -21,6 +22,7 @@ import torch
 import triton
 import triton.language as tl
 
+from .softcap_triton import tanh
 from .tiles import through_tma
 
 LOG2E = math.log2(math.e)
@@ -68,14 +70,34 @@ def finite(m):
 
 
 @triton.jit
-def add_tile(q, k, v, m, l, acc, scale2, key, last, masked, ROWS: tl.constexpr, TILE: tl.constexpr):
+def add_tile(
+    q,
+    k,
+    v,
+    m,
+    l,
+    acc,
+    scale2,
+    key,
+    last,
+    masked,
+    ROWS: tl.constexpr,
+    TILE: tl.constexpr,
+    WINDOW: tl.constexpr,
+    INNER: tl.constexpr,
+):
     """A chunk's state after one more tile. q [ROWS, D], k [D, TILE], v [TILE, D].
 
     key [TILE]: the keys' positions. last [ROWS]: the last one that a row sees; masked: whether that matters.
+    WINDOW: of AttentionRule. INNER: scale / cap; 0.0: no cap.
     """
     s = tl.dot(q, k, input_precision="ieee")
+    if INNER != 0.0:
+        s = tanh(s * INNER)
     if masked:
         s = tl.where(key[None, :] <= last[:, None], s, float("-inf"))
+    if WINDOW:
+        s = tl.where(key[None, :] > last[:, None] - WINDOW, s, float("-inf"))
     high = tl.maximum(m, tl.max(s, axis=1) * scale2)
     base = finite(high)
     p = tl.exp2(tl.fma(s, scale2, -base[:, None]))

@@ -18,7 +18,7 @@ from .add_shared_triton import add_shared_bwd, add_shared_fwd
 from .attention_bwd_triton import attention_bwd
 from .attention_chunks_triton import walk_packed, walk_paged
 from .attention_plan import KEY_TILE
-from .attention_rule import RULES
+from .attention_rule import RULES, WALK, AttentionRule
 from .attention_split_triton import slots, split_paged
 from .attention_tables import SharedChunks, Spans
 from .attention_triton import attention_packed, attention_paged
@@ -45,6 +45,7 @@ from .rms_norm_triton import rms_norm_bwd, rms_norm_fwd
 from .rope_triton import rotate
 from .sigmoid_router_triton import choose, weigh, weigh_bwd
 from .silu_mul_triton import silu_mul_bwd, silu_mul_fwd
+from .softcap_triton import softcap_fwd
 from .tiles import tiles_of_target
 from .topk_softmax_triton import topk_softmax_bwd, topk_softmax_fwd
 from .value_head_triton import value_head_bwd, value_head_fwd
@@ -53,6 +54,8 @@ BF16, FP16, FP32 = DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 # Head widths and groups of the supported models: Qwen3-0.6B and 1.7B, 8B, 30B-A3B, Qwen2.5-0.5B,
 # Llama-3.2-1B, SmolLM2-135M.
 ATTENTION_SHAPES = ((128, 2), (128, 4), (128, 8), (64, 7), (64, 4), (64, 3))
+# A layer of OLMo-3-7B, and one of Gemma-2-9B. It has the widest heads, and holds most registers.
+RULED_SHAPES = ((128, 1, AttentionRule(window=4096)), (256, 2, AttentionRule(window=4096, cap=50.0)))
 # Rows of a decode and of a prefill. Their products have different row tiles.
 _ROWS = {"decode": 64, "prefill": 128}
 # Rows whose 16-bit products go through TMA on Hopper.
@@ -109,7 +112,11 @@ def cases() -> Iterator[Case]:
             yield name, lambda D=D, group=group, cache_dtype=cache_dtype: _paged(FP32, cache_dtype, D, group)
     yield from _logprob()
     for dtype in DTYPES:
+        for D, group, rule in RULED_SHAPES:
+            yield from _attention_of(dtype, D, group, rule, wants_lse=(True,))
+        yield f"softcap {_name(dtype)}", lambda dtype=dtype: softcap_fwd(_meta(dtype, 64, 4096), 30.0)
         yield from _chunked_attention(dtype, *ATTENTION_SHAPES[0])
+    yield from _chunked_attention_with_a_window(BF16)
     blocks, keys = _meta(torch.int64, 8, 2), _meta(torch.int64, LANES, BLOCK)
     for dtype in (FP32, BF16):  # any dtype of 4 bytes, and any of 2
         yield (
@@ -342,24 +349,36 @@ def _given(E: int, k: int) -> None:
 
 
 def _attention(dtype: torch.dtype) -> Iterator[Case]:
-    """Forward with lse and without lse (scoring without a gradient), forward over pages, and backward."""
     for D, group in ATTENTION_SHAPES:
-        q, k, spans, scale = _meta(dtype, 256, 8 * group, D), _meta(dtype, 256, 8, D), _spans(), D**-0.5
-        name = f"{_name(dtype)} {D}, groups of {group}"
-        for suffix, want_lse in (("", True), (", without lse", False)):
-            yield (
-                f"attention {name}{suffix}",
-                lambda q=q, k=k, s=scale, spans=spans, lse=want_lse: attention_packed(q, k, k, spans, s, lse),
-            )
-        yield f"attention {name}, paged", lambda D=D, group=group: _paged(dtype, dtype, D, group)
-        if dtype != FP32:
-            prompts = f"attention {name}, prompts in pages"
-            yield prompts, lambda D=D, group=group: _paged(dtype, dtype, D, group, tokens=256)
-        lse = _meta(FP32, 256, 8 * group)
+        yield from _attention_of(dtype, D, group, WALK)
+
+
+def _attention_of(
+    dtype: torch.dtype, D: int, group: int, rule: AttentionRule, wants_lse: tuple[bool, ...] = (True, False)
+) -> Iterator[Case]:
+    """Forward with lse and without lse (scoring without a gradient), forward over pages, and backward."""
+    q, k, spans, scale = _meta(dtype, 256, 8 * group, D), _meta(dtype, 256, 8, D), _spans(), D**-0.5
+    name = f"{_name(dtype)} {D}, groups of {group}{_mask_name(rule)}"
+    for want_lse in wants_lse:
+        suffix = "" if want_lse else ", without lse"
         yield (
-            f"attention backward {name}",
-            lambda q=q, k=k, lse=lse, spans=spans, s=scale: attention_bwd(q, q, k, k, q, lse, spans, s),
+            f"attention {name}{suffix}",
+            lambda lse=want_lse: attention_packed(q, k, k, spans, scale, lse, rule),
         )
+    yield f"attention {name}, paged", lambda: _paged(dtype, dtype, D, group, rule=rule)
+    if dtype != FP32:
+        prompts = f"attention {name}, prompts in pages"
+        yield prompts, lambda: _paged(dtype, dtype, D, group, tokens=256, rule=rule)
+    lse = _meta(FP32, 256, 8 * group)
+    yield (
+        f"attention backward {name}",
+        lambda: attention_bwd(q, q, k, k, q, lse, spans, scale, rule),
+    )
+
+
+def _mask_name(rule: AttentionRule) -> str:
+    window = f", window {rule.window}" if rule.window else ""
+    return window + (f", cap {rule.cap:g}" if rule.cap else "")
 
 
 def _chunked_attention(dtype: torch.dtype, D: int, group: int) -> Iterator[Case]:
@@ -381,6 +400,16 @@ def _chunked_attention(dtype: torch.dtype, D: int, group: int) -> Iterator[Case]
     yield f"{name}, shared chunks", shared
 
 
+def _chunked_attention_with_a_window(dtype: torch.dtype) -> Iterator[Case]:
+    """At the widths of Gemma-2-27B."""
+    rule = RULES["chunked-512"]._replace(window=4096, cap=50.0)
+    q, k, cache = _meta(dtype, 256, 16, 128), _meta(dtype, 256, 8, 128), _meta(dtype, 32, KEY_TILE, 8, 128)
+    spans, name = _spans(pages=32), f"attention in chunks {_name(dtype)} 128, groups of 2{_mask_name(rule)}"
+    yield name, lambda: walk_packed(q, k, k, _spans(), 128**-0.5, rule, True, 1024)
+    yield f"{name}, paged", lambda: walk_paged(q, cache, cache, spans, 128**-0.5, rule)
+    yield f"{name}, decode", lambda: split_paged(q[:2], cache, cache, spans, 128**-0.5, rule)
+
+
 def _spans(pages: int = 0) -> Spans:
     """Two sequences of meta tensors, packed, or each in `pages` pages."""
     cu_seqlens, seqused = _meta(torch.int32, 3), _meta(torch.int32, 2)
@@ -390,10 +419,18 @@ def _spans(pages: int = 0) -> Spans:
     return Spans(cu_seqlens, seqused, None, 8, cu_seqlens, *tables)
 
 
-def _paged(dtype: torch.dtype, cache_dtype: torch.dtype, D: int, group: int, tokens: int = 2) -> None:
+def _paged(
+    dtype: torch.dtype,
+    cache_dtype: torch.dtype,
+    D: int,
+    group: int,
+    tokens: int = 2,
+    rule: AttentionRule = WALK,
+) -> None:
     """Two sequences over pages. Those of many tokens have programs of more rows on Hopper."""
     cache = _meta(cache_dtype, 32, KEY_TILE, 8, D)
-    attention_paged(_meta(dtype, tokens, 8 * group, D), cache, cache, _spans(pages=16), D**-0.5)
+    q = _meta(dtype, tokens, 8 * group, D)
+    attention_paged(q, cache, cache, _spans(pages=16), D**-0.5, rule)
 
 
 def _logprob() -> Iterator[Case]:

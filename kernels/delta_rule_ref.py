@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
+from .order import sum_row
 from .recurrent_state import CHUNK, TILE
 
 _TILES = CHUNK // TILE  # of a chunk
@@ -211,6 +212,6 @@ def _chunk_bwd(
     carried = (by_end * k).sum(-1, dtype=torch.float64)
     dG = pairs.sum(-1) - _turned(pairs).sum(-1) - carried
     dG += (by_state * eG * q).sum(-1, dtype=torch.float64) - (bdr * kS).sum(-1, dtype=torch.float64)
-    dG[:, -1] += carried.sum(-1) + (S * dS).flatten(1).sum(-1) * end[:, 0, 0]
+    dG[:, -1] += carried.sum(-1) + sum_row((S * dS).flatten(1)) * end[:, 0, 0]
     dS = dS * end + _product(_turned(q * eG), do) - _product(_turned(k * eG), bdr)
     return DeltaRows(dq, dk, bdr, dG, dbeta), dS

@@ -3,11 +3,13 @@
     y = cap tanh(x / cap);   dx = dy (1 - (y / cap)^2)
 
 Shapes: x, y of any shape. Roundings: y once, and dx once. The gradient reads y as it was rounded.
-Order: no sums. torch's tanh has the same bits wherever an element lies.
+Order: no sums. torch's tanh has the same bits wherever an element lies. The GPU's is softcap_triton.py. The
+slope is made of torch's products and sums, which are exact on every device.
 """
 
 import torch
 
+from .backend import on_triton
 from .grad import accumulate_dtype, check_dtype
 
 
@@ -26,6 +28,10 @@ class _Softcap(torch.autograd.Function):
 
 
 def _forward(x: torch.Tensor, cap: float) -> torch.Tensor:
+    if on_triton(x):
+        from .softcap_triton import softcap_fwd
+
+        return softcap_fwd(x, cap)
     return (x.to(accumulate_dtype(x.dtype)) / cap).tanh_().mul_(cap).to(x.dtype)
 
 

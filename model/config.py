@@ -93,13 +93,12 @@ class ModelConfig(Sizes):
         )
 
     def refuse_on_triton(self) -> None:
-        """Raise ValueError for what the Triton kernels do not compute."""
-        for name in ("window", "cap"):
-            for value in {getattr(row, name) for rows in self.layer_operations for row in rows} - {0}:
-                raise ValueError(
-                    f'device ("cuda"): the {name} ({value:g}) of a {self.architecture} is not computed on a '
-                    'GPU; set device = "cpu"'
-                )
+        """Raise ValueError for what has no Triton kernels."""
+        if self.states:
+            raise ValueError(
+                f'device ("cuda"): {self.architecture} has gated delta nets, which have no kernels for a GPU '
+                'yet; set device = "cpu"'
+            )
 
     def rotating(self, i: int) -> "ModelConfig":
         """The config with layer i's rotary embedding as the model's."""

@@ -8,6 +8,7 @@
     vllm      vLLM's kernels and compiled operations beside zerokl's
     vllm-runs    runs in which vLLM samples, and vLLM's own model beside the trainer's
     models    a mixture of experts and adapters: mismatch, and two runs with one fingerprint
+    families  the law and runs of every family, two layers at published widths, in three dtypes
     long      steps at published shapes, decoding after long prompts, passes beside torch's sdpa
     ranks     runs by torchrun with one rank, and with two where there are two GPUs, beside one process
 
@@ -35,6 +36,7 @@ PARTS = {
     "vllm": "zerokl.benchmarks.device.beside_vllm",
     "vllm-runs": "zerokl.benchmarks.device.vllm_runs",
     "models": "zerokl.benchmarks.device.models",
+    "families": "zerokl.benchmarks.device.families",
     "long": "zerokl.benchmarks.device.long",
     "ranks": "zerokl.benchmarks.device.ranks",
 }

@@ -240,6 +240,23 @@ def random_decoder(
     The elements of a matrix are uniform in +-sqrt(3 / fan_in), and half of this in the output matrices of
     attention and MLP. fan_in is the number of columns, and the hidden size for the embedding.
     """
+    config = preset_config(preset, vocab_size, sizes)
+    layout = Layout(config)
+    flat = torch.zeros(layout.numel)
+    for i, (name, view) in enumerate(layout.views(flat).items()):
+        if view.dim() == 1:
+            plus_one = config.norm_plus_one and not name.endswith("gated_norm")
+            view.fill_(0.0 if name.endswith("bias") or plus_one else 1.0)
+            continue
+        fan_in = config.hidden_size if name == "embed" else view[0].numel()
+        scale = (3.0 / fan_in) ** 0.5 * (0.5 if name.endswith((".o", "down")) else 1.0)
+        u = uniform_range(view.numel(), seed, Stream.WEIGHTS, word=i)
+        view.copy_(torch.from_numpy((2.0 * u - 1.0) * scale).view(view.shape))
+    return Decoder(config, flat, layout)
+
+
+def preset_config(preset: str, vocab_size: int, sizes: Mapping[str, Any] | None = None) -> ModelConfig:
+    """The config of a preset. sizes: fields of config.json that differ from the preset's."""
     model_type = PRESETS[preset].get(
         "model_type", "qwen3_moe" if "num_experts" in PRESETS[preset] else "qwen3"
     )
@@ -263,19 +280,7 @@ def random_decoder(
         "eos_token_id": 1,
         "bos_token_id": None,
     }
-    config = ModelConfig.from_dict(raw)
-    layout = Layout(config)
-    flat = torch.zeros(layout.numel)
-    for i, (name, view) in enumerate(layout.views(flat).items()):
-        if view.dim() == 1:
-            plus_one = config.norm_plus_one and not name.endswith("gated_norm")
-            view.fill_(0.0 if name.endswith("bias") or plus_one else 1.0)
-            continue
-        fan_in = config.hidden_size if name == "embed" else view[0].numel()
-        scale = (3.0 / fan_in) ** 0.5 * (0.5 if name.endswith((".o", "down")) else 1.0)
-        u = uniform_range(view.numel(), seed, Stream.WEIGHTS, word=i)
-        view.copy_(torch.from_numpy((2.0 * u - 1.0) * scale).view(view.shape))
-    return Decoder(config, flat, layout)
+    return ModelConfig.from_dict(raw)
 
 
 class _WarmStart(NamedTuple):

@@ -80,7 +80,7 @@ def make_samplers(
             '= "vllm-zerokl", which is zerokl\'s decoder inside vLLM'
         )
     if model_config.states:
-        refuse_states(config, model_config.architecture, workers.host.decoder.device)
+        refuse_states(config, model_config.architecture)
     if not model_config.experts:
         _refuse_without_experts(config, model_config.architecture)
     shared = WorkersSampler(workers, micro_batch)
@@ -109,16 +109,11 @@ _NO_STATES = {
 }
 
 
-def refuse_states(config: Config, architecture: str, device: torch.device) -> None:
-    """Raise ValueError for what cannot draw from, or train, a model with gated delta nets."""
+def refuse_states(config: Config, architecture: str) -> None:
+    """Raise ValueError for a sampler that cannot draw from a model with gated delta nets."""
     if config.sampler in _NO_STATES:
         reason = _NO_STATES[config.sampler]
         raise ValueError(f'sampler ("{config.sampler}"): {architecture}: {reason}; set sampler = "native"')
-    if device.type == "cuda":
-        raise ValueError(
-            f'device ("{config.device}"): {architecture} has gated delta nets, which have no kernels for a '
-            'GPU yet; set device = "cpu"'
-        )
 
 
 class _Run(NamedTuple):

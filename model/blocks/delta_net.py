@@ -163,13 +163,7 @@ class DeltaNet(Block):
         )
 
     def forward(self, w: LayerWeights, rows: Rows, layer: LayerRun) -> Rows:
-        """Raises ValueError on a GPU, where it has no kernels."""
         s, context, tiles = self.shape, rows.context, layer.numerics.tiles
-        if rows.x.is_cuda:
-            raise ValueError(
-                f"model: {layer.config.architecture} has a gated delta net, which has no kernels for a GPU "
-                'yet; set device = "cpu"'
-            )
         segments, state, in_pass = context.segments, context.state(layer.i), context.in_pass
         y = linear(rows.x, w["delta_in"], None, in_pass, tiles)
         layer.show("delta_in", y)

@@ -16,11 +16,13 @@ from pathlib import Path
 import pytest
 import torch
 from zerokl.benchmarks.device import __main__ as device
-from zerokl.benchmarks.device import exact, ranks, report, step
+from zerokl.benchmarks.device import exact, families, ranks, report, step
 from zerokl.benchmarks.device.processes import rows_of
 from zerokl.benchmarks.device.runs import Run
 from zerokl.benchmarks.letters import Letters, characters
 from zerokl.benchmarks.machine import Machine
+from zerokl.engine.runs.init import preset_config
+from zerokl.model.families import MODEL_TYPES
 from zerokl.verify.run_environment import PACKAGE_ROOT
 
 DEVICE = PACKAGE_ROOT / "benchmarks" / "device.sh"
@@ -49,6 +51,11 @@ def run_device(*words: str, path: Path | None = None) -> subprocess.CompletedPro
             "models", ["experts float16, sampler native: ", "adapters float32"], marks=pytest.mark.full
         ),
         pytest.param(
+            "families",
+            ["law gemma2 float16: token by token", "glm4_moe bfloat16: ", "qwen3_next: not compared"],
+            marks=pytest.mark.proof,
+        ),
+        pytest.param(
             "long", ["a step of 2 x 48", "2 x 2 samples of 8 tokens after 70"], marks=pytest.mark.full
         ),
         pytest.param("ranks", ["ranks: not compared"], marks=pytest.mark.full),
@@ -67,6 +74,29 @@ def test_every_part_runs_in_a_python_with_few_packages(tmp_path, part, rows):
         assert re.search(rf"^{re.escape(row)}", process.stdout, re.M), row
     if part == "exact":
         assert "kill and resume: not compared (tensorboard, tomli_w is missing)" in process.stdout
+
+
+def test_every_family_has_two_layers_at_published_widths_or_is_named():
+    """Each with both kinds of its layers, and a window that the sequences cross."""
+    names = [*families.DENSE, *families.MIXTURES, *families.HYBRIDS]
+    assert sorted(names) == sorted(MODEL_TYPES)
+    for name in {**families.DENSE, **families.MIXTURES}:
+        for is_small in (True, False):
+            config = families.family_config(name, is_small)
+            assert len(config.blocks) == 2
+            windows = [row.window for rows in config.layer_operations for row in rows if row.window]
+            assert len(windows) == (name in ("gemma2", "gemma3_text", "olmo3"))
+            assert max(windows, default=0) < 48
+    for name in families.HYBRIDS:
+        with pytest.raises(ValueError, match="gated delta nets"):
+            preset_config(name, 128).refuse_on_triton()
+
+
+@pytest.mark.full
+def test_one_family_is_exact_in_three_dtypes():
+    rows = list(families._runs(Machine("cpu", small=True), "gemma2"))
+    assert len(rows) == 3 * 8
+    assert {row["what"]: row["unequal"] for row in rows if row["unequal"]} == {}
 
 
 @pytest.mark.full

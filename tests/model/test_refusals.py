@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from zerokl.engine.runs.init import preset_config
 from zerokl.files.bitwise import equal
-from zerokl.kernels.attention_rule import AttentionRule
 from zerokl.kernels.sampling_params import SamplingParams
 from zerokl.model.checkpoint import check_values, check_weights, load_decoder, read_rows
 from zerokl.model.config import ModelConfig
@@ -266,14 +266,13 @@ def test_a_null_window_of_layers_that_slide_is_refused():
 
 
 def test_what_no_gpu_computes_is_refused_by_name():
+    hybrid = preset_config("qwen3_5_text", 40)
     with pytest.raises(
-        ValueError, match=r'device \("cuda"\): the window \(4096\) of a Gemma2ForCausalLM is not'
+        ValueError, match=r'device \("cuda"\): Qwen3_5ForCausalLM has gated delta nets, .*cpu'
     ):
-        ModelConfig.from_dict(GEMMA2).refuse_on_triton()
-    ModelConfig.from_dict(QWEN2).refuse_on_triton()
-    for rule, name in ((AttentionRule(window=8), "window"), (AttentionRule(cap=2.0), "cap")):
-        with pytest.raises(ValueError, match=f"attention: {name} .* is not computed on a GPU"):
-            rule.refuse_on_triton()
+        hybrid.refuse_on_triton()
+    for raw in (QWEN2, GEMMA2, OLMO3):
+        ModelConfig.from_dict(raw).refuse_on_triton()
 
 
 def test_windows_caps_and_rotations_are_those_of_the_config():
