@@ -24,8 +24,8 @@ from zerokl.engine.rollout.vllm.exact import ENVIRONMENT
 from zerokl.kernels import attention_split_triton, attention_triton, matmul_triton
 from zerokl.kernels.attention_chunks_triton import walk_packed, walk_paged
 from zerokl.kernels.attention_rule import RULES
-from zerokl.kernels.attention_split_triton import slots, split_paged
-from zerokl.kernels.attention_tables import SharedChunks, Spans
+from zerokl.kernels.attention_split_triton import no_chunks, split_paged
+from zerokl.kernels.attention_tables import Spans
 from zerokl.kernels.columns_triton import NORM_ROWS, add_all_partials, add_partials
 from zerokl.kernels.expert_rows_triton import ExpertTables
 from zerokl.kernels.grouped_linear_triton import grouped_matmul
@@ -261,7 +261,7 @@ def chunk_launches(dtype: torch.dtype, target: str) -> dict[str, Launch]:
     q, pages = (torch.empty(*n, 128, dtype=dtype, device="meta") for n in ((64, 16), (4000, 64, 8)))
     spans, rule, scale = Spans(int32(65), int32(64), int32(64, 64), 8, int32(65)), RULES["chunked-512"], 0.1
     with tiles_of_target(target), recorded_launches() as launches:
-        shared = SharedChunks(int32(128, 3), int32(128, slots(16, 8, dtype, q.device)))
+        shared = no_chunks(64, 16, 8, dtype, q.device)
         walk_packed(q, q[:, :8], q[:, :8], spans, scale, rule, True, 4096)
         walk_paged(q, pages, pages, spans, scale, rule)
         split_paged(q, pages, pages, spans, scale, rule)
