@@ -73,7 +73,7 @@ def random_model(
 
 
 def of_long_prompts(model: Path, out: Path) -> dict[str, Any]:
-    """Settings of a run over prompts of 500 to 1,100 tokens. Files, and the model with room for them, in `out`.
+    """Settings of a run over prompts of 500 to 1,100 tokens. Files, and a model with room, go to `out`.
 
     Each context has several chunks of 512 keys, or gets its second one while tokens are drawn.
     """
