@@ -45,8 +45,8 @@ class VllmConfig(Section, head=free("limits of the sampler; by the law they deci
             return "vllm.cuda_graphs (true): a CPU has no CUDA graphs; set it to false"
 
     schedule_ahead: bool = False
-    """Launch a forward before the last one's tokens are read (async_scheduling), so that the GPU has work while
-    the host reads. On a GPU only; none has run it."""
+    """Launch a forward before the last one's tokens are read (async_scheduling), so that the GPU has work
+    while the host reads. On a GPU only; none has run it."""
 
     @rule
     def _a_cpu_is_not_ahead(self, run: PlannedRun) -> str | None:
