@@ -20,7 +20,7 @@ import triton.language as tl
 
 from .attention_chunks_triton import walk_options
 from .attention_rule import AttentionRule
-from .attention_tables import Spans
+from .attention_tables import SharedChunks, Spans
 from .chunk_state_triton import LOG2E, add_tile, join, output, program_rows, tile_keys
 from .launch import ceil_div, launch, next_power_of_2, rows_contiguous
 from .tiles import generation, multiprocessors
@@ -254,7 +254,9 @@ def split_paged(
     return o
 
 
-def slots(q_heads: int, kv_heads: int, dtype: torch.dtype, device: torch.device) -> int:
-    """Tokens of one program of `_split`, which is the width of SharedChunks.tokens."""
-    rows = max(program_rows(dtype, generation(device)), next_power_of_2(q_heads // kv_heads))
-    return rows // (q_heads // kv_heads)
+def no_chunks(n: int, q_heads: int, kv_heads: int, dtype: torch.dtype, device: torch.device) -> SharedChunks:
+    """Room for the work of n tokens. An item takes as many tokens as a program of `_split` has rows for."""
+    group = q_heads // kv_heads
+    slots = max(program_rows(dtype, generation(device)), next_power_of_2(group)) // group
+    items, tokens = (torch.zeros(2 * n, width, dtype=torch.int32, device=device) for width in (3, slots))
+    return SharedChunks(items, tokens)

@@ -25,6 +25,10 @@ class SharedChunks(NamedTuple):
     items: torch.Tensor  # [items, 3], the row of the block table, the first chunk, and the end of its chunks
     tokens: torch.Tensor  # [items, slots], rows of q, -1 for none
 
+    def of_rows(self, n: int) -> "SharedChunks":
+        """The tables of n tokens, where they lie."""
+        return SharedChunks(self.items[: 2 * n], self.tokens[: 2 * n])
+
 
 class Spans(NamedTuple):
     """One attention call as the Triton kernels take it: int32 tensors on the kernels' device."""
@@ -68,41 +72,37 @@ def make_spans(
 
 
 def shared_chunks(
-    pages: Sequence[Sequence[int]], lengths: Sequence[int], chunk_pages: int, page: int, slots: int
-) -> tuple[np.ndarray, np.ndarray]:
-    """Items [2 n, 3] and tokens [2 n, slots] of SharedChunks, for one token of each of n sequences.
+    table: torch.Tensor, lengths: torch.Tensor, chunk_pages: int, page: int, out: SharedChunks
+) -> None:
+    """Write the work of one token of each of n sequences to `out`, which has 2 n items.
 
-    pages: of each sequence, `page` keys each. lengths [n]: keys that it has at the least. Sequences whose
-    first `chunk_pages` pages are the same share all chunks that lie in equal pages. The rest goes token by
-    token.
+    table [n, J]: the pages of each sequence, `page` keys each. lengths [n]: keys that it has at the least.
+    Sequences whose first chunk is full, in the same pages, share all chunks that lie in equal pages. The rest
+    goes token by token. All of it is computed where the table lies, and nothing waits for it.
     """
-    n, count = len(pages), 0
-    items, tokens = np.zeros((2 * n, 3), np.int32), np.full((2 * n, slots), -1, np.int32)
-    groups: dict[tuple[int, ...], list[int]] = {}
-    for i, ids in enumerate(pages):
-        groups.setdefault(tuple(ids[:chunk_pages]), []).append(i)
-    shared = np.zeros(n, np.int32)
-    for members in groups.values():
-        if len(members) == 1:
-            continue
-        filled = min(lengths[i] for i in members) // (chunk_pages * page)
-        common = min(filled, _common_pages([pages[i] for i in members]) // chunk_pages)
-        shared[members] = common
-        for a in range(0, len(members) if common else 0, slots):
-            part = members[a : a + slots]
-            items[count], tokens[count, : len(part)] = (part[0], 0, common), part
-            count += 1
-    items[count : count + n] = np.stack([np.arange(n), shared, np.full(n, np.iinfo(np.int32).max)], axis=1)
-    tokens[count : count + n, 0] = np.arange(n)
-    return items, tokens
+    n, slots = len(table), out.tokens.shape[1]
+    i = torch.arange(n, device=table.device)
+    filled, first = lengths // (chunk_pages * page), table[:, :chunk_pages]
+    group = (first.unsqueeze(1) == first).all(dim=2) & (torch.minimum(filled, filled.unsqueeze(1)) > 0)
+    group |= torch.eye(n, dtype=torch.bool, device=table.device)
 
+    def least(values: torch.Tensor, members: torch.Tensor) -> torch.Tensor:
+        """Of each row of `members` the least value."""
+        return torch.where(members, values, torch.iinfo(torch.int32).max).amin(dim=1)
 
-def _common_pages(pages: Sequence[Sequence[int]]) -> int:
-    """The pages at the beginning that are the same in all sequences."""
-    shortest = min(map(len, pages))
-    table = np.array([x[:shortest] for x in pages])
-    differing = np.flatnonzero((table != table[0]).any(axis=0))
-    return int(differing[0]) if len(differing) else shortest
+    equal = (table == table[least(i, group)]).cumprod(dim=1).sum(dim=1) // chunk_pages
+    common = torch.where(group.sum(dim=1) > 1, least(torch.minimum(equal, filled), group), 0)
+    place = (group & (i < i.unsqueeze(1))).sum(dim=1)
+    begins, slot = place - place % slots, place % slots
+    item = torch.where(common > 0, least(i, group & (place == begins.unsqueeze(1))), n + i)
+    for part, columns in (
+        (out.items[:n], (i, torch.zeros_like(i), torch.where((common > 0) & (slot == 0), common, 0))),
+        (out.items[n:], (i, common, torch.full_like(i, torch.iinfo(torch.int32).max))),
+    ):
+        part.copy_(torch.stack(columns, dim=1))
+    out.tokens.fill_(-1)
+    out.tokens[n:, 0] = i
+    out.tokens.index_put_((item, torch.where(common > 0, slot, 0)), i.to(out.tokens.dtype))
 
 
 def query_tile_table(

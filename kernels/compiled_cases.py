@@ -19,8 +19,8 @@ from .attention_bwd_triton import attention_bwd
 from .attention_chunks_triton import walk_packed, walk_paged
 from .attention_plan import KEY_TILE
 from .attention_rule import RULES, WALK, AttentionRule
-from .attention_split_triton import slots, split_paged
-from .attention_tables import SharedChunks, Spans
+from .attention_split_triton import no_chunks, split_paged
+from .attention_tables import Spans
 from .attention_triton import attention_packed, attention_paged
 from .block_digest import BLOCK, LANES
 from .block_digest_triton import block_digests
@@ -393,8 +393,7 @@ def _chunked_attention(dtype: torch.dtype, D: int, group: int) -> Iterator[Case]
         yield f"{name}, decode{suffix}", lambda s=spans: split_paged(q[:2], cache, cache, s, scale, rule)
 
     def shared() -> None:
-        tokens = _meta(torch.int32, 4, slots(8 * group, 8, dtype, q.device))
-        spans = _spans(pages=32)._replace(shared=SharedChunks(_meta(torch.int32, 4, 3), tokens))
+        spans = _spans(pages=32)._replace(shared=no_chunks(2, 8 * group, 8, dtype, q.device))
         split_paged(q[:2], cache, cache, spans, scale, rule)
 
     yield f"{name}, shared chunks", shared

@@ -1,5 +1,7 @@
 """A checkpoint of random weights, as `zerokl init` would write it before any training."""
 
+import json
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -68,3 +70,22 @@ def random_model(
         held.copy_(as_bytes(randn(i, len(held) // BYTES, scale=0.03)))
     write_checkpoint(root / "model", decoder.layout, decoder.flat.detach(), companions=root / "tokenizer")
     return root / "model"
+
+
+def of_long_prompts(model: Path, out: Path) -> dict[str, Any]:
+    """Settings of a run over prompts of 500 to 1,100 tokens. Files, and a model with room, go to `out`.
+
+    Each context has several chunks of 512 keys, or gets its second one while tokens are drawn.
+    """
+    shutil.copytree(model, out / "long")
+    config = json.loads((out / "long" / "config.json").read_text())
+    (out / "long" / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 2048}))
+    prompts = [f"{i}+" * (n // 2) + "=" for i, n in enumerate((500, 505, 508, 640, 1020, 1100))]
+    lines = [json.dumps({"prompt": prompt, "answer": "1"}) + "\n" for prompt in prompts]
+    (out / "long.jsonl").write_text("".join(lines))
+    return {
+        "model": str(out / "long"),
+        "task.name": "jsonl",
+        "task.options": {"file": str(out / "long.jsonl"), "chat": False},
+        "task.reward_processes": "1",
+    }

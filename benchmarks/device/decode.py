@@ -21,6 +21,7 @@ _CALLS = 4
 _LIMIT_S = 110
 _OURS = {
     "native": "zerokl, native sampler",
+    "vllm-zerokl-ahead": "zerokl inside vLLM, decode graphs, scheduled ahead",
     "vllm-zerokl-graphs": "zerokl inside vLLM, decode graphs",
     "vllm-exact-graphs": "vLLM's own model with zerokl's draw, decode graphs",
     "vllm-zerokl": "zerokl inside vLLM",

@@ -1,8 +1,9 @@
 """Engines that decode: each is a function that draws all tokens of call i and returns their number.
 
-native, vllm-zerokl and vllm-exact are zerokl's samplers; the latter two also exist with vllm.cuda_graphs. The
-others are vLLM as it comes (vllm), with decode graphs and no compiler (vllm-graphs), without either
-(vllm-eager), and in batch-invariant mode with its own draw, without and with graphs.
+native, vllm-zerokl and vllm-exact are zerokl's samplers; the latter two also exist with vllm.cuda_graphs, and
+vllm-zerokl then also with vllm.schedule_ahead. The others are vLLM as it comes (vllm), with decode graphs and
+no compiler (vllm-graphs), without either (vllm-eager), and in batch-invariant mode with its own draw, without
+and with graphs.
 """
 
 import os
@@ -48,7 +49,12 @@ def native(model: Path, dtype: torch.dtype, device: torch.device, requests: Requ
 
 
 def vllm_zerokl(
-    model: Path, dtype: torch.dtype, device: torch.device, requests: Requests, graphs: bool = False
+    model: Path,
+    dtype: torch.dtype,
+    device: torch.device,
+    requests: Requests,
+    graphs: bool = False,
+    ahead: bool = False,
 ) -> Call:
     """vLLM with zerokl's decoder, attention and draw."""
     from zerokl.engine.processes.shared_tensor import SharedTensor
@@ -60,7 +66,8 @@ def vllm_zerokl(
     if device.type == "cpu":  # vLLM's process maps the trainer's memory
         weights = SharedTensor(decoder.layout.numel, dtype)
         decoder.move_to(weights.tensor)
-    return keyed(VllmZeroklSampler(model, decoder.config, weights, _vllm_config(requests, graphs)), requests)
+    cfg = _vllm_config(requests, graphs, ahead)
+    return keyed(VllmZeroklSampler(model, decoder.config, weights, cfg), requests)
 
 
 def vllm_exact(
@@ -76,7 +83,7 @@ def vllm_exact(
     return keyed(sampler, requests)
 
 
-def _vllm_config(requests: Requests, graphs: bool):
+def _vllm_config(requests: Requests, graphs: bool, ahead: bool = False):
     from zerokl.engine.config.vllm_section import VllmConfig
 
     return VllmConfig(
@@ -85,6 +92,7 @@ def _vllm_config(requests: Requests, graphs: bool):
         max_batch_tokens=requests.batch_tokens,
         cache_bytes=requests.cache_bytes,
         cuda_graphs=graphs,
+        schedule_ahead=ahead,
     )
 
 
@@ -141,6 +149,7 @@ def make(name: str, model: Path, dtype: torch.dtype, device: torch.device, reque
         "native": native,
         "vllm-zerokl": vllm_zerokl,
         "vllm-zerokl-graphs": partial(vllm_zerokl, graphs=True),
+        "vllm-zerokl-ahead": partial(vllm_zerokl, graphs=True, ahead=True),
         "vllm-exact": vllm_exact,
         "vllm-exact-graphs": partial(vllm_exact, graphs=True),
     }

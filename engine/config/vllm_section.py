@@ -44,5 +44,14 @@ class VllmConfig(Section, head=free("limits of the sampler; by the law they deci
         if self.cuda_graphs and run.config.sampler.startswith("vllm") and run.device == "cpu":
             return "vllm.cuda_graphs (true): a CPU has no CUDA graphs; set it to false"
 
+    schedule_ahead: bool = False
+    """Launch a forward before the last one's tokens are read (async_scheduling), so that the GPU has work
+    while the host reads. On a GPU only; none has run it."""
+
+    @rule
+    def _a_cpu_is_not_ahead(self, run: PlannedRun) -> str | None:
+        if self.schedule_ahead and run.config.sampler.startswith("vllm") and run.device == "cpu":
+            return "vllm.schedule_ahead (true): vLLM does not do it on a CPU; set it to false"
+
     engine: dict[str, Any] = Field(default_factory=dict)
     """Other arguments of vllm.LLM, by vLLM's names. Arguments that could break exactness are refused."""

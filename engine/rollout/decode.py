@@ -155,20 +155,13 @@ class DecodeMemory:
             shape = LOOK_EVERY, rows, len(c.layers), c.per_token
             self.experts = torch.zeros(shape, dtype=id_dtype(c.number), device=device)
         self.turn = torch.zeros(1, dtype=torch.int64, device=device)
-        self.shared = self._shared_chunks(decoder, rows) if self.padded else None
+        self.shared: SharedChunks | None = None  # of attention over chunks
+        if self.padded and decoder.numerics.attention.chunk:
+            from ...kernels.attention_split_triton import no_chunks
+
+            c = decoder.config
+            self.shared = no_chunks(rows, c.heads, c.kv_heads, decoder.dtype, device)
         self._graph_pool: tuple[int, int] | None = None
-
-    @staticmethod
-    def _shared_chunks(decoder: Decoder, rows: int) -> SharedChunks | None:
-        """Room for the work of `rows` rows; None where attention has no chunks."""
-        if not decoder.numerics.attention.chunk:
-            return None
-        from ...kernels.attention_split_triton import slots
-
-        c, device = decoder.config, decoder.device
-        shape = 2 * rows, slots(c.heads, c.kv_heads, decoder.dtype, device)
-        tables = [torch.zeros(*x, dtype=torch.int32, device=device) for x in ((2 * rows, 3), shape)]
-        return SharedChunks(*tables)
 
     def holds(self, rows: int, pages: int, blocks: int) -> bool:
         """Whether this memory is large enough."""
@@ -290,23 +283,16 @@ class DecodeRows:
         for i, (token, position, drawn, last, key, pages, _) in enumerate(rows):
             state[:, i] = token, position, 0, last, drawn, key.sample, key.prompt, key.step  # as in _Field
             table[i, : len(pages)] = pages
-        tables = [state, table, *self._shared_work(rows, table)]
-        tensors = upload(memory.state.device, *map(torch.from_numpy, tables))
-        memory.state[:, :n], memory.table[:n] = tensors[:2]
-        for memory_table, new in zip(memory.shared or (), tensors[2:], strict=True):
-            memory_table[: 2 * n] = new
+        tensors = upload(memory.state.device, torch.from_numpy(state), torch.from_numpy(table))
+        memory.state[:, :n], memory.table[:n] = tensors
+        if memory.shared is not None:
+            # Rows that share pages have all their keys in the cache, so a chunk that is full stays as it is.
+            pages, lengths = (
+                self.decoder.numerics.attention.chunk // KEY_TILE,
+                memory.state[_Field.POSITION] + 1,
+            )
+            shared_chunks(memory.table[:n], lengths[:n], pages, KEY_TILE, memory.shared.of_rows(n))
         self._rows, self._turns = list(rows), 0
-
-    def _shared_work(self, rows: Sequence[Row], table: np.ndarray) -> Sequence[np.ndarray]:
-        """The items and tokens of attention over chunks, of the rows of a table; none without chunks.
-
-        Rows that share pages have all their keys in the cache, so a chunk that is full stays as it is.
-        """
-        if self.memory.shared is None:
-            return ()
-        pages, width = self.decoder.numerics.attention.chunk // KEY_TILE, self.memory.shared.tokens.shape[1]
-        lengths = [row.position + 1 for row in rows] + [0] * (len(table) - len(rows))
-        return shared_chunks(table.tolist(), lengths, pages, KEY_TILE, width)
 
     def _look(self, turns: int) -> Look:
         """What the rows drew in the last turns."""
@@ -339,7 +325,7 @@ class DecodeRows:
         """One token for each of n rows. noise [n, V] fp32 is added to the logits."""
         memory, state = self.memory, self.memory.state[:, :n]
         routing = self.routing()
-        shared = None if memory.shared is None else SharedChunks(*(x[: 2 * n] for x in memory.shared))
+        shared = None if memory.shared is None else memory.shared.of_rows(n)
         context = DecodeContext(
             memory.cache,
             state[_Field.POSITION],

@@ -16,9 +16,15 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
+import triton
+import triton.language as tl
 from zerokl.engine.rollout.vllm.exact import ENVIRONMENT
-from zerokl.kernels import attention_triton, matmul_triton
+from zerokl.kernels import attention_split_triton, attention_triton, matmul_triton
+from zerokl.kernels.attention_chunks_triton import walk_packed, walk_paged
+from zerokl.kernels.attention_rule import RULES
+from zerokl.kernels.attention_split_triton import no_chunks, split_paged
 from zerokl.kernels.attention_tables import Spans
 from zerokl.kernels.columns_triton import NORM_ROWS, add_all_partials, add_partials
 from zerokl.kernels.expert_rows_triton import ExpertTables
@@ -246,6 +252,84 @@ def empty_buffer_rows() -> Rows:
     return rows
 
 
+def chunk_launches(dtype: torch.dtype, target: str) -> dict[str, Launch]:
+    """Attention over chunks of 512 keys, of contexts up to 4,096: the launches of all its forms, by name."""
+
+    def int32(*shape: int) -> torch.Tensor:
+        return torch.empty(*shape, dtype=torch.int32, device="meta")
+
+    q, pages = (torch.empty(*n, 128, dtype=dtype, device="meta") for n in ((64, 16), (4000, 64, 8)))
+    spans, rule, scale = Spans(int32(65), int32(64), int32(64, 64), 8, int32(65)), RULES["chunked-512"], 0.1
+    with tiles_of_target(target), recorded_launches() as launches:
+        shared = no_chunks(64, 16, 8, dtype, q.device)
+        walk_packed(q, q[:, :8], q[:, :8], spans, scale, rule, True, 4096)
+        walk_paged(q, pages, pages, spans, scale, rule)
+        split_paged(q, pages, pages, spans, scale, rule)
+        split_paged(q, pages, pages, spans._replace(shared=shared), scale, rule)
+    return dict(zip(("packed", "paged", "split", "merge", "shared"), launches, strict=False))
+
+
+def sums(lines: list[str]) -> Counter[int]:
+    """The expressions of a program, but for shuffles of what nobody has computed yet: they move it."""
+    return expressions(lines) - expressions([line for line in lines if line.startswith("shfl")])
+
+
+def not_of_joins(lines: list[str], others: list[str]) -> int:
+    """Instructions of a program beyond `others` that joins of chunks and quotients do not have.
+
+    A join has for each maximum two differences and two powers, and adds by fma only. A quotient adds 0.0.
+    """
+    counts = opcodes(lines) - opcodes(others)
+    high, quotients = counts["max.f32"], counts["div.full.f32"]
+    expected = Counter({"sub.f32": 2 * high, "ex2.approx.ftz.f32": 2 * high, "add.f32": quotients})
+    free = ("max.", "mul.f32", "fma.rn.f32", "div.", "cvt.rn.", "shfl.")
+    rest = Counter({x: n for x, n in counts.items() if not x.startswith(free)})
+    return total_difference(rest, expected)
+
+
+def chunk_rows(target: str) -> Rows:
+    """Attention over chunks: each form has the sums of the walk, and what its joins have."""
+    rows = {}
+    for dtype in DTYPES:
+        launches = chunk_launches(dtype, target)
+        walk = launches["paged"]
+        launches["one chunk"] = walk._replace(options=walk.options | {"SINGLE": True})
+        lines = {name: program(launch, target) for name, launch in launches.items()}
+        pairs = [("shared", "split"), ("split", "shared"), ("paged", "packed")]
+        if target != "sm_100":  # whose instructions for two numbers pair other ones in the two programs
+            pairs.append(("split", "paged"))
+        for part, whole in pairs:
+            expected = sums(lines[part])
+            rows[f"{part} in {whole}, {target} {dtype}"] = {
+                "instructions": expected.total(),
+                "differ": (expected - sums(lines[whole])).total(),
+            }
+        for what, others in (("merge", []), ("paged", lines["one chunk"])):
+            differ = not_of_joins(lines[what], others)
+            rows[f"joins of {what}, {target} {dtype}"] = row(lines[what], differ)
+    return rows
+
+
+def chunk_controls() -> dict[str, int]:
+    """Attention over chunks on sm_90 with other tiles, and with joins that are not fused."""
+
+    @triton.jit
+    def unfused(M, L, A, m, l, acc):
+        high = tl.maximum(M, m)
+        a, b = tl.exp2(M - high), tl.exp2(m - high)
+        return high, l * b + L * a, acc * b[:, None] + A * a[:, None]
+
+    walk, split = (chunk_launches(torch.float32, "sm_90")[name] for name in ("paged", "split"))
+    other = split._replace(options=split.options | {"TILE": 64})
+    counts = {"tile": (sums(program(other, "sm_90")) - sums(program(walk, "sm_90"))).total()}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(attention_split_triton, "join", unfused)
+        merge = chunk_launches(torch.float32, "sm_90")["merge"]
+        merge = merge._replace(options=merge.options | {"enable_fp_fusion": False})
+        counts["join"] = not_of_joins(program(merge, "sm_90"), [])
+    return counts
+
+
 def column_sum_rows() -> Rows:
     """The end of a norm's gradient, of several weights by one launch, beside one launch for one weight.
 
@@ -315,8 +399,10 @@ def main() -> None:
     for target in sys.argv[1:]:
         report |= matmul_rows(batch_invariant, target) | attention_rows(unified, target)
         report |= expert_rows(fused_moe, target)
+        report["chunks"] = report.get("chunks", {}) | chunk_rows(target)
     report["empty buffers"], report["column sums"] = empty_buffer_rows(), column_sum_rows()
     report["control"] = controls(batch_invariant, unified) | expert_controls(fused_moe)
+    report["control of chunks"] = chunk_controls()
     report["control"] |= rounded_operands(batch_invariant)
     print(json.dumps(report))
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from zerokl.kernels import attention_chunks_triton, attention_split_triton, chunk_state_triton
 from zerokl.kernels.attention_chunks_triton import walk_packed, walk_paged
 from zerokl.kernels.attention_rule import AttentionRule
-from zerokl.kernels.attention_split_triton import slots, split_paged
+from zerokl.kernels.attention_split_triton import no_chunks, split_paged
 from zerokl.kernels.attention_tables import SharedChunks, shared_chunks
 from zerokl.kernels.chunk_state_triton import LOG2E, tile_keys
 from zerokl.kernels.launch import next_power_of_2
@@ -148,7 +148,11 @@ def test_every_chunk_of_every_token_is_in_one_item(lengths, shared_pages, page, 
         count = -(-n // page)
         common = prefix[: min(count, n // page)]
         pages.append([*common, *(next(ids) for _ in range(count - len(common)))])
-    items, tokens = shared_chunks(pages, lengths, chunk_pages, page, slots_)
+    n, columns = len(lengths), max(map(len, pages))
+    table = torch.tensor([[*ids, *[0] * (columns - len(ids))] for ids in pages], dtype=torch.int32)
+    out = SharedChunks(*(torch.full((2 * n, width), 77, dtype=torch.int32) for width in (3, slots_)))
+    shared_chunks(table, torch.tensor(lengths), chunk_pages, page, out)
+    items, tokens = out
     work = []
     for (row_of_table, first, end), members in zip(items.tolist(), tokens.tolist(), strict=True):
         for token in filter(lambda x: x >= 0, members):
@@ -173,10 +177,9 @@ def test_chunks_that_samples_share_are_computed_once_with_the_same_bits(dtype):
     q, k, v, spans = _paged(case, 32, [n - 1 for n in case.lengths])
     table = spans.block_table.clone()
     table[1:3, :4] = table[0, :4]  # pages that hold 128 keys
-    width = slots(2, 1, dtype, q.device)
-    tables = shared_chunks(table.tolist(), case.lengths, 2, 32, width)
-    assert [tuple(x) for x in tables[0][:1]] == [(0, 0, 2)]
-    shared = SharedChunks(*map(torch.from_numpy, tables))
+    shared = no_chunks(4, 2, 1, dtype, q.device)
+    shared_chunks(table, torch.tensor(case.lengths), 2, 32, shared)
+    assert shared.items[0].tolist() == [0, 0, 2]
     spans = spans._replace(block_table=table, shared=shared)
     assert total_unequal([split_paged(q, k, v, spans, case.scale, RULE)], [expected]) == 0
     k[table[0, 0].item()] += 1  # control: all three read it

@@ -9,7 +9,8 @@ import pytest
 
 from tests.triton.compiling import FLOAT_TRITONS, reports, targets
 
-OTHERS = ("control", "empty buffers", "column sums")  # rows that compare ours with ours
+# Rows that compare ours with ours.
+OTHERS = ("control", "empty buffers", "column sums", "chunks", "control of chunks")
 GPUS = ("sm_80", "sm_90", "sm_100")
 
 
@@ -38,6 +39,18 @@ def test_matrix_products_and_attention_run_vllms_float_instructions(triton, repo
 def test_control_another_tile_fusion_or_number_of_warps_is_found(report):
     assert len(report["control"]) == 8
     assert all(report["control"].values()), report["control"]
+
+
+def test_every_form_of_attention_over_chunks_has_the_float_instructions_of_the_walk(triton, report):
+    """A row's bits are of the same instructions alone, shared, in training, and joined."""
+    rows = report["chunks"]
+    assert len(rows) == sum(3 * (5 if target == "sm_100" else 6) for target in targets(triton, GPUS))
+    assert all(row["instructions"] > 50 for row in rows.values()), rows
+    assert {name: row["differ"] for name, row in rows.items() if row["differ"]} == {}
+
+
+def test_control_another_tile_or_join_of_chunks_is_found(report):
+    assert all(report["control of chunks"].values()), report["control of chunks"]
 
 
 def test_a_sum_over_an_empty_buffer_begins_with_zeros_and_is_the_same_sum(report):

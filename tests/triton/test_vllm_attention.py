@@ -8,7 +8,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 from zerokl.engine.rollout.vllm.attention import ZeroklAttentionImpl, ZeroklMetadataBuilder
+from zerokl.engine.rollout.vllm.plugin import ATTENTION
 from zerokl.kernels.attention_plan import KEY_TILE
+from zerokl.kernels.attention_rule import WALK, AttentionRule
 
 from tests.helpers import total_unequal
 from tests.kernels.test_attention import Case, make_case, whole
@@ -20,18 +22,21 @@ LENGTHS = [5, 70, 33]
 class Engine:
     """vLLM's buffers for at most `requests` requests, our builder, and our attention over one cache."""
 
-    def __init__(self, case: Case, requests: int):
+    def __init__(self, case: Case, requests: int, rule: AttentionRule = WALK, shared_blocks: int = 0):
+        """shared_blocks: of the first request, which the last one has too."""
         (_, heads, D), kv_heads = case.q.shape, case.k.shape[1]
         config = SimpleNamespace(
             model_config=SimpleNamespace(
-                get_num_attention_heads=lambda _: heads, hf_config=SimpleNamespace()
+                get_num_attention_heads=lambda _: heads,
+                hf_config=SimpleNamespace(**{ATTENTION: list(rule)}),
+                dtype=case.q.dtype,
             ),
             parallel_config=None,
             scheduler_config=SimpleNamespace(max_num_batched_tokens=256, max_num_seqs=requests),
         )
         spec = SimpleNamespace(block_size=BLOCK, num_kv_heads=kv_heads)
         self.builder = ZeroklMetadataBuilder(spec, [], config, torch.device("cpu"))
-        self.attention = ZeroklAttentionImpl(heads, D, case.scale, kv_heads)
+        self.attention = ZeroklAttentionImpl(heads, D, case.scale, kv_heads, rule=rule)
         self.cache = torch.full((BLOCKS, kv_heads, BLOCK, 2 * D), float("nan"), dtype=case.q.dtype)
         self.case, self.requests = case, requests
         self.tables = torch.zeros(requests, COLUMNS, dtype=torch.int32)
@@ -43,6 +48,8 @@ class Engine:
             for j in range(-(-length // BLOCK)):
                 self.tables[s, j] = block = int(next(free))
                 self.cache[block] = 0
+        last = len(case.lengths) - 1
+        self.tables[last, :shared_blocks] = self.tables[0, :shared_blocks]
 
     def metadata(self, contexts: list[int], ends: list[int], tokens: int):
         """vLLM's metadata of a forward of the positions [context, end) of each sequence, in `tokens` rows."""
@@ -97,6 +104,29 @@ def test_padded_decoding_has_the_bits_of_whole_sequences(dtype):
         o = engine.forward(contexts, [n + 1 for n in contexts], padding=3 if step < 2 else 5)
         rows = torch.tensor([span.start + n for span, n in zip(case.spans(), contexts, strict=True)])
         assert total_unequal([o], [expected[rows]]) == 0
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    [torch.bfloat16, *(pytest.param(x, marks=pytest.mark.full) for x in (torch.float32, torch.float16))],
+)
+def test_requests_share_the_chunks_of_a_prompt(dtype):
+    """Two requests have one block, which is one chunk; control: what is planted in it reaches both."""
+    case = make_case([70, 33, 90], 2, 2, 32, dtype, seed=2)
+    for x in case[1:]:
+        x[103 : 103 + BLOCK] = x[:BLOCK]
+    rule, ends = AttentionRule(BLOCK), list(case.lengths)
+    engine = Engine(case, requests=6, rule=rule, shared_blocks=1)
+    before = [n - 1 for n in ends]
+    engine.forward([0, 0, 0], before)
+    last = torch.tensor([span.stop - 1 for span in case.spans()])
+    expected = whole(case, rule)[last]
+    assert total_unequal([engine.forward(before, ends, padding=3)], [expected]) == 0
+    assert engine.builder._shared.items[0].tolist() == [0, 0, 1]
+    assert engine.builder._shared.tokens[0].tolist()[:3] == [0, 2, -1]
+    engine.cache[engine.tables[0, 0]] += 1
+    o = engine.forward(before, ends, padding=3)
+    assert [total_unequal([a], [b]) > 0 for a, b in zip(o, expected, strict=True)] == [True, False, True]
 
 
 def test_padding_rows_write_to_block_0_only():

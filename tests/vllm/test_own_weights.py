@@ -66,6 +66,52 @@ COPIED = (
     assert address != flat.data_ptr()
 """
 )
+# vLLM schedules ahead as on a GPU; its build for CPUs never does. "d" is a draw that was launched, and "r"
+# tokens that the host waited for and read.
+AHEAD = (
+    """
+    from contextlib import nullcontext
+    from types import SimpleNamespace
+
+    from zerokl.engine.rollout.vllm.sampler import prepare_vllm
+
+    cfg = cfg.model_copy(update={"schedule_ahead": AHEAD, "max_batch_tokens": 8, "max_concurrency": 4})
+    prepare_vllm(False)
+    from vllm.platforms.cpu import CpuPlatform
+    from vllm.v1.worker import cpu_model_runner, gpu_model_runner
+    from zerokl.engine.rollout.vllm.draw import KeyedDraw
+
+    def nothing(*_, **__):
+        names = ("record", "synchronize", "wait_stream")
+        return SimpleNamespace(**dict.fromkeys(names, lambda *_: None))
+
+    def as_on_a_gpu(config, plain=CpuPlatform.check_and_update_config):
+        asked = config.scheduler_config.async_scheduling
+        plain(config)
+        config.scheduler_config.async_scheduling = asked
+
+    def noted(owner, name, letter):
+        plain = getattr(owner, name)
+
+        def noting(*args):
+            order.append(letter)
+            return plain(*args)
+
+        setattr(owner, name, noting)
+
+    order = []
+    CpuPlatform.check_and_update_config = staticmethod(as_on_a_gpu)
+    torch.cuda.Event = torch.cuda.Stream = torch.cuda.current_stream = nothing
+    torch.cuda.stream = lambda _: nullcontext()
+    noted(KeyedDraw, "apply", "d")
+    noted(gpu_model_runner.AsyncGPUModelRunnerOutput, "get_output", "r")
+    noted(cpu_model_runner.CPUModelRunner, "_to_list", "r")
+"""
+    + OURS
+    + """
+    print("RESULT", "".join(order))
+"""
+)
 THEIRS = """
     exact.ENVIRONMENT, exact.ARGUMENTS = {}, {}  # they are for GPUs
     vllm = exact.VllmExactSampler(folder, decoder.config, decoder.layout, flat, cfg)
@@ -126,6 +172,21 @@ def test_our_model_over_the_trainers_tensor_draws_the_native_tokens(model, tmp_p
 @pytest.mark.parametrize("frozen", [(), FROZEN], ids=["all trained", "frozen"])
 def test_our_model_over_a_copy_draws_the_native_tokens(model, tmp_path, frozen):
     assert _results(COPIED, model, "bfloat16", tmp_path, *frozen) == [["RESULT", "1", "True"]] * 3
+
+
+@pytest.mark.parametrize("ahead", [True, False], ids=["ahead", "control"])
+def test_the_host_waits_for_tokens_after_it_has_launched_the_next_ones(model, tmp_path, ahead):
+    """The bits are those of the native sampler, with prompts in parts, and over updates of the weights."""
+    code = AHEAD.replace("AHEAD", str(ahead))
+    *results, (_, order) = _results(code, model, "bfloat16", tmp_path)
+    assert results == [["RESULT", "1", "True"]] * 3
+    draws = order.count("d")
+    assert draws == order.count("r") > 30
+    waiting = [order[:i].count("d") - order[:i].count("r") for i, x in enumerate(order) if x == "r"]
+    if ahead:
+        assert waiting.count(2) > 0.8 * draws, order
+    else:
+        assert waiting == [1] * draws, order
 
 
 def test_vllms_own_model_draws_with_our_keys_from_its_given_weights(model, tmp_path):

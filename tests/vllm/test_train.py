@@ -11,7 +11,7 @@ from zerokl.engine.runs import init as initialise
 from zerokl.engine.tasks.tokenizer import character_tokenizer
 
 from tests.helpers import write_letters_reward
-from tests.random_model import TWO_LAYERS
+from tests.random_model import TWO_LAYERS, of_long_prompts
 
 pytestmark = pytest.mark.vllm
 
@@ -84,10 +84,28 @@ def test_vllm_rounds_keys_and_values_as_the_trainer_does(base, tmp_path, separat
 
 
 @pytest.mark.full
-def test_vllm_sums_attention_in_the_trainers_order(base, tmp_path):
-    words = ("--precision.attention", "chunked-512")
-    native = _fingerprint(base, tmp_path / "native", *words)
-    assert _fingerprint(base, tmp_path / "vllm", *words, "--sampler", "vllm-zerokl") == native
+def test_vllm_sums_attention_in_the_trainers_order(model, tmp_path):
+    """Over contexts of several chunks, read in parts and from vLLM's prefix cache.
+
+    The control is in tests/engine/runs/test_chunked_runs.py: the default's order has other weights.
+    """
+    settings = of_long_prompts(model, tmp_path) | {"task.reward": "letters_reward:reward"}
+    settings |= {"precision.attention": "chunked-512"}
+    write_letters_reward(tmp_path)
+    options = f"{{ file = '{settings['task.options']['file']}', chat = false }}"
+    settings |= {"task.directory": str(tmp_path), "task.options": options}
+    words = [word for key, value in settings.items() for word in (f"--{key}", value)]
+    words += ["--steps", "2", "--prompts", "3", "--num_generations", "2", "--sampling.max_tokens", "8"]
+    words += ["--evaluation.every", "0", "--optimizer.lr", "1e-2", "--dtype", "bfloat16"]
+    vllm = ("--sampler", "vllm-zerokl", "--vllm.max_batch_tokens", "200")
+    ends = {}
+    for name, more in {"native": (), "vllm": vllm}.items():
+        run = tmp_path / name
+        _zerokl("train", "--run_dir", str(run), *words, *more)
+        summary = json.loads((run / "summary.json").read_text())
+        assert (summary["tokens_unequal"], summary["mismatch_max_abs"]) == (0, 0.0)
+        ends[name] = summary["fingerprint"], summary["weights"]
+    assert ends["native"] == ends["vllm"]
 
 
 @pytest.mark.full

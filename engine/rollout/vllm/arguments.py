@@ -66,6 +66,7 @@ SET_BY_ZEROKL: dict[str, str] = {
     "block_size": "vllm.block_tokens",
     "enable_chunked_prefill": "vllm.chunked_prefill",
     "enable_prefix_caching": "vllm.prefix_caching",
+    "async_scheduling": "vllm.schedule_ahead",
     "kv_cache_memory_bytes": "vllm.cache_bytes",
     "distributed_executor_backend": "vllm.multiprocess",
 }

@@ -30,8 +30,9 @@ from vllm.v1.kv_cache_interface import KVCacheLayout
 from ....kernels.attention import attention_cached
 from ....kernels.attention_plan import KEY_TILE, AttentionPlan
 from ....kernels.attention_rule import WALK, AttentionRule
-from ....kernels.attention_tables import Spans
+from ....kernels.attention_tables import SharedChunks, Spans, shared_chunks
 from ....kernels.backend import on_triton
+from .plugin import ATTENTION
 
 
 class ZeroklAttentionBackend(AttentionBackend):
@@ -93,6 +94,14 @@ class ZeroklMetadataBuilder(AttentionMetadataBuilder[ZeroklMetadata]):
         tokens = max(scheduler.max_num_batched_tokens, scheduler.max_num_seqs)
         self._block, self._offset = (torch.zeros(tokens, dtype=torch.int64, device=device) for _ in range(2))
         self._max_requests, self._table = scheduler.max_num_seqs, None
+        hf_config = vllm_config.model_config.hf_config
+        self._chunk = AttentionRule(*getattr(hf_config, ATTENTION, WALK)).chunk
+        self._shared: SharedChunks | None = None
+        if self._chunk and on_triton(self._block):
+            from ....kernels.attention_split_triton import no_chunks
+
+            sizes = self._max_requests, self._heads, self._kv_heads
+            self._shared = no_chunks(*sizes, vllm_config.model_config.dtype, device)
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
@@ -118,14 +127,22 @@ class ZeroklMetadataBuilder(AttentionMetadataBuilder[ZeroklMetadata]):
         return AttentionPlan(lengths, contexts, tables, self._heads, self._kv_heads)
 
     def _spans(self, cm: CommonAttentionMetadata) -> Spans:
-        """The plan of the Triton kernels: vLLM's own buffers, and our table of blocks at a fixed address."""
+        """The plan of the Triton kernels: vLLM's own buffers, and our tables at fixed addresses.
+
+        Where each request has one token, requests with the same blocks share their chunks. vLLM gives a block
+        to several requests when it is full, and so it stays as it is.
+        """
         n, blocks = cm.num_reqs, cm.block_table_tensor
         if self._table is None:
             shape = self._max_requests, blocks.shape[1], self._tiles
             self._table = torch.zeros(shape, dtype=torch.int32, device=blocks.device)
         ours = torch.arange(self._tiles, dtype=torch.int32, device=blocks.device)
         torch.add(blocks[:n, :, None] * self._tiles, ours, out=self._table[:n])
-        return Spans(cm.query_start_loc[: n + 1], cm.seq_lens[:n], self._table[:n].flatten(1), self._kv_heads)
+        table, lengths, shared = self._table[:n].flatten(1), cm.seq_lens[:n], None
+        if self._shared is not None and cm.num_actual_tokens == n:
+            shared = self._shared.of_rows(n)
+            shared_chunks(table, lengths, self._chunk // KEY_TILE, KEY_TILE, shared)
+        return Spans(cm.query_start_loc[: n + 1], lengths, table, self._kv_heads, shared=shared)
 
 
 class ZeroklAttentionImpl(AttentionImpl[ZeroklMetadata]):

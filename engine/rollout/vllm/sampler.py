@@ -97,6 +97,11 @@ class KeyedSampler:
         self.vocab, self.context = config.vocab_size, vllm_context(config, cfg)
         self._experts, self._names_experts = config.experts, False
         self._in_process = not cfg.multiprocess
+        if cfg.schedule_ahead and config.experts:
+            raise ValueError(
+                f"vllm.schedule_ahead (true): the experts of a {config.architecture} are read after each "
+                "forward; set it to false"
+            )
         from vllm import LLM
 
         from .plugin import register
@@ -125,8 +130,7 @@ class KeyedSampler:
         return dict(
             dtype=dtype_name(flat.dtype),
             enforce_eager=not cfg.cuda_graphs,
-            # The draw needs the number of a request's tokens, which vLLM knows late when it schedules ahead.
-            async_scheduling=False,
+            async_scheduling=cfg.schedule_ahead,
             skip_tokenizer_init=True,
             logprobs_mode="processed_logits",
             logits_processors=["zerokl.engine.rollout.vllm.draw:KeyedDraw"],

@@ -110,10 +110,15 @@ def test_vllms_own_model_is_exact_on_a_gpu_only(installed, tmp_path: Path, capsy
     assert not (tmp_path / "run").exists()
 
 
-def test_cuda_graphs_need_a_gpu():
-    with pytest.raises(ValueError, match=r"vllm.cuda_graphs \(true\): a CPU has no CUDA graphs"):
-        check_settings(Config(sampler="vllm-zerokl", vllm={"cuda_graphs": True}), "cpu")
-    check_settings(Config(sampler="vllm-zerokl", vllm={"cuda_graphs": True}), "cuda")
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [("cuda_graphs", "a CPU has no CUDA graphs"), ("schedule_ahead", "vLLM does not do it on a CPU")],
+)
+def test_graphs_and_forwards_ahead_need_a_gpu(name, reason):
+    config = Config(sampler="vllm-zerokl", vllm={name: True})
+    with pytest.raises(ValueError, match=rf"vllm.{name} \(true\): {reason}"):
+        check_settings(config, "cpu")
+    check_settings(config, "cuda")
 
 
 def test_vllms_own_model_has_no_other_head_or_cache():
