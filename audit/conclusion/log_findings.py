@@ -136,11 +136,13 @@ def none_fits(measured: Measurements) -> Finding | None:
                 "column agrees with it.",
                 "Nothing is broken. Score in the dtype of the log (--dtype), and audit again.",
             )
+        cut = measured.log.rounding
+        beyond = f", beyond the {cut.decimals} decimals that the log keeps," if cut else ""
         how = "as a log of this size has it" if measured.columns_alone else "as measured on this model"
         return Finding(
             "rounding",
             f"rounding alone. None of {tried.tried} hypotheses fits, and the difference of "
-            f"{tried.distance:.2g} nats a token is what {tried.rounds_like} rounds, {how}: in size, "
+            f"{tried.distance:.2g} nats a token is{beyond} what {tried.rounds_like} rounds, {how}: in size, "
             "in its largest tokens, in its sign, and in each line.",
             "Nothing is broken. Another dtype makes it smaller; importance sampling corrects for it.",
         )

@@ -137,8 +137,13 @@ def logprobs(name: str, value: Any, count: int, drawn: np.ndarray | None = None)
     "Infinity" and "-Infinity" are numbers too. A finite number stays finite.
     drawn: [count] bool; what stands beside the other tokens does not matter. None: all were drawn.
     """
-    value = json_number(listed(name, value, "numbers"))
-    types = set(map(type, value))
+    types = set(map(type, listed(name, value, "numbers")))
+    if types == {float} and drawn is None and len(value) == count:
+        exact = np.array(value, np.float64)
+        if exact.min() >= -_LARGEST_FP32 and exact.max() <= _LARGEST_FP32:  # NaN is neither
+            return exact.astype(np.float32)
+    value = json_number(value)
+    types = set(map(type, value)) if str in types else types
     if not types <= {int, float, type(None)}:
         index = next(i for i, x in enumerate(value) if type(x) not in (int, float, type(None)))
         raise ValueError(f"{name}[{index}] ({_short(value[index])}) must be a number")

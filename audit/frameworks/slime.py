@@ -11,6 +11,7 @@ weights_only, which runs no code. Where a dump holds other objects, this fails, 
 what to run in slime's own environment.
 """
 
+import math
 import pickle
 import re
 from collections.abc import Iterator
@@ -234,8 +235,9 @@ def _kept(row: dict[str, Any], completion: Any, drawn: Any) -> Any:
 
 
 def _abs_of_completions(c: Columns) -> float:
-    parts = np.split(np.abs(c.d), np.cumsum(c.lengths)[:-1])
-    return mean(np.array([mean(part) for part in parts]))
+    size, ends = np.abs(c.d), np.cumsum(c.lengths).tolist()
+    parts = pairwise((0, *ends))
+    return mean(np.array([math.fsum(size[a:b].tolist()) / (b - a) for a, b in parts]))
 
 
 FRAMEWORK = Framework(

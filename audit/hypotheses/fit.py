@@ -170,7 +170,7 @@ def _measured(evidence: Evidence) -> list[Noise]:
 
 
 def _signed(evidence: Evidence) -> list[np.ndarray]:
-    """logged - scored of each line beyond the slack of its cuts, NaN where either is unknown."""
+    """logged - scored of each line beyond its slack, NaN where either is unknown."""
     result = []
     for x in evidence.lines:
         with np.errstate(invalid="ignore"):

@@ -24,7 +24,7 @@ from ..formats.record import LoggedRollout
 from ..formats.registry import natural_order
 from ..knobs.column import KnobModel, with_knobs
 from ..log_section import TrainerColumn
-from .column_causes import said
+from .column_causes import declared, said
 from .compared import apart
 from .evidence import Evidence
 from .fit import explain
@@ -62,7 +62,10 @@ def log_causes(
     """
     evidence = Evidence(
         [
-            Line(i, r.prompt_ids, r.completion_ids, r.logprobs, scores, params, *said(line))
+            declared(
+                Line(i, r.prompt_ids, r.completion_ids, r.logprobs, scores, params, *said(line)),
+                line.decimals,
+            )
             for i, ((r, params), scores, line) in enumerate(zip(rollouts, scored, lines, strict=True))
         ],
         scorer,
@@ -145,7 +148,7 @@ def _of_trainer(evidence: Evidence, lines: Sequence[LoggedRollout]) -> Evidence:
         evidence,
         side="trainer",
         lines=[
-            replace(line, logged=logged.trainer_logprobs)
+            declared(replace(line, logged=logged.trainer_logprobs), logged.trainer_decimals)
             for line, logged in zip(evidence.lines, lines, strict=True)
             if logged.trainer_logprobs is not None
         ],

@@ -5,6 +5,7 @@ The logits are computed once. A search tries a grid, then smaller grids about th
 Shapes: C completion tokens, V vocabulary.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -23,7 +24,9 @@ from .scores import Forward, hidden_rows
 _MOST, _SEARCHED = 1 << 26, 1 << 24
 # A token counts so many nats at most in a search: an edge of a filter must not decide it.
 CAP = 1.0
-_ROUNDS, _POINTS = 4, 5
+# Smaller grids, and the most of them, of a value that each brings so much nearer: a top-p keeps exact tokens,
+# and a coarse one leaves as much as chance does. (cases)
+_ROUNDS, _MOST_ROUNDS, _NEARER, _POINTS = 4, 12, 0.7, 5
 
 Found = tuple[float, Scores, int]  # the number, what the log would hold, and how many numbers were tried
 Transform = Callable[[torch.Tensor, Line, float], torch.Tensor]
@@ -111,9 +114,12 @@ def searched(
             tried[x] = few.loss(few.scores(transform, change, x))
         return tried[x]
 
-    points = [float(x) for x in grid]
-    for _ in range(_ROUNDS):
+    points, before = [float(x) for x in grid], math.inf
+    for number in range(_MOST_ROUNDS):
         best = min(points, key=loss)
+        if number >= _ROUNDS and loss(best) > _NEARER * before:
+            break
+        before = loss(best)
         known = sorted(tried)
         i = known.index(min(known, key=loss))
         low, high = known[max(i - 1, 0)], known[min(i + 1, len(known) - 1)]

@@ -84,7 +84,7 @@ def band(d: Sequence[np.ndarray], logp: Sequence[np.ndarray]) -> list[Noise]:
 
 
 def beyond_slack(d: np.ndarray, slack: np.ndarray | None) -> np.ndarray:
-    """The part of a difference [C] that no edge of a cut explains (Line.slack)."""
+    """The part of a difference [C] that no edge of a cut and no declared decimals explain (Line.slack)."""
     return d if slack is None else np.sign(d) * np.maximum(np.abs(d) - slack, 0.0)
 
 

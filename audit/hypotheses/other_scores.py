@@ -132,7 +132,10 @@ class Scorer:
             read_rows(decoder, rows, pairs, [_cut(p, by) for p in params]) for by in (0, -1, 1)
         )
         moves = [_largest_move(*scores) for scores in zip(as_said, less, more, strict=True)]
-        lines = [replace(line, slack=slack) for line, slack in zip(evidence.lines, moves, strict=True)]
+        lines = [
+            replace(line, slack=slack if line.slack is None else line.slack + slack)
+            for line, slack in zip(evidence.lines, moves, strict=True)
+        ]
         return replace(evidence, lines=lines)
 
     def altered(self, decoder: Forward) -> "Scorer":

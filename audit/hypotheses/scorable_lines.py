@@ -28,7 +28,9 @@ class Line:
     version: int | None = None
     step: int | None = None
     turn: int | None = None
-    slack: np.ndarray | None = None  # [C] nats by which the edge of a cut may move a number
+    decimals: int | None = None  # that the log says `logged` keeps; None where it says nothing
+    # [C] nats by which the edge of a cut and the decimals that the log declares may move a number
+    slack: np.ndarray | None = None
 
     @property
     def pair(self) -> tuple[tuple[int, ...], tuple[int, ...]]:

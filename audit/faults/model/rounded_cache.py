@@ -7,8 +7,10 @@ Shapes: T tokens of packed sequences, k and v [T, Hkv, D].
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -20,9 +22,11 @@ from ....model.checkpoint import DTYPES
 from ....model.kv_rounding import quantised_kv
 from ....model.quantisation import KvQuantisation
 from ...hypotheses.attention_again import Variant, attention_scores
+from ...hypotheses.compared import apart
 from ...hypotheses.evidence import Evidence
 from ...hypotheses.noise import measured
 from ...hypotheses.prediction import Prediction
+from ...hypotheses.scorable_lines import Scores
 from ..fault import Plant, Predicted
 
 if TYPE_CHECKING:
@@ -47,10 +51,11 @@ _CACHES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "fp8 e4m3": _by_token("float8_e4m3fn/unit"),
     "fp8 e5m2": _by_token("float8_e5m2/unit"),
     "fp8 e4m3, scaled by their largest value": partial(calibrated, share=1.0),
-    "fp8 e4m3, clipped at half of their largest value": partial(calibrated, share=0.5),
-    "fp8 e4m3, clipped at a quarter of their largest value": partial(calibrated, share=0.25),
     "int8, scaled by token and head": _by_token("int8/token_head"),
 }
+# Shares of the largest value at which a cache of one scale may clip, and how often halves are tried about
+# the best one.
+_CLIPPED, _HALVES = np.geomspace(0.2, 0.98, 5), 3
 
 
 def predict(evidence: Evidence) -> Iterator[Prediction]:
@@ -63,14 +68,33 @@ def predict(evidence: Evidence) -> Iterator[Prediction]:
     other = "bfloat16" if name == "float32" else "float32"
     decoders = {name: scorer.model(), other: scorer.decoder(dtype=DTYPES[other])}
     plain = {dtype: attention_scores(evidence, Variant(), decoder) for dtype, decoder in decoders.items()}
-    for words, store in _CACHES.items():
-        rounded = {
-            t: attention_scores(evidence, Variant(store=store), decoder) for t, decoder in decoders.items()
-        }
-        noise = measured(other, *(list(x.values()) for x in rounded.values()))
-        for t, scores in rounded.items():
-            effect = {i: _moved(x.scored, scores[i], plain[t][i]) for i, x in enumerate(evidence.lines)}
-            yield Prediction(f"the sampler's keys and values are in {words}", effect, noise=noise)
+
+    def stored(store: Callable[[torch.Tensor], torch.Tensor], t: str) -> tuple[Scores, Scores]:
+        scores = attention_scores(evidence, Variant(store=store), decoders[t])
+        return scores, {i: _moved(x.scored, scores[i], plain[t][i]) for i, x in enumerate(evidence.lines)}
+
+    share, shares = _nearest_share(evidence, lambda share: stored(partial(calibrated, share=share), name)[1])
+    clipped_at = f"fp8 e4m3, clipped at {share:.2g} of their largest value"
+    for words, store in (_CACHES | {clipped_at: partial(calibrated, share=share)}).items():
+        rounded = {t: stored(store, t) for t in decoders}
+        noise = measured(other, *(list(scores.values()) for scores, _ in rounded.values()))
+        for _, effect in rounded.values():
+            choices = shares if words == clipped_at else 1
+            yield Prediction(
+                f"the sampler's keys and values are in {words}", effect, noise=noise, choices=choices
+            )
+
+
+def _nearest_share(evidence: Evidence, effect_of: Callable[[float], Scores]) -> tuple[float, int]:
+    """The share of the largest value that comes nearest to the log when it clips, and how many were tried."""
+    lines, tried = evidence.lines, {}
+    for number in range(_HALVES + 1):
+        known = sorted(tried)
+        i = known.index(min(known, key=tried.get)) if known else 0
+        pairs = pairwise(known[max(i - 1, 0) : i + 2])
+        for share in [math.sqrt(a * b) for a, b in pairs] if number else _CLIPPED.tolist():
+            tried[share] = sum(np.nansum(apart(lines[i], x)) for i, x in effect_of(share).items())
+    return min(tried, key=tried.get), len(tried)
 
 
 def _moved(scored: np.ndarray, changed: np.ndarray, plain: np.ndarray) -> np.ndarray:
@@ -88,29 +112,33 @@ def _through(x: torch.Tensor, dtype: torch.dtype, scale: torch.Tensor) -> torch.
 
 def fp8_cache(w: World) -> Log:
     """e4m3 without a scale."""
-    return w.sampler(cache=w.cache(lambda x: x.to(torch.float8_e4m3fn).to(x.dtype)))
+    return w.sampler(cache=w.cache(lambda x, _: x.to(torch.float8_e4m3fn).to(x.dtype)))
 
 
 def fp8_e5m2_cache(w: World) -> Log:
     """e5m2 without a scale."""
-    return w.sampler(cache=w.cache(lambda x: x.to(torch.float8_e5m2).to(x.dtype)))
+    return w.sampler(cache=w.cache(lambda x, _: x.to(torch.float8_e5m2).to(x.dtype)))
 
 
 def scaled_fp8_cache(w: World) -> Log:
-    """A scale of each layer from a calibration: that of its prompts."""
-    return w.sampler(cache=w.cache(lambda x: _through(x, torch.float8_e4m3fn, x.abs().max() / 448.0)))
+    """A scale of each layer and forward: that of the tokens that it stores."""
+    return w.sampler(cache=w.cache(lambda x, _: _through(x, torch.float8_e4m3fn, x.abs().max() / 448.0)))
 
 
 def clipped_fp8_cache(w: World) -> Log:
-    """A scale that is too small: large keys are clipped."""
+    """A scale from a calibration with prompts, that is too small: large keys are clipped."""
     share = w.uniform(0.3, 0.5)
-    return w.sampler(cache=w.cache(lambda x: _through(x, torch.float8_e4m3fn, x.abs().max() * share / 448.0)))
+
+    def store(x: torch.Tensor, largest: torch.Tensor) -> torch.Tensor:
+        return _through(x, torch.float8_e4m3fn, largest * share / 448.0)
+
+    return w.sampler(cache=w.cache(store))
 
 
 def int8_cache(w: World) -> Log:
     """Whole numbers with a scale for each token and head."""
 
-    def store(x: torch.Tensor) -> torch.Tensor:
+    def store(x: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
         scale = (x.float().abs().amax(-1, keepdim=True) / 127.0).clamp(min=1e-12)
         return ((x.float() / scale).round() * scale).to(x.dtype)
 
@@ -123,8 +151,8 @@ FAULT = Predicted(
     predict=predict,
     needs_decoder=True,
     remedy="Give the cache the compute dtype, or score with rounded keys and values too (kv_cache_dtype).",
-    tries="a cache in fp8 e4m3 or e5m2, in e4m3 scaled by the largest value or clipped at a half or a "
-    "quarter of it, in int8 with a scale for each token and head",
+    tries="a cache in fp8 e4m3 or e5m2, in e4m3 scaled by the largest value or clipped at a share of it that "
+    "is searched, in int8 with a scale for each token and head",
     is_dimmed=True,
     is_second=True,
     perturb=("kv",),

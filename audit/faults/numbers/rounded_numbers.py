@@ -20,22 +20,26 @@ _DECIMALS = range(1, 7)
 
 
 def predict(evidence: Evidence) -> Iterator[Prediction]:
-    """Numbers of few digits. Only where every logged number has no more."""
+    """Numbers of few digits. Only where every logged number has no more, and the log does not say so."""
     values = logged_numbers(evidence)
-    for decimals in _DECIMALS:
-        # fp32 stores a decimal number with an error of half an ulp.
-        if (
-            np.abs(np.round(values, decimals) - values) <= np.spacing(np.abs(values).astype(np.float32))
-        ).all():
-            what = f"the logged numbers are rounded to {decimals} decimals"
-            yield Prediction(
-                what, mapped(evidence, lambda line, n=decimals: np.round(line.scored.astype(np.float64), n))
-            )
-            break
+    declared = [line.decimals for line in evidence.lines]
+    decimals = next((n for n in _DECIMALS if _has_no_more(values, n)), None)
+    if decimals is not None and (None in declared or decimals < max(declared)):
+        what = f"the logged numbers are rounded to {decimals} decimals"
+        yield Prediction(
+            what, mapped(evidence, lambda line: np.round(line.scored.astype(np.float64), decimals))
+        )
     for name, rounding in (("bfloat16", through_bfloat16), ("float16", through_float16)):
         if np.array_equal(rounding(values.astype(np.float32)), values.astype(np.float32)):
             what = f"the logged numbers are rounded to {name}"
             yield Prediction(what, mapped(evidence, lambda line, r=rounding: r(line.scored)))
+
+
+def _has_no_more(values: np.ndarray, decimals: int) -> bool:
+    """Whether numbers have so many decimals at most. fp32 stores a decimal number to half an ulp."""
+    return bool(
+        (np.abs(np.round(values, decimals) - values) <= np.spacing(np.abs(values).astype(np.float32))).all()
+    )
 
 
 def through_bfloat16(x: np.ndarray) -> np.ndarray:

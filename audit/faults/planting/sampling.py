@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, DynamicCache
 from ...engines.hf import cache_argument
 
 END_ID = 1
+Store = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 Change = Callable[[str, torch.Tensor], torch.Tensor | None]
 
 
@@ -106,15 +107,20 @@ def changed(model, change: Change):
 
 
 class AlteredCache(DynamicCache):
-    """A cache whose keys and values pass through a function before they are stored, or are lost."""
+    """A cache whose keys and values pass through a function before they are stored, or are lost.
 
-    def __init__(self, config, store=None, window: int = 0):
+    store: of keys or values, and of the largest of them in the layer's first tokens, those of the prompts.
+    """
+
+    def __init__(self, config, store: Store | None = None, window: int = 0):
         super().__init__(config=config)
         self._store, self._window = store, window
+        self._largest: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def update(self, keys, values, layer_idx, *args, **kwargs):
         if self._store:
-            keys, values = self._store(keys), self._store(values)
+            of_keys, of_values = self._largest.setdefault(layer_idx, (keys.abs().max(), values.abs().max()))
+            keys, values = self._store(keys, of_keys), self._store(values, of_values)
         keys, values = super().update(keys, values, layer_idx, *args, **kwargs)
         if self._window and keys.shape[2] > self._window:
             return keys[:, :, -self._window :], values[:, :, -self._window :]

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from transformers import AttentionInterface, AutoTokenizer, PreTrainedTokenizerFast
 
-from .sampling import AlteredCache, Change, Line, Settings, changed, draw, load, scored, with_trainer
+from .sampling import AlteredCache, Change, Line, Settings, Store, changed, draw, load, scored, with_trainer
 
 Join = Callable[[list[int], list[int], list[int]], list[int]]  # prompt, completion, question -> second prompt
 
@@ -111,7 +111,7 @@ class World:
         AttentionInterface.register(name, attend)
         return self.model(attn_implementation=name)
 
-    def cache(self, store: Callable[[torch.Tensor], torch.Tensor] | None = None, window: int = 0) -> Callable:
+    def cache(self, store: Store | None = None, window: int = 0) -> Callable:
         """A cache whose keys and values pass through a function, or are lost outside of a window."""
         return lambda config: AlteredCache(config, store, window)
 

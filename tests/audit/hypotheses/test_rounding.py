@@ -3,6 +3,8 @@
 The columns are drawn here, with the tails and the line lengths of real ones; no decoder computes.
 """
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from zerokl.audit.faults.ids import doubled_start, never_drawn
@@ -42,6 +44,18 @@ def test_two_hundred_sound_logs_give_no_alarm():
             assert tried.best is None, (seed, tried.best)
             assert tried.is_rounding, (seed, tried)
             assert tried.where is None
+
+
+@pytest.mark.parametrize(("declared", "named"), [(4, False), (6, True), (None, True)])
+def test_decimals_are_no_fault_where_the_log_declares_them(declared, named):
+    lines = [
+        replace(x, logprobs=np.round(x.logprobs, 4), decimals=declared)
+        for x in columns(3, SIZES["float32"] / 20)
+    ]
+    sampler, trainer = try_columns(lines)
+    assert (sampler.best.name if sampler.best else "") == "rounded log-probabilities" * named
+    assert sampler.is_rounding is trainer.is_rounding is not named
+    assert trainer.best is None
 
 
 CASES = {
