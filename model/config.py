@@ -101,6 +101,22 @@ class ModelConfig(Sizes):
                     'GPU; set device = "cpu"'
                 )
 
+    def check_leaves(self, count: int) -> None:
+        """Raise ValueError where sums of so many leaves are not built, or their parts are not equal."""
+        if count == 1:
+            return
+        without = [type(block).__name__ for block in self.distinct_blocks if not block.has_leaves]
+        if without:
+            raise ValueError(
+                f"precision.leaves ({count}): a {self.architecture} has a {without[0]}, whose sums have no "
+                "leaves; set it to 1"
+            )
+        for name in ("kv_heads", "intermediate_size", "vocab_size"):
+            if (size := getattr(self, name)) % count:
+                raise ValueError(
+                    f"precision.leaves ({count}) must divide {name} ({size}); choose a smaller one"
+                )
+
     def rotating(self, i: int) -> "ModelConfig":
         """The config with layer i's rotary embedding as the model's."""
         theta = self.local_rope_thetas[i]

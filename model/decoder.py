@@ -75,6 +75,7 @@ class Forward:
         recompute: bool = False,
         offload: Offload = HERE,
     ):
+        config.check_leaves(numerics.leaves.count)
         self.config, self.numerics, self.recompute, self.offload = config, numerics, recompute, offload
 
     @property

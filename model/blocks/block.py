@@ -10,6 +10,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ...kernels.leaves import Leaves
+from ...kernels.tile_tables import TileTable
 from ..context import Context, Hook, KeepingContext, NarrowingContext, no_hook
 from ..numerics import Numerics
 from ..operation import Operation
@@ -62,6 +64,11 @@ class LayerRun(NamedTuple):
         """Whether no layer comes after it."""
         return self.i == self.config.layers - 1
 
+    @property
+    def order(self) -> tuple[TileTable, Leaves]:
+        """What orders the sums of its products with weights: tiles and leaves."""
+        return self.numerics.tiles, self.numerics.leaves
+
     def show(self, name: str, x: torch.Tensor) -> None:
         """Show the hook the output of an operation of the layer."""
         if self.hook is not no_hook:  # names are made only where somebody listens
@@ -70,6 +77,9 @@ class LayerRun(NamedTuple):
 
 class Block(ABC):
     """A part of a layer, as a frozen dataclass whose fields are its variants."""
+
+    # Whether every sum that tensor parallelism would cut is made of leaves (kernels/leaves.py).
+    has_leaves: bool = False
 
     @abstractmethod
     def weights(self, c: Sizes) -> Iterator[Weight]:
