@@ -174,7 +174,9 @@ class Forward:
         self.check_ids(ids)
         if not ids.device == context.positions.device == self.device:
             (ids,) = upload_tables(self.device, context.tables, ids)
-        residual = self.config.embedding.forward(self.weights.embed, ids, context.in_pass)
+        residual = self.config.embedding.forward(
+            self.weights.embed, ids, context.in_pass, self.numerics.leaves
+        )
         hook(Embedding.name, residual)
         return None, residual
 

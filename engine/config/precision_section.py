@@ -159,10 +159,10 @@ class PrecisionConfig(Section):
                 'set it to "vllm", or sampler to "vllm-zerokl" or "native"'
             )
 
-    leaves: Literal[1, 2, 4, 8] = setting(1, head=WHERE_SET)
-    """Parts of every sum that tensor parallelism may cut. Each part is an fp32 sum, and a fixed binary tree
-    adds the parts, whatever the ranks. 1: one sum, today's bits, and no tensor parallelism. It must divide
-    the key-value heads, the MLP's width and the vocabulary.
+    leaves: int = setting(1, ge=1, le=8, head=WHERE_SET)
+    """Parts of every sum that tensor parallelism may cut: 1, 2, 4 or 8. Each part is an fp32 sum, and a fixed
+    binary tree adds the parts, whatever the ranks. 1: one sum, and no tensor parallelism. It must divide the
+    key-value heads, the MLP's width and the vocabulary.
     """
 
     @rule
@@ -222,6 +222,13 @@ class PrecisionConfig(Section):
                 f"precision.sampler_head_dtype, sampler_cache_dtype, sampler_router_dtype with sampler "
                 f'"{run.config.sampler}": an engine as it comes has numerics of its own; leave them empty'
             )
+
+    @field_validator("leaves")
+    @classmethod
+    def _halved(cls, value: int) -> int:
+        if value & (value - 1):
+            raise ValueError(f"{value} must be 1, 2, 4 or 8, because a binary tree adds the leaves")
+        return value
 
     @field_validator("scale", "backoff", "minimum", "maximum")
     @classmethod

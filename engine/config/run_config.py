@@ -61,6 +61,36 @@ class ParallelConfig(Section, head=_SPREAD):
                 'not built with sharded weights; leave it out, or set parallel.engine = "replicated"'
             )
 
+    tensor: int = setting(1, ge=1, le=8)
+    """Ranks that share each layer and its weights (tensor parallelism): all ranks of the run. They draw and
+    train every token together. It divides precision.leaves, which decides the bits; this decides none.
+    """
+
+    @rule
+    def _parts_of_layers(self, run: PlannedRun) -> str | None:
+        if self.tensor == 1:
+            return None
+        config = run.config
+        if config.precision.leaves % self.tensor:
+            return (
+                f"parallel.tensor ({self.tensor}) must divide precision.leaves "
+                f"({config.precision.leaves}), the parts of the sums that ranks cut; raise "
+                "precision.leaves"
+            )
+        if run.ranks > 1 and run.ranks != self.tensor:
+            return (
+                f"parallel.tensor ({self.tensor}) with {run.ranks} ranks: data-parallel ranks beside those "
+                "that share layers are not built; start as many ranks as parallel.tensor"
+            )
+        beside = ['parallel.engine ("fsdp")'] if self.engine == "fsdp" else []
+        beside += [f"frozen ({list(config.frozen)})"] if config.frozen else []
+        beside += needing_whole(config)
+        if beside:
+            return (
+                f"parallel.tensor ({self.tensor}) with {beside[0]}: this is not built with shared layers; "
+                "leave one out"
+            )
+
 
 class Config(Section):
     """A training run."""

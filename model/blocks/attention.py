@@ -84,16 +84,18 @@ class Attention(Mixer):
         q, kv = c.heads * c.head_dim, c.kv_heads * c.head_dim
         qkv = (("q", q), ("k", kv), ("v", kv))
         if self.fused_names:
-            yield Weight("qkv", (c.hidden_size,), (("self_attn.qkv_proj.weight", q + 2 * kv),))
+            parts = (("self_attn.qkv_proj.weight", q + 2 * kv),)
         else:
-            yield Weight("qkv", (c.hidden_size,), tuple((f"self_attn.{p}_proj.weight", n) for p, n in qkv))
+            parts = tuple((f"self_attn.{p}_proj.weight", n) for p, n in qkv)
+        yield Weight("qkv", (c.hidden_size,), parts, shared_rows=(q, kv, kv))
         if self.qkv_bias:
-            yield Weight("qkv_bias", (), tuple((f"self_attn.{p}_proj.bias", n) for p, n in qkv))
+            biases = tuple((f"self_attn.{p}_proj.bias", n) for p, n in qkv)
+            yield Weight("qkv_bias", (), biases, shared_rows=(q, kv, kv))
         if self.qk_norm or self.wide_qk_norm:
             for p, width in (("q", q), ("k", kv)):
                 rows = width if self.wide_qk_norm else c.head_dim
                 yield Weight(f"{p}_norm", (), ((f"self_attn.{p}_norm.weight", rows),))
-        yield Weight("o", (q,), (("self_attn.o_proj.weight", c.hidden_size),))
+        yield Weight("o", (q,), (("self_attn.o_proj.weight", c.hidden_size),), shared_columns=True)
         if self.o_bias:
             yield Weight("o_bias", (), (("self_attn.o_proj.bias", c.hidden_size),))
 

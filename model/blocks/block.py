@@ -33,6 +33,10 @@ class Weight(NamedTuple):
     # Numbers without a gradient, in fp32 whatever the compute dtype (buffers.py): the rows are their bytes.
     is_buffer: bool = False
     packable: bool = True  # whether products may read a packed copy: not of the matrices of many experts
+    # How the ranks of tensor parallelism share it: each has an equal piece of these parts of its rows, or of
+    # its columns. Without either, each rank has all of it.
+    shared_rows: tuple[int, ...] = ()
+    shared_columns: bool = False
 
 
 class Rows(NamedTuple):

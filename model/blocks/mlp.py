@@ -48,8 +48,8 @@ class GatedMlp(Block):
         parts = (f"{module}.gate_proj.weight", I), (f"{module}.up_proj.weight", I)
         if self.fused_names:
             parts = ((f"{module}.gate_up_proj.weight", 2 * I),)
-        yield Weight(f"{self.prefix}gate_up", (D,), parts)
-        yield Weight(f"{self.prefix}down", (I,), ((f"{module}.down_proj.weight", D),))
+        yield Weight(f"{self.prefix}gate_up", (D,), parts, shared_rows=(I, I))
+        yield Weight(f"{self.prefix}down", (I,), ((f"{module}.down_proj.weight", D),), shared_columns=True)
 
     def operations(self, c: Sizes, x: str) -> tuple[Operation, ...]:
         D, I, module, name = c.hidden_size, self.size or c.intermediate_size, self.module, self.prefix

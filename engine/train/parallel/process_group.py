@@ -81,6 +81,16 @@ class Ranks:
         with peers():
             dist.broadcast(tensor, group=self.group, group_src=sender)
 
+    def all_gather(self, x: torch.Tensor) -> list[torch.Tensor]:
+        """x of every rank, in their order (kernels/leaves.py). All have one shape and dtype."""
+        if self.size == 1 or not x.numel():
+            return [x] * self.size
+        x = x.contiguous()
+        parts = [torch.empty_like(x) for _ in range(self.size)]
+        with peers():  # as bytes: gloo does not know every dtype
+            dist.all_gather([part.view(torch.uint8) for part in parts], x.view(torch.uint8), self.group)
+        return parts
+
     def gather(self, make: Callable[[], X]) -> list[X]:
         """The results of make() in every rank, in the order of the ranks.
 

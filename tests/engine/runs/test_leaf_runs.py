@@ -78,7 +78,7 @@ def test_settings_without_leaves_are_refused(config, eight, tmp_path, settings):
         train(config(model=eight, steps=1, precision__leaves=2, **settings), tmp_path / "run")
 
 
-DENSE = "gemma gemma2 gemma3_text granite llama mistral phi3 qwen2 qwen3 smollm3".split()
+DENSE = ("gemma", "gemma2", "gemma3_text", "granite", "llama", "mistral", "phi3", "qwen2", "qwen3", "smollm3")
 
 
 @pytest.mark.parametrize("name", DENSE)
