@@ -212,7 +212,7 @@ def _dlogits(
 class _LinearLogprob(torch.autograd.Function):
     @staticmethod
     def forward(ctx, h, w, ids, params, in_pass, tiles, cap, leaves):
-        offset = logit_offset(params, w.shape[0], w.device)
+        offset = logit_offset(params, w.shape[0] * leaves.ranks.size, w.device)
         logp, entropy, *stats = _forward(h, w, ids, params, tiles, offset, cap, leaves)
         ctx.save_for_backward(h, ids, *stats)
         ctx.w, ctx.params, ctx.in_pass, ctx.tiles, ctx.offset = w, params, in_pass, tiles, offset
@@ -266,7 +266,8 @@ def linear_logprob(
             f"linear_logprob: h {tuple(h.shape)}, w {tuple(w.shape)}, ids {tuple(ids.shape)} must be "
             "[T, D], [V, D], [T]"
         )
-    params.check(w.shape[0] * leaves.ranks.size)
+    V = w.shape[0] * leaves.ranks.size
+    params.check(V)
     if not torch.is_grad_enabled():
-        return _forward(h, w, ids, params, tiles, logit_offset(params, w.shape[0], w.device), cap, leaves)[:2]
+        return _forward(h, w, ids, params, tiles, logit_offset(params, V, w.device), cap, leaves)[:2]
     return _LinearLogprob.apply(h, w, ids, params, in_pass, tiles, cap, leaves)

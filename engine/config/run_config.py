@@ -68,26 +68,31 @@ class ParallelConfig(Section, head=_SPREAD):
 
     @rule
     def _parts_of_layers(self, run: PlannedRun) -> str | None:
-        if self.tensor == 1:
-            return None
-        config = run.config
-        if config.precision.leaves % self.tensor:
+        leaves = run.config.precision.leaves
+        whole = needing_whole(run.config)
+        if leaves % self.tensor:
             return (
-                f"parallel.tensor ({self.tensor}) must divide precision.leaves "
-                f"({config.precision.leaves}), the parts of the sums that ranks cut; raise "
-                "precision.leaves"
+                f"parallel.tensor ({self.tensor}) must divide precision.leaves ({leaves}), the parts of the "
+                "sums that ranks cut; raise precision.leaves"
             )
-        if run.ranks > 1 and run.ranks != self.tensor:
+        if self.tensor > 1 and run.ranks > 1 and run.ranks != self.tensor:
             return (
                 f"parallel.tensor ({self.tensor}) with {run.ranks} ranks: data-parallel ranks beside those "
                 "that share layers are not built; start as many ranks as parallel.tensor"
             )
-        beside = ['parallel.engine ("fsdp")'] if self.engine == "fsdp" else []
-        beside += [f"frozen ({list(config.frozen)})"] if config.frozen else []
-        beside += needing_whole(config)
-        if beside:
+        if self.tensor > 1 and self.engine == "fsdp":
             return (
-                f"parallel.tensor ({self.tensor}) with {beside[0]}: this is not built with shared layers; "
+                f'parallel.tensor ({self.tensor}) with parallel.engine ("{self.engine}"): ranks share '
+                "layers, or spread rows; set one to its default"
+            )
+        if self.tensor > 1 and run.config.frozen:
+            return (
+                f"parallel.tensor ({self.tensor}) with frozen ({list(run.config.frozen)}): this is not built "
+                "with shared layers; leave one out"
+            )
+        if self.tensor > 1 and whole:
+            return (
+                f"parallel.tensor ({self.tensor}) with {whole[0]}: this is not built with shared layers; "
                 "leave one out"
             )
 
