@@ -201,7 +201,7 @@ class Config(Section):
 
     @rule
     def _a_shard_for_each_rank(self, run: PlannedRun) -> str | None:
-        if run.ranks & (run.ranks - 1) or run.ranks > self.virtual_shards:
+        if run.ranks & (run.ranks - 1) or run.ranks > self.virtual_shards * self.parallel.tensor:
             return (
                 f"ranks ({run.ranks}) must be a power of two and at most virtual_shards "
                 f"({self.virtual_shards})"

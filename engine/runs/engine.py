@@ -73,16 +73,8 @@ class EngineInputs(NamedTuple):
 
 
 def tensor_engine(run: EngineInputs, micro_batch: int, stopwatch: Stopwatch) -> Engine:
-    """Ranks that share each layer (parallel/tensor.py). Each rank draws, scores and trains all tokens.
-
-    Raises ValueError where there are not parallel.tensor ranks.
-    """
+    """Ranks that share each layer (parallel/tensor.py). Each rank draws, scores and trains all tokens."""
     config, ranks, recompute = run.config, run.ranks, run.config.recompute == "layer"
-    if ranks.size != config.parallel.tensor:
-        raise ValueError(
-            f"config: parallel.tensor ({config.parallel.tensor}) with {ranks.size} ranks: start so many, by "
-            f"torchrun --nproc-per-node {config.parallel.tensor} -m zerokl train"
-        )
     weights, parts = read_weights(run.folder, run.layout), TensorParts(run.layout, ranks)
     policy = _shared_decoder(run, parts, weights, recompute)
     workers = Workers(policy, config.virtual_shards, 1, config.native, stopwatch=stopwatch)

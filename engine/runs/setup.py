@@ -83,7 +83,7 @@ def make_state(
     _check_players(config.prompts, player.players)
     _check_binary(config, player.binary)
     checked = player.check(problems, max_tokens, model_config.max_positions)
-    data_ranks = ranks.size // config.parallel.tensor  # each of them has a part of the prompts
+    data_ranks = _data_ranks(config, ranks)
     check_room(config.prompts * config.rollouts_per_prompt // data_ranks, checked.max_tokens)
     device, layout = run_device(config), model_layout(config, model_config)
     ref_model = _ref_model(config, model, model_config)
@@ -132,6 +132,21 @@ def make_state(
         older_weights=engine.samplers.older,
         ahead=Ahead(engine.samplers.training, config.steps) if config.pool.engine else None,
     )
+
+
+def _data_ranks(config: Config, ranks: Ranks) -> int:
+    """The ranks of which each has a part of the prompts.
+
+    Raises ValueError where there are not parallel.tensor ranks to share the layers.
+    """
+    if config.parallel.tensor == 1:
+        return ranks.size
+    if ranks.size != config.parallel.tensor:
+        raise ValueError(
+            f"config: parallel.tensor ({config.parallel.tensor}) with {ranks.size} ranks: start so many, by "
+            f"torchrun --nproc-per-node {config.parallel.tensor} -m zerokl train"
+        )
+    return 1
 
 
 def _replicated_engine(run: EngineInputs, sizes: PassSizes, stopwatch: Stopwatch) -> Engine:

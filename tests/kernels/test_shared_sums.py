@@ -26,12 +26,20 @@ class ThreadRank:
 
     def __init__(self, rank: int, barrier: threading.Barrier, places: list, carried=lambda parts: parts):
         self.rank, self.size, self._barrier, self._places = rank, len(places), barrier, places
-        self._carried = carried
+        self._carried, self.sent = carried, 0
 
     def all_gather(self, x: torch.Tensor) -> list[torch.Tensor]:
-        self._places[self.rank] = x
+        self.sent += x.nbytes * (self.size - 1)
+        return self._met(x, lambda other: other)
+
+    def exchange(self, parts: list[torch.Tensor]) -> list[torch.Tensor]:
+        self.sent += parts[0].nbytes * (self.size - 1)
+        return self._met(parts, lambda other: other[self.rank])
+
+    def _met(self, given, taken) -> list[torch.Tensor]:
+        self._places[self.rank] = given
         self._barrier.wait()
-        parts = self._carried([part.clone() for part in self._places])
+        parts = self._carried([taken(other).clone() for other in self._places])
         self._barrier.wait()
         return parts
 
@@ -158,3 +166,21 @@ def test_control_a_row_of_minus_zeros_is_carried_and_not_added():
     rows = on_ranks(4, lambda leaves: embedding(randint(0, 64, T), own(w, leaves), leaves=leaves))
     assert total_unequal(rows, [w[:T]] * 4) == 0
     assert count_unequal(torch.zeros(T, D) + w[:T], w[:T]) == T * D
+
+
+@pytest.mark.parametrize("n", [2, 4, 8])
+@pytest.mark.parametrize("rows", [1, 3, 501])
+def test_large_sums_go_by_parts_with_the_same_bits_and_fewer_bytes(n, rows):
+    x = randn(0, rows, 256)
+    leaves = [x * i for i in range(1, 9)]
+
+    def joined(shared: Leaves) -> tuple[torch.Tensor, int]:
+        first = shared.ranks.rank * shared.mine
+        return shared.join([leaf.clone() for leaf in leaves[first : first + shared.mine]]), shared.ranks.sent
+
+    expected = Leaves(COUNT).join([leaf.clone() for leaf in leaves])
+    ranks = on_ranks(n, joined)
+    assert all(count_unequal(y, expected) == 0 for y, _ in ranks)
+    by_parts = n > 2 and rows == 501
+    carried = 2 * -(-rows // n) if by_parts else rows
+    assert {sent for _, sent in ranks} == {(n - 1) * carried * 256 * 4}
