@@ -48,14 +48,15 @@ def test_any_number_of_ranks_has_one_ledger(plain, alone, tmp_path, ranks):
 
 
 WORKS = {
-    "reference, critic, filters": {"loss__preset": "ppo", "loss__kl_coef": 0.1, "sampling__top_p": 0.9},
+    "reference, critic": {"loss__preset": "ppo", "loss__kl_coef": 0.1},
+    "filters": {"sampling__top_p": 0.9, "sampling__temperature": 0.7, "dtype": "bfloat16"},
     "recompute, updates, guesses": {
         "recompute": "layer",
         "updates_per_rollout": 2,
         "native__speculate": 3,
         "dtype": "float16",
     },
-    "turns": {"task__name": "turns", "task__reward": ""},
+    "turns": {"task__name": "nim", "task__options": {}, "task__reward": "", "prompts": 4},
     "windows": {"dtype": "bfloat16"},
     "tied, biases": {"dtype": "bfloat16"},
 }
