@@ -13,6 +13,7 @@ import torch
 from . import draw_cpp
 from .backend import on_triton
 from .draw_cpp import draw_on_cpp
+from .leaves import WHOLE, Leaves
 from .logprob import softmax_parts, token_logprobs
 from .sampling_params import SamplingParams
 from .truncation import prefix_sums, scaled_logits
@@ -24,12 +25,13 @@ def draw_tokens(
     params: SamplingParams,
     noise: torch.Tensor | None = None,
     offset: torch.Tensor | None = None,
+    leaves: Leaves = WHOLE,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """One token for each row, and its logp under the distribution it is drawn from.
 
     logits [n, V]; u [n] fp64 in [0, 1) -> ids [n] int64, logp [n] fp32. noise [n or fewer, V] fp32 is added
-    to the scaled logits of the first rows. offset: see truncation.scaled_logits. The logp of a row whose
-    logits are not finite is NaN.
+    to the scaled logits of the first rows. offset: see truncation.scaled_logits. leaves: of the sums
+    over V, all in this rank. The logp of a row whose logits are not finite is NaN.
     """
     greedy = params.temperature == 0.0
     if on_triton(logits) and noise is None and not greedy and params.only_divides(logits.shape[1]):
@@ -39,7 +41,7 @@ def draw_tokens(
     z = scaled_logits(logits, params, offset)
     if noise is not None:
         z[: len(noise)] += noise
-    return drawn_logprobs(z, u, greedy)
+    return drawn_logprobs(z, u, greedy, leaves)
 
 
 def draw(z: torch.Tensor, u: torch.Tensor, greedy: bool = False) -> torch.Tensor:
@@ -52,7 +54,7 @@ def draw(z: torch.Tensor, u: torch.Tensor, greedy: bool = False) -> torch.Tensor
 
 
 def drawn_logprobs(
-    z: torch.Tensor, u: torch.Tensor, greedy: bool = False
+    z: torch.Tensor, u: torch.Tensor, greedy: bool = False, leaves: Leaves = WHOLE
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The tokens of `draw`, and their logp of `logprob.token_logprobs`.
 
@@ -61,9 +63,9 @@ def drawn_logprobs(
     if on_triton(z):
         ids = draw(z, u, greedy)
         return ids, token_logprobs(z, ids)[0]
-    if not greedy and draw_on_cpp(z):
-        return draw_cpp.drawn_logprobs(z, u)
-    shifted, e, total = softmax_parts(z)
+    if not greedy and draw_on_cpp(z, leaves.count):
+        return draw_cpp.drawn_logprobs(z, u, leaves.count)
+    shifted, e, total = softmax_parts(z, leaves)
     ids = z.argmax(dim=1) if greedy else _invert(e, u)
     return ids, shifted.gather(1, ids.unsqueeze(1)).squeeze(1) - torch.log(total)
 

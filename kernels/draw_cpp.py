@@ -10,18 +10,20 @@ from .cpp.row_sums import sum_lanes
 from .order import SUM_TILE
 
 
-def draw_on_cpp(z: torch.Tensor) -> bool:
-    """Whether tokens are drawn here from z [T, V]."""
-    return on_cpp(z) and z.dtype == torch.float32 and z.shape[1] <= SUM_TILE and sum_lanes(z.shape[1]) > 0
+def draw_on_cpp(z: torch.Tensor, leaves: int) -> bool:
+    """Whether tokens are drawn here from z [T, V], with sums over V of so many leaves (leaves.py)."""
+    width = z.shape[1] // leaves
+    return on_cpp(z) and z.dtype == torch.float32 and z.shape[1] <= SUM_TILE and sum_lanes(width) > 0
 
 
-def drawn_logprobs(z: torch.Tensor, u: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def drawn_logprobs(z: torch.Tensor, u: torch.Tensor, leaves: int) -> tuple[torch.Tensor, torch.Tensor]:
     """The ids and logp of draw.drawn_logprobs, not greedy."""
     (T, V), z = z.shape, z.contiguous()
     shifted = torch.empty_like(z)
     call("draw_shift", None, z, shifted, T, V)
     ids, (logp, totals) = torch.empty(T, dtype=torch.int64), torch.empty(2, T, dtype=torch.float32)
-    call("draw_ids", None, shifted, torch.exp(shifted), u.contiguous(), ids, logp, totals, T, V, sum_lanes(V))
+    inputs, lanes = (shifted, torch.exp(shifted), u.contiguous()), sum_lanes(V // leaves)
+    call("draw_ids", None, *inputs, ids, logp, totals, T, V, lanes, leaves)
     return ids, logp.sub_(totals.log_())
 
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from .backend import on_triton
+from .leaves import WHOLE, Leaves
 from .passes import ONE_SEQUENCE, Pass
 
 if TYPE_CHECKING:
@@ -29,12 +30,21 @@ def embedding_bwd_ref(acc: torch.Tensor, ids: torch.Tensor, dx: torch.Tensor) ->
     acc.index_add_(0, ids, dx.to(acc.dtype))  # on a CPU index_add_ adds the rows one after another
 
 
+def _forward(ids: torch.Tensor, w: torch.Tensor, leaves: Leaves) -> torch.Tensor:
+    """The rows of w, of which each rank has a part; each row is carried by its owner."""
+    if leaves.ranks.size == 1:
+        return embedding_ref(ids, w)
+    rows, own_ids = leaves.owned(ids, len(w))
+    x = w.new_zeros(len(ids), w.shape[1]).index_copy_(0, rows, embedding_ref(own_ids, w))
+    return leaves.of_owners(x, ids // len(w))
+
+
 class _Embedding(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, ids, w, in_pass):
+    def forward(ctx, ids, w, in_pass, leaves):
         ctx.save_for_backward(ids)
-        ctx.w, ctx.in_pass = w, in_pass
-        return embedding_ref(ids, w)
+        ctx.w, ctx.in_pass, ctx.leaves = w, in_pass, leaves
+        return _forward(ids, w, leaves)
 
     @staticmethod
     def backward(ctx, dx):
@@ -45,8 +55,16 @@ class _Embedding(torch.autograd.Function):
         for shard, shard_blocks in blocks.parts:
             if shard_blocks:
                 rows = slice(shard_blocks[0][0], shard_blocks[-1][1])
-                _backward(sums[shard], ids[rows], dx[rows])
-        return None, in_pass.returned_grad(ctx.w, buffer), None
+                _add_rows(sums[shard], ids[rows], dx[rows], ctx.leaves)
+        return None, in_pass.returned_grad(ctx.w, buffer), None, None
+
+
+def _add_rows(acc: torch.Tensor, ids: torch.Tensor, dx: torch.Tensor, leaves: Leaves) -> None:
+    """acc += the gradient of the rows that this rank has."""
+    if leaves.ranks.size > 1:
+        rows, ids = leaves.owned(ids, len(acc))
+        dx = dx[rows]
+    _backward(acc, ids, dx)
 
 
 def _backward(acc: torch.Tensor, ids: torch.Tensor, dx: torch.Tensor) -> None:
@@ -114,8 +132,12 @@ def check_ids(ids: torch.Tensor, V: int) -> None:
         )
 
 
-def embedding(ids: torch.Tensor, w: torch.Tensor, in_pass: Pass = ONE_SEQUENCE) -> torch.Tensor:
+def embedding(
+    ids: torch.Tensor, w: torch.Tensor, in_pass: Pass = ONE_SEQUENCE, leaves: Leaves = WHOLE
+) -> torch.Tensor:
     """Rows of w. ids [T] int64, w [V, D] -> [T, D]. Raises ValueError for an id outside 0..V-1.
+
+    leaves: of the ranks that share w. Each has V of its rows then, and the ids count those of all.
 
     Of the pass's token blocks only the first row and the end of each shard decide anything: rows in no block
     have no gradient. The host must know them.
@@ -128,7 +150,7 @@ def embedding(ids: torch.Tensor, w: torch.Tensor, in_pass: Pass = ONE_SEQUENCE) 
         raise ValueError(
             f"embedding: ids must be a one-dimensional int64 tensor, got {ids.dtype} {tuple(ids.shape)}"
         )
-    check_ids(ids, w.shape[0])
+    check_ids(ids, w.shape[0] * leaves.ranks.size)
     if not torch.is_grad_enabled():  # a decoding turn makes no token blocks
-        return embedding_ref(ids, w)
-    return _Embedding.apply(ids, w, in_pass)
+        return _forward(ids, w, leaves)
+    return _Embedding.apply(ids, w, in_pass, leaves)

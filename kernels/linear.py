@@ -9,7 +9,8 @@ rounded where the pass has fp32 buffers (grad.py).
 Where the pass has LoRA adapters of w, their gradients take the place of dw (low_rank.py). Where these are not
 merged into w (Adapted), y and dx are the fp32 sums above, the bias included, plus what the adapters add, and
 are rounded once after it. So an adapter that moves no weight of w by half of its last bit is not lost.
-Order: as in matmul.py and columns.py. A row of y or dx depends on its own row of x or dy only.
+Order: as in matmul.py and columns.py, and by leaves where tensor parallelism may cut a sum (leaves.py). A row
+of y or dx depends on its own row of x or dy only.
 """
 
 from typing import NamedTuple
@@ -19,6 +20,7 @@ import torch
 from .backend import on_triton
 from .columns import add_columns
 from .grad import accumulate_dtype, check_dtype
+from .leaves import UNCUT, Cut
 from .low_rank import LowRank, LowRankBuffers, add_low_rank, add_to_input_gradient, add_to_product
 from .matmul import add_outer, matmul, matmul_cpu, matmul_unrounded
 from .passes import ONE_SEQUENCE, Pass
@@ -33,39 +35,53 @@ class Adapted(NamedTuple):
 
 
 def linear_ref(
-    x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None = None, pack: torch.Tensor | None = None
+    x: torch.Tensor,
+    w: torch.Tensor,
+    b: torch.Tensor | None = None,
+    pack: torch.Tensor | None = None,
+    cut: Cut = UNCUT,
 ) -> torch.Tensor:
     """Forward only. x [T, K], w [N, K], b [N] -> [T, N]. pack: see matmul."""
-    if b is None:
-        return matmul_cpu(x, w, pack)
     dtype = accumulate_dtype(x.dtype)
-    y = matmul_cpu(x.to(dtype), w.to(dtype), pack if w.dtype == dtype else None)
-    return (y + b.to(dtype)).to(x.dtype)
+    if cut.joins_output:
+        y = cut.product(x, w, pack)
+    elif b is None:
+        return matmul_cpu(x, w, pack)
+    else:
+        y = matmul_cpu(x.to(dtype), w.to(dtype), pack if w.dtype == dtype else None)
+    return (y if b is None else y + b.to(dtype)).to(x.dtype)
 
 
 def _forward(
-    x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None, in_pass: Pass, tiles: TileTable
+    x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None, in_pass: Pass, tiles: TileTable, cut: Cut
 ) -> torch.Tensor:
     if not on_triton(x):
-        return linear_ref(x, w, b, in_pass.packed.get(w))
+        return linear_ref(x, w, b, in_pass.packed.get(w), cut)
     from .matmul_triton import matmul as matmul_with_bias
 
     return matmul_with_bias(x, w, b, tiles)
 
 
+def input_gradient(dy: torch.Tensor, w: torch.Tensor, tiles: TileTable, cut: Cut = UNCUT) -> torch.Tensor:
+    """dx = dy w, rounded once. dy [T, N], w [N, K] -> [T, K]. tiles: see matmul."""
+    if cut.joins_dx:
+        return cut.product(dy, w.t(), tiles=tiles).to(dy.dtype)
+    return matmul(dy, w.t(), tiles=tiles)
+
+
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, w, b, in_pass, tiles):
+    def forward(ctx, x, w, b, in_pass, tiles, cut):
         # w and b do not go through save_for_backward: their identity finds their buffers.
         ctx.save_for_backward(x)
-        ctx.w, ctx.b, ctx.in_pass, ctx.tiles = w, b, in_pass, tiles
-        return _forward(x, w, b, in_pass, tiles)
+        ctx.w, ctx.b, ctx.in_pass, ctx.tiles, ctx.cut = w, b, in_pass, tiles, cut
+        return _forward(x, w, b, in_pass, tiles, cut)
 
     @staticmethod
     def backward(ctx, dy):
         (x,) = ctx.saved_tensors
         w, b, in_pass, dw, db = ctx.w, ctx.b, ctx.in_pass.over(dy), None, None
-        dx = matmul(dy, w.t(), tiles=ctx.tiles) if ctx.needs_input_grad[0] else None
+        dx = input_gradient(dy, w, ctx.tiles, ctx.cut) if ctx.needs_input_grad[0] else None
         if ctx.needs_input_grad[1]:
             buffer = in_pass.buffer(w)
             add = add_low_rank if isinstance(buffer, LowRankBuffers) else add_outer
@@ -75,7 +91,7 @@ class _Linear(torch.autograd.Function):
             buffer = in_pass.buffer(b)
             add_columns(buffer, dy, in_pass.blocks)
             db = in_pass.returned_grad(b, buffer)
-        return dx, dw, db, None, None
+        return dx, dw, db, None, None, None
 
 
 class _AdaptedLinear(torch.autograd.Function):
@@ -118,12 +134,14 @@ def linear(
     b: torch.Tensor | None = None,
     in_pass: Pass = ONE_SEQUENCE,
     tiles: TileTable = DEFAULT_TABLE,
+    cut: Cut = UNCUT,
 ) -> torch.Tensor:
     """y = x w^T + b. x [T, K], weight w [N, K], b [N] -> [T, N].
 
-    The weight gradient is summed in the order of the pass's token blocks. tiles: see matmul. Of an adapted
-    weight, the adapters' is summed where the pass has buffers for it, and nothing else has a gradient. Raises
-    ValueError on a shape or dtype that does not fit.
+    The weight gradient is summed in the order of the pass's token blocks. tiles: see matmul. cut: of a weight
+    without adapters among ranks; its leaves are built for CPUs. Of an adapted weight, the adapters' gradient is
+    summed where the pass has buffers for it, and w has none. Raises ValueError on a shape or dtype that does
+    not fit.
     """
     w, adapters = weight if isinstance(weight, Adapted) else (weight, None)
     check_dtype("linear", x=x, w=w, **({} if b is None else {"b": b}))
@@ -138,5 +156,5 @@ def linear(
             return _AdaptedLinear.apply(x, w, b, adapters, in_pass, tiles)
         return _adapted_forward(x, w, b, adapters, tiles)
     if not torch.is_grad_enabled():
-        return _forward(x, w, b, in_pass, tiles)
-    return _Linear.apply(x, w, b, in_pass, tiles)
+        return _forward(x, w, b, in_pass, tiles, cut)
+    return _Linear.apply(x, w, b, in_pass, tiles, cut)

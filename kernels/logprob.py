@@ -22,8 +22,9 @@ import torch
 
 from .backend import on_triton
 from .grad import accumulate_dtype, check_dtype
+from .leaves import WHOLE, Leaves
+from .linear import input_gradient
 from .matmul import add_outer, matmul, matmul_cpu
-from .order import sum_row
 from .passes import ONE_SEQUENCE, Pass
 from .sampling_params import SamplingParams
 from .softcap import softcap, softcap_slope
@@ -52,19 +53,22 @@ def head_logits(
     return softcap(logits, cap) if cap else logits
 
 
-def softmax_parts(z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """z - max [T, V], its exponential [T, V], and the sum of the exponentials along each row [T]."""
-    shifted = z - z.amax(dim=1, keepdim=True)
+def softmax_parts(z: Tensor, leaves: Leaves = WHOLE) -> tuple[Tensor, Tensor, Tensor]:
+    """z - max [T, V], its exponential [T, V], and the sum of the exponentials along each row [T].
+
+    leaves: of the sum; where ranks share them, z has this rank's columns, and maximum and sum are of all.
+    """
+    shifted = z - leaves.highest(z.amax(dim=1, keepdim=True))
     e = torch.exp(shifted)
-    return shifted, e, sum_row(e)
+    return shifted, e, leaves.sum_row(e)
 
 
-def token_logprobs_ref(z: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
-    """The reference of token_logprobs."""
-    shifted, e, total = softmax_parts(z)
+def token_logprobs_ref(z: Tensor, ids: Tensor, leaves: Leaves = WHOLE) -> tuple[Tensor, Tensor]:
+    """The reference of token_logprobs. leaves: see softmax_parts; the ids are of all columns."""
+    shifted, e, total = softmax_parts(z, leaves)
     log_total = torch.log(total)
-    logp = shifted.gather(1, ids.unsqueeze(1)).squeeze(1) - log_total
-    mean = sum_row(torch.where(e > 0, e * shifted, 0.0)) / total
+    logp = leaves.chosen(shifted, ids) - log_total
+    mean = leaves.sum_row(torch.where(e > 0, e * shifted, 0.0)) / total
     return logp, log_total - mean
 
 
@@ -108,17 +112,28 @@ def logits_rows(V: int, device: torch.device, dtype: torch.dtype, params: Sampli
 
 
 def linear_logprob_ref(
-    h: Tensor, w: Tensor, ids: Tensor, params: SamplingParams, cap: float = 0.0
+    h: Tensor, w: Tensor, ids: Tensor, params: SamplingParams, cap: float = 0.0, leaves: Leaves = WHOLE
 ) -> tuple[Tensor, Tensor]:
-    """Forward only: logp and entropy, [T] each. h [T, D], w [V, D], ids [T]."""
+    """Forward only: logp and entropy, [T] each. h [T, D], w [V, D], ids [T]. leaves: see linear_logprob."""
     rows = chunk_rows(w.shape[0], w.device)
     logp = h.new_empty(h.shape[0], dtype=accumulate_dtype(h.dtype))
     entropy = torch.empty_like(logp)
     for a in range(0, h.shape[0], rows):
         logits = matmul_cpu(h[a : a + rows], w)
-        z = scaled_logits_ref(softcap(logits, cap) if cap else logits, params)
-        logp[a : a + rows], entropy[a : a + rows] = token_logprobs_ref(z, ids[a : a + rows])
+        logits, shared = _of_rows(softcap(logits, cap) if cap else logits, params, leaves)
+        z = scaled_logits_ref(logits, params)
+        logp[a : a + rows], entropy[a : a + rows] = token_logprobs_ref(z, ids[a : a + rows], shared)
     return logp, entropy
+
+
+def _of_rows(logits: Tensor, params: SamplingParams, leaves: Leaves) -> tuple[Tensor, Leaves]:
+    """The logits that a distribution is made from, [T, V], and the leaves of its sums.
+
+    They are this rank's columns where logits are only divided. A filter or a bias needs those of all ranks.
+    """
+    if leaves.ranks.size == 1 or params.only_divides(logits.shape[1] * leaves.ranks.size):
+        return logits, leaves
+    return leaves.whole_rows(logits), leaves.alone
 
 
 def _forward(
@@ -129,13 +144,14 @@ def _forward(
     tiles: TileTable,
     offset: Tensor | None,
     cap: float,
+    leaves: Leaves,
 ) -> tuple[Tensor, ...]:
     """logp and entropy, [T] each. On Triton also each row's maximum and log of the sum, for the backward.
 
     offset: from logit_offset.
     """
     if not on_triton(h):
-        return linear_logprob_ref(h, w, ids, params, cap)
+        return linear_logprob_ref(h, w, ids, params, cap, leaves)
     if not h.shape[0]:
         return tuple(torch.empty(0, dtype=torch.float32, device=h.device) for _ in range(4))
     from .logprob_triton import logprob_fwd
@@ -150,15 +166,22 @@ def _forward(
     return tuple(torch.cat(columns) for columns in zip(*parts, strict=True))
 
 
-def dlogits_ref(logits: Tensor, ids: Tensor, dlogp: Tensor, params: SamplingParams) -> Tensor:
-    """The gradient of logits [rows, V], rounded once to their dtype. ids, dlogp [rows]."""
-    _, e, total = softmax_parts(scaled_logits_ref(logits, params))
+def dlogits_ref(
+    logits: Tensor, ids: Tensor, dlogp: Tensor, params: SamplingParams, leaves: Leaves = WHOLE
+) -> Tensor:
+    """The gradient of logits [rows, V], rounded once to their dtype. ids, dlogp [rows].
+
+    leaves: see linear_logprob.
+    """
+    row_logits, shared = _of_rows(logits, params, leaves)
+    _, e, total = softmax_parts(scaled_logits_ref(row_logits, params), shared)
     dz = e.div_(total.unsqueeze(1)).neg_()
-    dz.scatter_add_(1, ids.unsqueeze(1), torch.ones_like(dz[:, :1]))
+    rows, columns = shared.owned(ids, dz.shape[1])
+    dz[rows, columns] += 1.0  # only here: to add 0.0 in the other ranks would make a 0.0 of a -0.0
     dz *= dlogp.unsqueeze(1)
     if params.temperature not in (0.0, 1.0):
         dz /= dz.new_tensor(params.temperature)
-    return dz.to(logits.dtype)
+    return (dz if shared is leaves else leaves.own_columns(dz)).to(logits.dtype)
 
 
 def _dlogits(
@@ -168,13 +191,14 @@ def _dlogits(
     params: SamplingParams,
     offset: Tensor | None,
     stats: tuple[Tensor, ...],
+    leaves: Leaves,
 ) -> Tensor:
     """The gradient of the logits, as dlogits_ref gives it. On Triton it overwrites the logits.
 
     `stats` are the maximum and the log of the sum of each row (Triton only).
     """
     if not on_triton(logits):
-        return dlogits_ref(logits, ids, dlogp, params)
+        return dlogits_ref(logits, ids, dlogp, params, leaves)
     from .logprob_triton import logprob_bwd
 
     temperature = params.temperature or 1.0
@@ -187,12 +211,12 @@ def _dlogits(
 
 class _LinearLogprob(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, h, w, ids, params, in_pass, tiles, cap):
-        offset = logit_offset(params, w.shape[0], w.device)
-        logp, entropy, *stats = _forward(h, w, ids, params, tiles, offset, cap)
+    def forward(ctx, h, w, ids, params, in_pass, tiles, cap, leaves):
+        offset = logit_offset(params, w.shape[0] * leaves.ranks.size, w.device)
+        logp, entropy, *stats = _forward(h, w, ids, params, tiles, offset, cap, leaves)
         ctx.save_for_backward(h, ids, *stats)
         ctx.w, ctx.params, ctx.in_pass, ctx.tiles, ctx.offset = w, params, in_pass, tiles, offset
-        ctx.cap = cap
+        ctx.cap, ctx.leaves = cap, leaves
         ctx.mark_non_differentiable(entropy)
         return logp, entropy
 
@@ -208,14 +232,14 @@ class _LinearLogprob(torch.autograd.Function):
             logits = head_logits(h[a:b], w, ctx.cap, tiles=ctx.tiles)
             chunk_stats = tuple(s[a:b] for s in stats)
             slope = softcap_slope(logits, ctx.cap) if ctx.cap else None  # Triton overwrites the logits
-            dlogits = _dlogits(logits, ids[a:b], dlogp[a:b], params, ctx.offset, chunk_stats)
+            dlogits = _dlogits(logits, ids[a:b], dlogp[a:b], params, ctx.offset, chunk_stats, ctx.leaves)
             if slope is not None:
                 dlogits = slope.mul_(dlogits).to(logits.dtype)
             if wants_dh:
-                dh[a:b] = matmul(dlogits, w.t(), tiles=ctx.tiles)
+                dh[a:b] = input_gradient(dlogits, w, ctx.tiles, ctx.leaves.outputs(w.shape[0]))
             if wants_dw:
                 add_outer(buffer, dlogits, h[a:b], blocks)
-        return dh, in_pass.returned_grad(w, buffer) if wants_dw else None, None, None, None, None, None
+        return dh, in_pass.returned_grad(w, buffer) if wants_dw else None, *[None] * 6
 
 
 def linear_logprob(
@@ -226,12 +250,14 @@ def linear_logprob(
     in_pass: Pass = ONE_SEQUENCE,
     tiles: TileTable = DEFAULT_TABLE,
     cap: float = 0.0,
+    leaves: Leaves = WHOLE,
 ) -> tuple[Tensor, Tensor]:
     """logp of the ids under the logits h w^T, and the entropy, which has no gradient.
 
     h [T, D], w [V, D], ids [T] -> [T], [T] in fp32. dw is summed in the order of the pass's token blocks,
-    which the host must know. tiles: see matmul. cap: of the logits; 0.0 is none. Raises ValueError on a bad
-    shape, dtype or sampling parameter.
+    which the host must know. tiles: see matmul. cap: of the logits; 0.0 is none. leaves: of the sums over V;
+    where ranks share them, w has this rank's rows, and the ids count those of all. Leaves are built for CPUs.
+    Raises ValueError on a bad shape, dtype or sampling parameter.
     """
     check_dtype("linear_logprob", h=h, w=w)
     params = params or SamplingParams()
@@ -240,7 +266,8 @@ def linear_logprob(
             f"linear_logprob: h {tuple(h.shape)}, w {tuple(w.shape)}, ids {tuple(ids.shape)} must be "
             "[T, D], [V, D], [T]"
         )
-    params.check(w.shape[0])
+    V = w.shape[0] * leaves.ranks.size
+    params.check(V)
     if not torch.is_grad_enabled():
-        return _forward(h, w, ids, params, tiles, logit_offset(params, w.shape[0], w.device), cap)[:2]
-    return _LinearLogprob.apply(h, w, ids, params, in_pass, tiles, cap)
+        return _forward(h, w, ids, params, tiles, logit_offset(params, V, w.device), cap, leaves)[:2]
+    return _LinearLogprob.apply(h, w, ids, params, in_pass, tiles, cap, leaves)

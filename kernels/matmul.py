@@ -38,7 +38,7 @@ from ..files.bitwise import equal
 from . import matmul_cpp
 from .backend import on_cpp, on_triton
 from .grad import GradBuffer, accumulate_dtype
-from .order import ALIGN, ROW_TILE, TokenBlocks
+from .order import ALIGN, ROW_TILE, TokenBlocks, join_pairs
 from .tile_tables import DEFAULT_TABLE, TileTable
 
 # Rows of the tiles that replace several tiles of ROW_TILE rows, longest first. They take 0.4 to 0.9 of the
@@ -141,6 +141,30 @@ def matmul_unrounded(
         return matmul_triton.matmul(x_TK, w_NK, tiles=tiles, rounded=False)
     dtype = accumulate_dtype(x_TK.dtype)
     return matmul_cpu(x_TK.to(dtype), w_NK.to(dtype))
+
+
+def matmul_leaves(
+    x_TK: torch.Tensor,
+    w_NK: torch.Tensor,
+    leaves: int,
+    pack: torch.Tensor | None = None,
+    tiles: TileTable = DEFAULT_TABLE,
+) -> torch.Tensor:
+    """x w^T in fp32, -> [T, N]: K in `leaves` equal parts, whose products are added pairwise (leaves.py).
+
+    pack: of the whole w. The other arguments are those of matmul. The bits of a library's product depend on
+    the distance of w's rows, which is another one where ranks share w. So a part of w is read from a copy
+    whose rows lie side by side, unless its columns do.
+    """
+    if leaves == 1:
+        return matmul(x_TK, w_NK, pack, tiles)
+    xs, ws, columns = x_TK.chunk(leaves, 1), w_NK.chunk(leaves, 1), w_NK.stride(0) == 1
+    N, K = ws[0].shape
+    if not _runs_on_cpp(xs[0], w_NK.as_strided((N, K), w_NK.stride() if columns else (K, 1))):
+        parts = ws if columns else [w.contiguous() for w in ws]
+        return join_pairs([matmul(x, w, tiles=tiles) for x, w in zip(xs, parts, strict=True)])
+    is_panels = pack is not None and not pack.is_mkldnn
+    return matmul_cpp.product(x_TK.contiguous(), w_NK, pack if is_panels else None, leaves)
 
 
 def add_outer(buffer: GradBuffer, dy_TN: torch.Tensor, x_TK: torch.Tensor, blocks: TokenBlocks) -> None:

@@ -19,10 +19,12 @@ def pack_panels(w_NK: torch.Tensor) -> torch.Tensor:
     return panels
 
 
-def product(x_TK: torch.Tensor, w_NK: torch.Tensor, panels: torch.Tensor | None = None) -> torch.Tensor:
-    """x w^T, [T, N]. panels: the packed copy of w, where it is made already."""
+def product(
+    x_TK: torch.Tensor, w_NK: torch.Tensor, panels: torch.Tensor | None = None, leaves: int = 1
+) -> torch.Tensor:
+    """x w^T, [T, N]. panels: the packed copy of w, where it is made already. leaves: see leaves.py."""
     panels = pack_panels(w_NK) if panels is None else panels
     (T, K), N = x_TK.shape, w_NK.shape[0]
     y = torch.empty(T, N, dtype=torch.float32)
-    call("matmul_panels", None, x_TK, panels, y, T, N, K)
+    call("matmul_panels", None, x_TK, panels, y, T, N, K, leaves)
     return y

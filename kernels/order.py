@@ -272,6 +272,13 @@ def tree_sum(x: torch.Tensor, dim: int) -> torch.Tensor:
     return x.squeeze(dim)
 
 
+def join_pairs(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The sum of a power of two of tensors: neighbours pairwise, in the memory of the left ones."""
+    while len(parts) > 1:
+        parts = [left.add_(right) for left, right in zip(parts[::2], parts[1::2], strict=True)]
+    return parts[0]
+
+
 def lanes_of(E: int, load: int) -> tuple[int, int, int]:
     """How vLLM's kernel shares a row of E router logits: loads of a lane, lanes, and logits of a load.
 

@@ -11,12 +11,14 @@ qk_norm_triton.py.
 
 Shapes: x, y [T, H, D]; wq, wk [D]; r [T, H] in fp32.
 Roundings: y once, with the weight multiplied in fp32. dx once.
-Order: the heads of a token are summed in a tree, then the tokens block after block.
+Order: the heads of a token are summed in a tree, those of each leaf first where there are leaves (leaves.py),
+then the tokens block after block.
 """
 
 import torch
 
 from .backend import on_triton
+from .leaves import WHOLE, Leaves
 from .order import tree_sum
 from .passes import ONE_SEQUENCE, Pass
 from .rms_norm import add_rows, check_norm, norm_factors, rms_norm_bwd_ref, rms_norm_ref
@@ -39,38 +41,48 @@ def _forward(x, wq, wk, heads, eps):
     return qk_norm_fwd(x, wq, wk, heads, eps)
 
 
-def _backward(dy, x, r, wq, wk, heads, in_pass):
+def _backward(dy, x, r, wq, wk, heads, in_pass, leaves):
     """dx, and the contributions to dwq and dwk that rms_norm.add_rows takes."""
     if norm_on_cpp(x) and wq.dtype == x.dtype:
         dx, dw = norm_bwd(dy, x, r, (wq, wk), heads)
-        return dx, [sum_heads(dw, 0, heads), sum_heads(dw, heads, x.shape[1])]
+        return dx, _sums_of_heads(sum_heads, dw, heads, leaves)
     if not on_triton(x):
         dx, dw = rms_norm_bwd_ref(dy, x, r, _head_weights(wq, wk, heads, x.shape[1]))
-        return dx.to(dy.dtype), [tree_sum(rows, 1) for rows in (dw[:, :heads], dw[:, heads:])]
+        return dx.to(dy.dtype), _sums_of_heads(lambda dw, a, b: tree_sum(dw[:, a:b], 1), dw, heads, leaves)
     from .qk_norm_triton import qk_norm_bwd
 
     return qk_norm_bwd(dy, x, wq, wk, r, heads, in_pass.blocks)
 
 
+def _sums_of_heads(sum_of, dw, heads, leaves):
+    """Of the queries and of the keys of all ranks, [T, D] each. sum_of(dw, first, end): of these heads."""
+    sums = []
+    for first, end in ((0, heads), (heads, dw.shape[1])):
+        n = (end - first) // leaves.mine
+        sums.append(leaves.join([sum_of(dw, a, a + n) for a in range(first, end, n)]))
+    return sums
+
+
 class _QKNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, wq, wk, heads, eps, in_pass, plus_one):
+    def forward(ctx, x, wq, wk, heads, eps, in_pass, plus_one, leaves):
         y, r = _forward(x, *norm_factors(plus_one, wq, wk), heads, eps)
         ctx.save_for_backward(x, r)
         ctx.weights, ctx.heads, ctx.in_pass, ctx.plus_one = (wq, wk), heads, in_pass, plus_one
+        ctx.leaves = leaves
         return y
 
     @staticmethod
     def backward(ctx, dy):
         (x, r), in_pass, returned = ctx.saved_tensors, ctx.in_pass.over(dy), []
         factors = norm_factors(ctx.plus_one, *ctx.weights)
-        dx, contributions = _backward(dy, x, r, *factors, ctx.heads, in_pass)
+        dx, contributions = _backward(dy, x, r, *factors, ctx.heads, in_pass, ctx.leaves)
         for w, dw, wanted in zip(ctx.weights, contributions, ctx.needs_input_grad[1:3], strict=True):
             buffer = in_pass.buffer(w) if wanted else None
             if wanted:
                 add_rows(buffer, dw, in_pass.blocks)
             returned.append(in_pass.returned_grad(w, buffer) if wanted else None)
-        return dx, *returned, None, None, None, None
+        return dx, *returned, None, None, None, None, None
 
 
 def qk_norm(
@@ -81,11 +93,12 @@ def qk_norm(
     eps: float,
     in_pass: Pass = ONE_SEQUENCE,
     plus_one: bool = False,
+    leaves: Leaves = WHOLE,
 ) -> torch.Tensor:
     """rms_norm of each head of x [T, H, D] -> [T, H, D].
 
     The weight of the first `heads` heads (queries) is wq [D]. The weight of the other heads (keys) is wk [D].
-    plus_one: the factors are 1 + w.
+    plus_one: the factors are 1 + w. leaves: of the sums over heads; x has this rank's heads.
     dwq and dwk are summed in the order of the pass's token blocks. Raises ValueError on a bad shape, dtype or
     eps.
     """
@@ -97,4 +110,4 @@ def qk_norm(
         )
     if not torch.is_grad_enabled():
         return _forward(x, *norm_factors(plus_one, wq, wk), heads, eps)[0]
-    return _QKNorm.apply(x, wq, wk, heads, eps, in_pass, plus_one)
+    return _QKNorm.apply(x, wq, wk, heads, eps, in_pass, plus_one, leaves)

@@ -305,7 +305,8 @@ class CausalLM(nn.Module):
         with torch.autocast(forward.device.type, enabled=False):
             h, lm_head = forward.hidden(ids, context, hook), forward.logits_weight()
             rows, in_pass = h[: sum(lengths)].to(lm_head.dtype), Pass(context.in_pass.blocks, buffers)
-            y = linear(rows, lm_head, None, in_pass, forward.numerics.tiles)
+            cut = forward.numerics.leaves.outputs(len(lm_head))
+            y = linear(rows, lm_head, None, in_pass, forward.numerics.tiles, cut)
             y = softcap(y, forward.config.head.cap)
         zeros = y.new_zeros(batch.input_ids.numel(), y.shape[1])
         return zeros.index_put((places.to(y.device),), y)

@@ -26,6 +26,9 @@ from .numerics import Numerics
 from .operation import Operation
 from .sizes import Experts, Sizes
 
+# Of which each rank of tensor parallelism has an equal part.
+_SHARED = ("heads", "kv_heads", "intermediate_size")
+
 
 @dataclass(frozen=True)
 class ModelConfig(Sizes):
@@ -100,6 +103,26 @@ class ModelConfig(Sizes):
                 'yet; set device = "cpu"'
             )
 
+    def check_leaves(self, count: int) -> None:
+        """Raise ValueError where sums of so many leaves are not built, or their parts are not equal."""
+        if count == 1:
+            return
+        without = [type(block).__name__ for block in self.distinct_blocks if not block.has_leaves]
+        if without:
+            raise ValueError(
+                f"precision.leaves ({count}): a {self.architecture} has a {without[0]}, whose sums have no "
+                "leaves; set it to 1"
+            )
+        for name in ("kv_heads", "intermediate_size", "vocab_size"):
+            if (size := self.values[name]) % count:
+                raise ValueError(
+                    f"precision.leaves ({count}) must divide {name} ({size}); choose a smaller one"
+                )
+
+    def of_rank(self, ranks: int) -> "ModelConfig":
+        """The part of the model that one of `ranks` computes. check_leaves says with which it can be cut."""
+        return replace(self, ranks=ranks, **{name: getattr(self, name) // ranks for name in _SHARED})
+
     def rotating(self, i: int) -> "ModelConfig":
         """The config with layer i's rotary embedding as the model's."""
         theta = self.local_rope_thetas[i]
@@ -134,6 +157,7 @@ class ModelConfig(Sizes):
     def values(self) -> dict[str, Any]:
         """What decides the computation, by name, as JSON holds it: sizes, and the variants of the blocks."""
         sizes = {f.name: getattr(self, f.name) for f in fields(Sizes) if f.compare}
+        sizes |= {name: sizes[name] * self.ranks for name in _SHARED}
         scaling, rotary_dim, _ = (sizes.pop(x) for x in ("rope_scaling", "rotary_dim", "norm_plus_one"))
         is_llama3 = scaling is not None and scaling["rope_type"] == "llama3"
         sizes["rope_llama3"] = {k: v for k, v in scaling.items() if k != "rope_type"} if is_llama3 else None

@@ -75,6 +75,7 @@ class Forward:
         recompute: bool = False,
         offload: Offload = HERE,
     ):
+        config.check_leaves(numerics.leaves.count)
         self.config, self.numerics, self.recompute, self.offload = config, numerics, recompute, offload
 
     @property
@@ -173,7 +174,9 @@ class Forward:
         self.check_ids(ids)
         if not ids.device == context.positions.device == self.device:
             (ids,) = upload_tables(self.device, context.tables, ids)
-        residual = self.config.embedding.forward(self.weights.embed, ids, context.in_pass)
+        residual = self.config.embedding.forward(
+            self.weights.embed, ids, context.in_pass, self.numerics.leaves
+        )
         hook(Embedding.name, residual)
         return None, residual
 

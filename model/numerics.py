@@ -5,6 +5,7 @@ from typing import NamedTuple
 import torch
 
 from ..kernels.attention_rule import WALK, AttentionRule, named_rule
+from ..kernels.leaves import WHOLE, Leaves
 from ..kernels.tile_tables import DEFAULT_TABLE, TileTable, tile_table
 from .quantisation import KvQuantisation
 
@@ -21,6 +22,7 @@ class Numerics(NamedTuple):
     # How keys and values are quantised, instead of rounded to the dtype `cache`.
     kv: KvQuantisation | None = None
     attention: AttentionRule = WALK  # the order of its sums
+    leaves: Leaves = WHOLE  # of the sums that tensor parallelism may cut, and the ranks that share them
 
     def cache_dtype(self, compute: torch.dtype) -> torch.dtype:
         """The dtype in which a cache stores keys and values. compute: the compute dtype.
@@ -45,15 +47,17 @@ def named_numerics(
     router_dtype: str = "compute",
     kv: str = "",
     attention: str = "vllm",
+    leaves: int = 1,
 ) -> Numerics:
-    """Numerics from the settings precision.head_dtype, cache_dtype, tiles, router_dtype, kv and attention.
+    """Numerics from the settings of these names in the section precision.
 
-    The dtype "compute" is the compute dtype. Raises ValueError (see tile_table, KvQuantisation.parse and
-    named_rule).
+    The dtype "compute" is the compute dtype. Raises ValueError (see tile_table, KvQuantisation.parse,
+    named_rule and Leaves).
     """
     lm_head, cache, router = (
         None if name == "compute" else getattr(torch, name)
         for name in (head_dtype, cache_dtype, router_dtype)
     )
     how_kv = KvQuantisation.parse(kv) if kv else None
-    return Numerics(lm_head, cache, tile_table(tiles), router, how_kv, named_rule(attention))
+    rule = named_rule(attention)
+    return Numerics(lm_head, cache, tile_table(tiles), router, how_kv, rule, Leaves(leaves))

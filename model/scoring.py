@@ -187,6 +187,7 @@ class ScoringInputs:
             Pass(self._blocks, buffers),
             decoder.numerics.tiles,
             decoder.config.head.cap,
+            decoder.numerics.leaves,
         )
         hook("logprob", logp)
         return Scores(logp, entropy, values)
@@ -278,7 +279,8 @@ def cached_scores(
         for i, sequence_rows in zip(active, rows.split(lengths), strict=True):
             hidden[i].append(sequence_rows)
     parts, lm_head = [], decoder.logits_weight()
-    how = {"tiles": decoder.numerics.tiles, "cap": decoder.config.head.cap}
+    order = decoder.numerics
+    how = {"tiles": order.tiles, "cap": decoder.config.head.cap, "leaves": order.leaves}
     for (_, completion), rows in zip(pairs, hidden, strict=True):
         h = torch.cat(rows)[-len(completion) :]
         targets = torch.tensor(completion, device=h.device)

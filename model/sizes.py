@@ -74,6 +74,9 @@ class Sizes:
     norm_plus_one: bool  # a norm multiplies by 1 + its weight
     tied: bool  # lm_head shares the embedding's weight
     raw: dict[str, Any] = dataclasses.field(repr=False, compare=False)  # config.json as read
+    # That share the weights. heads, kv_heads and intermediate_size are then a rank's, and so are the rows of
+    # embed and lm_head.
+    ranks: int = dataclasses.field(default=1, compare=False, kw_only=True)
 
     @property
     def states(self) -> Mapping[int, StateShape]:

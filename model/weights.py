@@ -173,11 +173,13 @@ class Layout(FlatLayout):
         self.fused: dict[str, tuple[str, tuple[int, ...]]] = {}
         shapes: dict[str, Shape] = {}
         self.unpackable: set[str] = set()
+        self._weights: dict[str, Weight] = {}
         buffers: set[str] = set()
         frozen = {*frozen}
         for prefix, weight in _weights(config):
             hf = f"model.{prefix}" if prefix else ""
             parts = tuple((hf + part, rows) for part, rows in weight.parts)
+            self._weights[prefix + weight.name] = weight
             shapes[prefix + weight.name] = (sum(rows for _, rows in parts), *weight.width), parts
             if weight.together:
                 name, shape = weight.together
@@ -191,6 +193,29 @@ class Layout(FlatLayout):
         if value_head:
             shapes[VALUE_HEAD] = (config.hidden_size,), ((VALUE_HEAD_TENSOR, config.hidden_size),)
         super().__init__(shapes, frozen)
+
+    def of_rank(self, ranks: int) -> "Layout":
+        """The layout of the part that one of `ranks` has. All of it is trained."""
+        assert not self.frozen, "frozen weights are not shared"
+        return Layout(self.config.of_rank(ranks), (), self.value_head)
+
+    def ranges_of_rank(self, rank: int, ranks: int) -> list[tuple[int, int]]:
+        """Where the elements of a rank's part lie in this layout: [start, stop) each, in their order."""
+        ranges = []
+        for entry in self.entries.values():
+            weight, start = self._weights.get(entry.name), entry.offset
+            if weight is not None and weight.shared_columns:
+                width = entry.shape[1] // ranks
+                firsts = range(start + rank * width, start + entry.numel, entry.shape[1])
+                ranges += [(first, first + width) for first in firsts]
+            elif weight is not None and weight.shared_rows:
+                for rows in weight.shared_rows:
+                    n = rows * entry.numel // entry.shape[0] // ranks
+                    ranges.append((start + rank * n, start + (rank + 1) * n))
+                    start += n * ranks
+            else:
+                ranges.append((start, start + entry.numel))
+        return ranges
 
     def checkpoint_views(self, flat: torch.Tensor) -> dict[str, torch.Tensor]:
         """The model's tensors, without a critic's head."""

@@ -159,6 +159,30 @@ class PrecisionConfig(Section):
                 'set it to "vllm", or sampler to "vllm-zerokl" or "native"'
             )
 
+    leaves: int = setting(1, ge=1, le=8, head=WHERE_SET)
+    """Parts of every sum that tensor parallelism may cut: 1, 2, 4 or 8. Each part is an fp32 sum, and a fixed
+    binary tree adds the parts, whatever the ranks. 1: one sum, and no tensor parallelism. It must divide the
+    key-value heads, the MLP's width and the vocabulary.
+    """
+
+    @rule
+    def _leaves_are_ours(self, run: PlannedRun) -> str | None:
+        if self.leaves > 1 and run.config.sampler.startswith("vllm-"):
+            reason = "vLLM's own model" if run.config.sampler == "vllm-exact" else "the decoder inside vLLM"
+            return (
+                f'precision.leaves ({self.leaves}) with sampler "{run.config.sampler}": {reason} sums in one '
+                'part; set it to 1, or sampler = "native"'
+            )
+        if self.leaves > 1 and run.device == "cuda":
+            return (
+                f'precision.leaves ({self.leaves}): leaves are built for CPUs; set it to 1, or device = "cpu"'
+            )
+        if self.leaves > 1 and run.config.lora.rank:
+            return (
+                f"precision.leaves ({self.leaves}) with lora.rank ({run.config.lora.rank}): this is not "
+                "built with adapters; leave one out"
+            )
+
     tiles: Literal["vllm-0.32", "vllm-0.33"] = "vllm-0.32"
     """The vLLM version whose tiles the matrix products use along the reduced dimension, on a GPU. These tiles
     decide the order of sums. With sampler = "vllm-exact" it must be the vLLM that samples.
@@ -198,6 +222,13 @@ class PrecisionConfig(Section):
                 f"precision.sampler_head_dtype, sampler_cache_dtype, sampler_router_dtype with sampler "
                 f'"{run.config.sampler}": an engine as it comes has numerics of its own; leave them empty'
             )
+
+    @field_validator("leaves")
+    @classmethod
+    def _halved(cls, value: int) -> int:
+        if value & (value - 1):
+            raise ValueError(f"{value} must be 1, 2, 4 or 8, because a binary tree adds the leaves")
+        return value
 
     @field_validator("scale", "backoff", "minimum", "maximum")
     @classmethod

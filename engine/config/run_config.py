@@ -61,6 +61,41 @@ class ParallelConfig(Section, head=_SPREAD):
                 'not built with sharded weights; leave it out, or set parallel.engine = "replicated"'
             )
 
+    tensor: int = setting(1, ge=1, le=8)
+    """Ranks that share each layer and its weights (tensor parallelism): all ranks of the run. They draw and
+    train every token together. It divides precision.leaves, which decides the bits; this decides none.
+    """
+
+    @rule
+    def _parts_of_layers(self, run: PlannedRun) -> str | None:
+        leaves = run.config.precision.leaves
+        whole = needing_whole(run.config)
+        if leaves % self.tensor:
+            return (
+                f"parallel.tensor ({self.tensor}) must divide precision.leaves ({leaves}), the parts of the "
+                "sums that ranks cut; raise precision.leaves"
+            )
+        if self.tensor > 1 and run.ranks > 1 and run.ranks != self.tensor:
+            return (
+                f"parallel.tensor ({self.tensor}) with {run.ranks} ranks: data-parallel ranks beside those "
+                "that share layers are not built; start as many ranks as parallel.tensor"
+            )
+        if self.tensor > 1 and self.engine == "fsdp":
+            return (
+                f'parallel.tensor ({self.tensor}) with parallel.engine ("{self.engine}"): ranks share '
+                "layers, or spread rows; set one to its default"
+            )
+        if self.tensor > 1 and run.config.frozen:
+            return (
+                f"parallel.tensor ({self.tensor}) with frozen ({list(run.config.frozen)}): this is not built "
+                "with shared layers; leave one out"
+            )
+        if self.tensor > 1 and whole:
+            return (
+                f"parallel.tensor ({self.tensor}) with {whole[0]}: this is not built with shared layers; "
+                "leave one out"
+            )
+
 
 class Config(Section):
     """A training run."""
@@ -166,7 +201,7 @@ class Config(Section):
 
     @rule
     def _a_shard_for_each_rank(self, run: PlannedRun) -> str | None:
-        if run.ranks & (run.ranks - 1) or run.ranks > self.virtual_shards:
+        if run.ranks & (run.ranks - 1) or run.ranks > self.virtual_shards * self.parallel.tensor:
             return (
                 f"ranks ({run.ranks}) must be a power of two and at most virtual_shards "
                 f"({self.virtual_shards})"

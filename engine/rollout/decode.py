@@ -345,13 +345,18 @@ class DecodeRows:
         memory, params, state = self.memory, self.draw_params, self.memory.state[:, :n]
         hidden = hidden.to(self._lm_head.dtype)
         u = uniforms(state[_Field.DRAWN :], self._seed, self._stream)
-        rows = chunk_rows(self.decoder.config.vocab_size, self.decoder.device)
+        rows, order = chunk_rows(self.decoder.config.vocab_size, self.decoder.device), self.decoder.numerics
         for a in range(0, n, rows):
             b = min(a + rows, n)
-            packed, tiles = self.packed.get(self._lm_head), self.decoder.numerics.tiles
+            packed, (tiles, leaves) = self.packed.get(self._lm_head), (order.tiles, order.leaves)
             logits = head_logits(hidden[a:b], self._lm_head, self.decoder.config.head.cap, packed, tiles)
             ids, logp = draw_tokens(
-                logits, u[a:b], params.sampling_params, None if noise is None else noise[a:b], self._offset
+                leaves.whole_rows(logits),
+                u[a:b],
+                params.sampling_params,
+                None if noise is None else noise[a:b],
+                self._offset,
+                leaves.alone,
             )
             for column, values in ((memory.ids, ids), (memory.logprobs, logp)):
                 column[:, a:b].index_copy_(0, memory.turn, values.unsqueeze(0))

@@ -6,9 +6,10 @@ from typing import NamedTuple
 
 import torch
 
+from ...kernels.leaves import Leaves
 from ...kernels.low_rank import LowRankBuffers
 from ...model.adapters import AdapterLayout
-from ...model.checkpoint import DTYPES
+from ...model.checkpoint import DTYPES, read_weights
 from ...model.config import ModelConfig
 from ...model.decoder import Decoder
 from ...model.weights import Layout
@@ -24,9 +25,11 @@ from ..train.parallel.process_group import Ranks
 from ..train.parallel.scorer import Scorer, WorkersSampler, frozen
 from ..train.parallel.sharded_adapters import AdapterGradient, ShardedAdapters, ShardedAdapterWorkers
 from ..train.parallel.sharded_model import ShardedModel, ShardedWorkers
+from ..train.parallel.tensor import SharedScorer, TensorParts, TensorWorkers
 from ..train.parallel.workers import Workers
 from ..train.parallel.zero import Slices
 from ..train.sharded_weights import ShardedWeights
+from ..train.tensor_weights import TensorWeights
 from .samplers import Samplers, numerics_of
 from .trained import adapters_before
 
@@ -67,6 +70,36 @@ class EngineInputs(NamedTuple):
     def updates(self) -> int:
         """Of the whole run."""
         return self.config.steps * self.config.updates_per_rollout
+
+
+def tensor_engine(run: EngineInputs, micro_batch: int, stopwatch: Stopwatch) -> Engine:
+    """Ranks that share each layer (parallel/tensor.py). Each rank draws, scores and trains all tokens."""
+    config, ranks, recompute = run.config, run.ranks, run.config.recompute == "layer"
+    weights, parts = read_weights(run.folder, run.layout), TensorParts(run.layout, ranks)
+    policy = _shared_decoder(run, parts, weights, recompute)
+    workers = Workers(policy, config.virtual_shards, 1, config.native, stopwatch=stopwatch)
+    optimizer = Optimizer(TensorWeights(policy, weights, parts), config.optimizer, run.updates)
+    sampler = WorkersSampler(workers, micro_batch)
+    ref_policy = critic = None
+    if run.ref_model is not None:
+        folder, ref_config = run.ref_model
+        of_ref = TensorParts(Layout(ref_config), ranks)
+        reference = _shared_decoder(run, of_ref, read_weights(folder, of_ref.layout))
+        ref_policy = SharedScorer(Workers(reference, config.virtual_shards), micro_batch, of_ref)
+    if config.loss.has_critic:
+        critic = Scorer(workers, micro_batch)
+    parallel = TensorWorkers(workers, parts, config.virtual_shards)
+    return Engine(policy, optimizer, parallel, Samplers(sampler, sampler), ref_policy, critic)
+
+
+def _shared_decoder(
+    run: EngineInputs, parts: TensorParts, weights: torch.Tensor, recompute: bool = False
+) -> Decoder:
+    """A decoder over this rank's part of `weights`."""
+    numerics = numerics_of(run.config)
+    numerics = numerics._replace(leaves=Leaves(numerics.leaves.count, parts.ranks))
+    flat = parts.cut(weights).to(run.device, run.dtype)
+    return Decoder(parts.part.config, flat, parts.part, numerics, recompute)
 
 
 def sharded_engine(run: EngineInputs, micro_batch: int, stopwatch: Stopwatch) -> Engine:

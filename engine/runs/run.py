@@ -8,10 +8,12 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from ...files.reading import json_ready
 from ...files.writing import first_free, hold_folder, os_error_line
 from ...model.checkpoint_writing import write_checkpoint
-from ...model.weights import fingerprint
+from ...model.weights import Layout, fingerprint
 from ...verify.ledger import LEDGER
 from ..config.compatibility import check_settings
 from ..config.run_config import Config
@@ -315,9 +317,10 @@ def _guarded_step(state: TrainState, recorder: Recorder, path: Path) -> StepReco
     except MismatchError as error:
         try:
             with state.optimizer.weights.gathered():
+                current = state.optimizer.weights.whole_policy()
                 if state.ranks.first:
                     names = ("mismatch" if n == 1 else f"mismatch-{n}" for n in count(1))
-                    _save_mismatch(state, error, first_free(path / name for name in names))
+                    _save_mismatch(state, error, first_free(path / name for name in names), current)
         except OSError as disk_error:
             console.print(f"the rollouts and weights could not be saved: {disk_error}")
         finally:
@@ -326,13 +329,18 @@ def _guarded_step(state: TrainState, recorder: Recorder, path: Path) -> StepReco
         raise
 
 
-def _save_mismatch(state: TrainState, error: MismatchError, target: Path) -> None:
-    """Write the report, and the weights that the compared logprobs are of, to the folder `target`."""
+def _save_mismatch(
+    state: TrainState, error: MismatchError, target: Path, current: tuple[Layout, torch.Tensor]
+) -> None:
+    """Write the report, and the weights that the compared logprobs are of, to the folder `target`.
+
+    current: the policy's layout, and its weights.
+    """
     report = json.dumps(json_ready(error.report) | {"config": state.config.model_dump()}, indent=2) + "\n"
-    layout = state.policy.layout
-    is_current = error.report["weight_version"] == state.version
-    decoder = state.policy if is_current else state.old_policy.decoder
-    write_checkpoint(target, layout, decoder.flat.detach(), extra={"mismatch.json": report})
+    layout, flat = current
+    if error.report["weight_version"] != state.version:
+        flat = state.old_policy.decoder.flat.detach()
+    write_checkpoint(target, layout, flat, extra={"mismatch.json": report})
     console.print(
         f"saved {target}: weights, rollouts and both sides' logprobs; "
         f"`zerokl verify --case {target}` scores them again"

@@ -290,6 +290,7 @@ def numerics_of(config: Config, sampler: bool = False) -> Numerics:
         precision.router_dtype,
         kv,
         precision.attention,
+        precision.leaves,
     )
 
 

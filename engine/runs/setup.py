@@ -38,7 +38,7 @@ from ..train.parallel.scorer import Scorer, frozen
 from ..train.parallel.workers import Workers, automatic
 from ..train.parallel.zero import Slices
 from ..train.state import TrainState
-from .engine import Engine, EngineInputs, sharded_engine
+from .engine import Engine, EngineInputs, sharded_engine, tensor_engine
 from .memory import PassSizes, RunShape, fit
 from .offloading import placed, told
 from .samplers import (
@@ -83,7 +83,8 @@ def make_state(
     _check_players(config.prompts, player.players)
     _check_binary(config, player.binary)
     checked = player.check(problems, max_tokens, model_config.max_positions)
-    check_room(config.prompts * config.rollouts_per_prompt // ranks.size, checked.max_tokens)
+    data_ranks = _data_ranks(config, ranks)
+    check_room(config.prompts * config.rollouts_per_prompt // data_ranks, checked.max_tokens)
     device, layout = run_device(config), model_layout(config, model_config)
     ref_model = _ref_model(config, model, model_config)
     ref_numel = Layout(ref_model[1]).numel if ref_model else 0
@@ -91,7 +92,7 @@ def make_state(
     shape = RunShape(
         config,
         layout,
-        ranks.size,
+        data_ranks,
         checked.prompt_tokens,
         ref_numel,
         checked.trajectory_tokens,
@@ -105,6 +106,8 @@ def make_state(
     inputs = EngineInputs(shape.config, model, layout, own_layout, base, ranks, device, ref_model)
     if config.parallel.engine == "fsdp":
         engine = sharded_engine(inputs, sizes.micro_batch, stopwatch)
+    elif config.parallel.tensor > 1:
+        engine = tensor_engine(inputs, sizes.micro_batch, stopwatch)
     else:
         engine = _replicated_engine(inputs, sizes, stopwatch)
     return TrainState(
@@ -129,6 +132,21 @@ def make_state(
         older_weights=engine.samplers.older,
         ahead=Ahead(engine.samplers.training, config.steps) if config.pool.engine else None,
     )
+
+
+def _data_ranks(config: Config, ranks: Ranks) -> int:
+    """The ranks of which each has a part of the prompts.
+
+    Raises ValueError where there are not parallel.tensor ranks to share the layers.
+    """
+    if config.parallel.tensor == 1:
+        return ranks.size
+    if ranks.size != config.parallel.tensor:
+        raise ValueError(
+            f"config: parallel.tensor ({config.parallel.tensor}) with {ranks.size} ranks: start so many, by "
+            f"torchrun --nproc-per-node {config.parallel.tensor} -m zerokl train"
+        )
+    return 1
 
 
 def _replicated_engine(run: EngineInputs, sizes: PassSizes, stopwatch: Stopwatch) -> Engine:

@@ -18,7 +18,7 @@ from ...model.compute_weights import quantise_all
 from ...model.decoder import Decoder
 from ...model.offload import HERE, Offload
 from ...model.quantisation import Quantisation
-from ...model.weights import VALUE_HEAD, FlatLayout
+from ...model.weights import VALUE_HEAD, FlatLayout, Layout
 from ...verify.ledger import Tree
 from .parallel.gathered import WholeWeights
 from .parallel.sharded_adapters import ShardedAdapters
@@ -40,6 +40,7 @@ class Piece:
     rounded: torch.Tensor | None = None  # [n] in the compute dtype
     offload: Offload = HERE  # where the weights lie
     matrices: Sequence[slice] = ()  # those of them that are matrices', which alone decay
+    is_copy: bool = False  # another rank has them, too, and counts them
 
 
 def overlaps(places: Iterable[slice], within: slice) -> Iterator[slice]:
@@ -126,6 +127,10 @@ class MasterWeights(ABC):
     def gathered(self) -> AbstractContextManager[None]:
         """Inside this context the decoder has all its weights."""
         return nullcontext()
+
+    def whole_policy(self) -> tuple[Layout, torch.Tensor]:
+        """The layout of the whole model, and what is computed with, [numel]. Called inside `gathered`."""
+        return self.decoder.layout, self.decoder.flat.detach()
 
 
 class SlicedWeights(MasterWeights):

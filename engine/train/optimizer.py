@@ -119,7 +119,8 @@ class Optimizer:
         moved: list[torch.Tensor] = []
         for piece in self.weights.pieces():
             piece_numbers = numbers._replace(lr=critic_lr) if piece.is_critic_head else numbers
-            moved += self._update_piece(piece, rank_grad[piece.place], piece_numbers, decay)
+            moved_here = list(self._update_piece(piece, rank_grad[piece.place], piece_numbers, decay))
+            moved += [] if piece.is_copy else moved_here
         n = self.weights.changed()
         if n is None:
             n = sum(self.slices.ranks.gather(lambda: int(sum(moved))))

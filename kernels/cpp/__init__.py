@@ -36,7 +36,7 @@ _ARGUMENTS = {
     "norm_bwd": "ppippppppiiiii",
     "row_sums": "ppiii",
     "pack_panels": "piipii",
-    "matmul_panels": "pppiii",
+    "matmul_panels": "pppiiii",
     "silu_minus_gate": "ppii",
     "silu_fwd": "pppii",
     "silu_bwd": "ppppii",
@@ -53,7 +53,7 @@ _ARGUMENTS = {
     "sum_heads": "ppiiiii",
     "uniforms": "ppiii",
     "draw_shift": "ppii",
-    "draw_ids": "ppppppiii",
+    "draw_ids": "ppppppiiii",
 }
 _RESULTS = {"heads_to_cache": ctypes.c_int64}
 _TYPES = {"p": ctypes.c_void_p, "i": ctypes.c_int64, "f": ctypes.c_float}

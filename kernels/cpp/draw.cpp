@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "row_sum.h"
+#include "tree.h"
 
 namespace {
 
@@ -41,10 +42,12 @@ extern "C" void draw_shift(const float* z, float* shifted, int64_t T, int64_t V)
 }
 
 // ids [T], and of each the total of e = exp(shifted) and its own shifted logit. u [T]: uniform numbers.
-// lanes: of row_sum.h.
+// lanes: of row_sum.h. leaves: of each total (leaves.py).
 extern "C" void draw_ids(const float* shifted, const float* e, const double* u, int64_t* ids, float* chosen,
-                         float* totals, int64_t T, int64_t V, int64_t lanes) {
+                         float* totals, int64_t T, int64_t V, int64_t lanes, int64_t leaves) {
+  const int64_t part = V / leaves;
   std::vector<double> cdf(V);
+  std::vector<float> sums(leaves);
   for (int64_t t = 0; t < T; ++t, e += V, shifted += V) {
     double sum = 0;
     for (int64_t i = 0; i < V; ++i) cdf[i] = sum += double(e[i]);
@@ -52,6 +55,8 @@ extern "C" void draw_ids(const float* shifted, const float* e, const double* u, 
     const int64_t id = std::upper_bound(cdf.begin(), cdf.end(), target) - cdf.begin();
     ids[t] = std::min(id, V - 1);
     chosen[t] = shifted[ids[t]];
-    totals[t] = row_sum(e, V, lanes);
+    for (int64_t leaf = 0; leaf < leaves; ++leaf) sums[leaf] = row_sum(e + leaf * part, part, lanes);
+    join_pairs(sums.data(), leaves, 1);
+    totals[t] = sums[0];
   }
 }

@@ -1,6 +1,9 @@
 // The products of matmul.py in fp32, each sum in one chain: y = x w. N and K are multiples of 16.
+#include <vector>
+
 #include "chains.h"
 #include "transpose.h"
+#include "tree.h"
 
 namespace {
 
@@ -31,15 +34,25 @@ extern "C" void pack_panels(const float* w, int64_t row, int64_t column, float* 
   }
 }
 
-// y [T, N] = x [T, K] w, with w in panels.
-extern "C" void matmul_panels(const float* x, const float* panels, float* y, int64_t T, int64_t N,
-                              int64_t K) {
-  const int64_t step = std::max<int64_t>(6, NUMBERS / K / 6 * 6);
+// y [T, N] = x [T, K] w, with w in panels. K is cut in leaves, which a tree adds (leaves.py).
+extern "C" void matmul_panels(const float* x, const float* panels, float* y, int64_t T, int64_t N, int64_t K,
+                              int64_t leaves) {
+  const int64_t step = std::max<int64_t>(6, NUMBERS / K / 6 * 6), part = K / leaves;
+  std::vector<float> sums(leaves > 1 ? leaves * std::min(step, T) * PANEL : 0);
   for (int64_t t = 0; t < T; t += step) {
     const int64_t rows = std::min(step, T - t);
     for (int64_t n = 0; n < N; n += PANEL) {
       const int64_t width = std::min(PANEL, N - n);
-      chains<Store::AS_IT_IS>(x + t * K, K, 1, panels + n * K, width, y + t * N + n, N, rows, width, K);
+      float* out = y + t * N + n;
+      if (leaves == 1) {
+        chains<Store::AS_IT_IS>(x + t * K, K, 1, panels + n * K, width, out, N, rows, width, K);
+        continue;
+      }
+      for (int64_t leaf = 0; leaf < leaves; ++leaf)
+        chains<Store::AS_IT_IS>(x + t * K + leaf * part, K, 1, panels + n * K + leaf * part * width, width,
+                                sums.data() + leaf * rows * width, width, rows, width, part);
+      join_pairs(sums.data(), leaves, rows * width);
+      for (int64_t r = 0; r < rows; ++r) std::copy_n(sums.data() + r * width, width, out + r * N);
     }
   }
 }

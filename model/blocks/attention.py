@@ -75,21 +75,27 @@ class Attention(Mixer):
     local_rope_theta: float | None = None
     gated: bool | None = None  # its output is multiplied by a gate (gated_attention.py)
 
+    @property
+    def has_leaves(self) -> bool:
+        return not (self.wide_qk_norm or self.gated)
+
     def weights(self, c: Sizes) -> Iterator[Weight]:
         """qkv [(Hq + 2 Hkv) D, hidden], o [hidden, Hq D], their biases, and the heads' norms [D]."""
         q, kv = c.heads * c.head_dim, c.kv_heads * c.head_dim
         qkv = (("q", q), ("k", kv), ("v", kv))
         if self.fused_names:
-            yield Weight("qkv", (c.hidden_size,), (("self_attn.qkv_proj.weight", q + 2 * kv),))
+            parts = (("self_attn.qkv_proj.weight", q + 2 * kv),)
         else:
-            yield Weight("qkv", (c.hidden_size,), tuple((f"self_attn.{p}_proj.weight", n) for p, n in qkv))
+            parts = tuple((f"self_attn.{p}_proj.weight", n) for p, n in qkv)
+        yield Weight("qkv", (c.hidden_size,), parts, shared_rows=(q, kv, kv))
         if self.qkv_bias:
-            yield Weight("qkv_bias", (), tuple((f"self_attn.{p}_proj.bias", n) for p, n in qkv))
+            biases = tuple((f"self_attn.{p}_proj.bias", n) for p, n in qkv)
+            yield Weight("qkv_bias", (), biases, shared_rows=(q, kv, kv))
         if self.qk_norm or self.wide_qk_norm:
             for p, width in (("q", q), ("k", kv)):
                 rows = width if self.wide_qk_norm else c.head_dim
                 yield Weight(f"{p}_norm", (), ((f"self_attn.{p}_norm.weight", rows),))
-        yield Weight("o", (q,), (("self_attn.o_proj.weight", c.hidden_size),))
+        yield Weight("o", (q,), (("self_attn.o_proj.weight", c.hidden_size),), shared_columns=True)
         if self.o_bias:
             yield Weight("o_bias", (), (("self_attn.o_proj.bias", c.hidden_size),))
 
@@ -157,7 +163,9 @@ class Attention(Mixer):
         layer.show("attention", o)
         if layer.is_last:
             rows = rows.narrowed(o)
-        x = linear(o.flatten(1), w["o"], w.get("o_bias"), rows.context.in_pass, layer.numerics.tiles)
+        in_pass, (tiles, leaves) = rows.context.in_pass, layer.order
+        o = o.flatten(1)
+        x = linear(o, w["o"], w.get("o_bias"), in_pass, tiles, leaves.inputs(o.shape[1]))
         layer.show("o_proj", x)
         return Rows(x, rows.residual, rows.context)
 
@@ -198,7 +206,7 @@ class Attention(Mixer):
         qk, v = qkv.split([c.heads + c.kv_heads, c.kv_heads], dim=1)
         if self.qk_norm:
             norms = w["q_norm"], w["k_norm"], c.heads, c.eps, context.in_pass, c.norm_plus_one
-            qk = qk_norm(qk, *norms)
+            qk = qk_norm(qk, *norms, layer.numerics.leaves)
             layer.show("qk_norm", qk)
         if self.wide_qk_norm:
             qk = self._wide_norm(w, qk, layer, context)
@@ -223,5 +231,7 @@ class Attention(Mixer):
 
     def _heads(self, w: LayerWeights, x: torch.Tensor, layer: LayerRun, context: Context) -> torch.Tensor:
         """x [T, D] -> [T, Hq + 2 Hkv, D of a head]."""
-        qkv = linear(x, w["qkv"], w.get("qkv_bias"), context.in_pass, layer.numerics.tiles)
-        return qkv.view(x.shape[0], -1, layer.config.head_dim)
+        c, (tiles, leaves) = layer.config, layer.order
+        cut = leaves.outputs(c.heads * c.head_dim, *[c.kv_heads * c.head_dim] * 2)
+        qkv = linear(x, w["qkv"], w.get("qkv_bias"), context.in_pass, tiles, cut)
+        return qkv.view(x.shape[0], -1, c.head_dim)

@@ -10,7 +10,9 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ...kernels.leaves import Leaves
 from ...kernels.linear import Adapted
+from ...kernels.tile_tables import TileTable
 from ..context import Context, Hook, KeepingContext, NarrowingContext, no_hook
 from ..numerics import Numerics
 from ..operation import Operation
@@ -33,6 +35,10 @@ class Weight(NamedTuple):
     # Numbers without a gradient, in fp32 whatever the compute dtype (buffers.py): the rows are their bytes.
     is_buffer: bool = False
     packable: bool = True  # whether products may read a packed copy: not of the matrices of many experts
+    # How the ranks of tensor parallelism share it: each has an equal piece of these parts of its rows, or of
+    # its columns. Without either, each rank has all of it.
+    shared_rows: tuple[int, ...] = ()
+    shared_columns: bool = False
 
 
 class Rows(NamedTuple):
@@ -64,6 +70,11 @@ class LayerRun(NamedTuple):
         """Whether no layer comes after it."""
         return self.i == self.config.layers - 1
 
+    @property
+    def order(self) -> tuple[TileTable, Leaves]:
+        """What orders the sums of its products with weights: tiles and leaves."""
+        return self.numerics.tiles, self.numerics.leaves
+
     def show(self, name: str, x: torch.Tensor) -> None:
         """Show the hook the output of an operation of the layer."""
         if self.hook is not no_hook:  # names are made only where somebody listens
@@ -72,6 +83,9 @@ class LayerRun(NamedTuple):
 
 class Block(ABC):
     """A part of a layer, as a frozen dataclass whose fields are its variants."""
+
+    # Whether every sum that tensor parallelism would cut is made of leaves (kernels/leaves.py).
+    has_leaves: bool = False
 
     @abstractmethod
     def weights(self, c: Sizes) -> Iterator[Weight]:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from ...kernels.embedding import embedding
+from ...kernels.leaves import WHOLE, Leaves
 from ...kernels.passes import Pass
 from ...kernels.rms_norm import add_rms_norm
 from ...kernels.scale import scale
@@ -38,7 +39,8 @@ class Embedding:
 
     def weights(self, c: Sizes) -> Iterator[Weight]:
         """embed [V, D]. Names in the checkpoint are whole here."""
-        yield Weight(self.name, (c.hidden_size,), (("model.embed_tokens.weight", c.vocab_size),))
+        rows = c.vocab_size // c.ranks
+        yield Weight(self.name, (c.hidden_size,), (("model.embed_tokens.weight", rows),), shared_rows=(rows,))
 
     def operations(self, c: Sizes) -> tuple[Operation, ...]:
         transformers = vllm = Site("model.embed_tokens")
@@ -56,9 +58,11 @@ class Embedding:
         )
         return (row,)
 
-    def forward(self, embed: torch.Tensor, ids: torch.Tensor, in_pass: Pass) -> torch.Tensor:
-        """ids [T] -> the residual stream before the first layer, [T, D]."""
-        x = embedding(ids, embed, in_pass)
+    def forward(
+        self, embed: torch.Tensor, ids: torch.Tensor, in_pass: Pass, leaves: Leaves = WHOLE
+    ) -> torch.Tensor:
+        """ids [T] -> the residual stream before the first layer, [T, D]. leaves: of ranks that share it."""
+        x = embedding(ids, embed, in_pass, leaves)
         if self.factor == 1.0:
             return x
         return scale(x, torch.tensor(self.factor, dtype=x.dtype).item() if self.rounded else self.factor)
@@ -90,7 +94,8 @@ class Head:
         """norm [D], and lm_head [V, D] where it is not the embedding."""
         yield Weight("norm", (), (("model.norm.weight", c.hidden_size),))
         if not c.tied:
-            yield Weight("lm_head", (c.hidden_size,), (("lm_head.weight", c.vocab_size),))
+            rows = c.vocab_size // c.ranks
+            yield Weight("lm_head", (c.hidden_size,), (("lm_head.weight", rows),), shared_rows=(rows,))
 
     def operations(self, c: Sizes) -> tuple[Operation, ...]:
         logits = projection_row(

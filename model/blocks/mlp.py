@@ -35,6 +35,8 @@ class GatedMlp(Block):
         variants = {"activation": self.activation, "fused_names": self.fused_names}
         return {name: value for name, value in variants.items() if value is not None}
 
+    has_leaves = True
+
     @property
     def _gated(self) -> str:
         """The name of the operation after gate and up."""
@@ -46,8 +48,8 @@ class GatedMlp(Block):
         parts = (f"{module}.gate_proj.weight", I), (f"{module}.up_proj.weight", I)
         if self.fused_names:
             parts = ((f"{module}.gate_up_proj.weight", 2 * I),)
-        yield Weight(f"{self.prefix}gate_up", (D,), parts)
-        yield Weight(f"{self.prefix}down", (I,), ((f"{module}.down_proj.weight", D),))
+        yield Weight(f"{self.prefix}gate_up", (D,), parts, shared_rows=(I, I))
+        yield Weight(f"{self.prefix}down", (I,), ((f"{module}.down_proj.weight", D),), shared_columns=True)
 
     def operations(self, c: Sizes, x: str) -> tuple[Operation, ...]:
         D, I, module, name = c.hidden_size, self.size or c.intermediate_size, self.module, self.prefix
@@ -72,12 +74,13 @@ class GatedMlp(Block):
         return rows if self.in_vllm else tuple(replace(row, vllm=None) for row in rows)
 
     def forward(self, w: LayerWeights, rows: Rows, layer: LayerRun) -> Rows:
-        in_pass, tiles, name = rows.context.in_pass, layer.numerics.tiles, self.prefix
-        x = linear(rows.x, w[f"{name}gate_up"], None, in_pass, tiles)
+        in_pass, (tiles, leaves), name = rows.context.in_pass, layer.order, self.prefix
+        gate_up, down = w[f"{name}gate_up"], w[f"{name}down"]
+        x = linear(rows.x, gate_up, None, in_pass, tiles, leaves.outputs(*[len(gate_up) // 2] * 2))
         layer.show(f"{name}gate_up", x)
         x = gelu_mul(x) if self.activation else silu_mul(x)
         layer.show(f"{name}{self._gated}", x)
-        x = linear(x, w[f"{name}down"], None, in_pass, tiles)
+        x = linear(x, down, None, in_pass, tiles, leaves.inputs(x.shape[1]))
         layer.show(f"{name}down_proj", x)
         return Rows(x, rows.residual, rows.context)
 

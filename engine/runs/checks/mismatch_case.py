@@ -51,6 +51,7 @@ def check_case(case: Path, device: torch.device | None = None) -> list[Check]:
         precision.router_dtype,
         precision.kv,
         precision.attention,
+        precision.leaves,
     )
     decoder = Decoder(loaded.config, loaded.flat.detach(), loaded.layout, numerics)
     pairs = [(r.prompt_ids, r.completion_ids) for r in rollouts]

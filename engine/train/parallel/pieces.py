@@ -87,14 +87,14 @@ class Pieces(Spread):
         return list(vector.split([part.stop - part.start for part in self.parts]))
 
 
-class TrainedPieces(Pieces):
-    """The pieces of what is trained, which have a gradient and an optimizer's state."""
+class WayToSlices(Spread):
+    """Ranges of what is trained, which have a gradient and an optimizer's state."""
 
-    def __init__(self, layout: FlatLayout, ranks: Ranks):
-        super().__init__(layout.trained, ranks)
-        slices = Slices(layout, ranks)
+    def find_slices(self, layout: FlatLayout) -> None:
+        """Prepare the way to the slices of `layout` and back."""
+        slices = Slices(layout, self.ranks)
         with_tiles = [[(part.start, part.stop)] for part in map(slices.of_gradient, slices.parts)]
-        self._to_slices, self._to_tiles = Moves(self, slices), Moves(self, Spread(with_tiles, ranks))
+        self._to_slices, self._to_tiles = Moves(self, slices), Moves(self, Spread(with_tiles, self.ranks))
 
     def to_gradient_slice(self, vector: torch.Tensor) -> torch.Tensor:
         """This rank's slice and the rest of its last tile (Slices.of_gradient). A call of all ranks."""
@@ -107,3 +107,11 @@ class TrainedPieces(Pieces):
     def from_slice(self, own_slice: torch.Tensor) -> torch.Tensor:
         """The vector [numel] of this rank from the slices of all. More than the slice is ignored."""
         return self._to_slices.back(own_slice)
+
+
+class TrainedPieces(Pieces, WayToSlices):
+    """The pieces of what is trained."""
+
+    def __init__(self, layout: FlatLayout, ranks: Ranks):
+        super().__init__(layout.trained, ranks)
+        self.find_slices(layout)

@@ -4,8 +4,8 @@ What is spread along a dimension asks the Ranks of this dimension for rank and s
 group. Today the mesh has one dimension. Along it, each rank has its own part of the prompts and of the
 virtual shards (data_parallel.py). The gradient is the root of one tree (gradient.py) over the shards of all
 ranks. The ranks' shards of a round are neighbours in this tree, and zero.py adds their sums in the tree's
-order. Each rank updates its own slice of the weights and sends this slice to all ranks. Only rank 0 writes
-files.
+order. Each rank updates its own slice of the weights and sends this slice to all ranks. With parallel.tensor
+the ranks share each layer in place of the prompts (tensor.py). Only rank 0 writes files.
 """
 
 import gc
@@ -80,6 +80,24 @@ class Ranks:
         """Copy a rank's tensor into that of every other rank. All ranks must call this together."""
         with peers():
             dist.broadcast(tensor, group=self.group, group_src=sender)
+
+    def all_gather(self, x: torch.Tensor) -> list[torch.Tensor]:
+        """x of every rank, in their order (kernels/leaves.py). All have one shape and dtype."""
+        if self.size == 1 or not x.numel():
+            return [x] * self.size
+        x = x.contiguous()
+        parts = [torch.empty_like(x) for _ in range(self.size)]
+        with peers():  # as bytes: gloo does not know every dtype
+            dist.all_gather([part.view(torch.uint8) for part in parts], x.view(torch.uint8), self.group)
+        return parts
+
+    def exchange(self, parts: list[torch.Tensor]) -> list[torch.Tensor]:
+        """What every rank has for this one, in their order (kernels/leaves.py). All parts have one shape."""
+        sent = torch.stack(parts)
+        received = torch.empty_like(sent)
+        with peers():
+            dist.all_to_all_single(received, sent, group=self.group)
+        return list(received)
 
     def gather(self, make: Callable[[], X]) -> list[X]:
         """The results of make() in every rank, in the order of the ranks.

@@ -1,0 +1,127 @@
+"""Whole runs whose ranks share each layer: any number of ranks has the ledger of one process."""
+
+import json
+from pathlib import Path
+
+import pytest
+from zerokl.engine.config.run_config import Config
+from zerokl.engine.runs.run import resume, train
+from zerokl.model.families import MODEL_TYPES
+
+from tests.engine.runs.test_leaf_runs import EIGHT_HEADS
+from tests.engine.train.parallel.test_ranks import _forget_the_end, _launch, _run, _same, _same_metrics
+from tests.random_model import random_model
+
+DTYPES = [
+    "bfloat16",
+    pytest.param("float32", marks=pytest.mark.proof),
+    pytest.param("float16", marks=pytest.mark.proof),
+]
+
+
+@pytest.fixture(scope="module")
+def eight(tmp_path_factory) -> Path:
+    return random_model(tmp_path_factory.mktemp("shared"), EIGHT_HEADS, 1.5)
+
+
+@pytest.fixture(scope="module", params=DTYPES)
+def plain(request, config, eight) -> Config:
+    return config(model=eight, dtype=request.param, steps=2, precision__leaves=8, evaluation__every=1)
+
+
+@pytest.fixture(scope="module")
+def alone(plain, tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("alone") / "run"
+    summary = train(plain, path)
+    assert summary.tokens_unequal == 0
+    assert all(json.loads(line)["grad_norm"] > 0 for line in (path / "metrics.jsonl").open())
+    return path
+
+
+@pytest.mark.parametrize(
+    "ranks", [2, pytest.param(4, marks=pytest.mark.proof), pytest.param(8, marks=pytest.mark.proof)]
+)
+def test_any_number_of_ranks_has_one_ledger(plain, alone, tmp_path, ranks):
+    _run(ranks, plain, tmp_path / "run", "--parallel.tensor", str(ranks))
+    _same(tmp_path / "run", alone)
+    _same_metrics(tmp_path / "run", alone)
+
+
+WORKS = {
+    "reference, critic": {"loss__preset": "ppo", "loss__kl_coef": 0.1},
+    "filters": {"sampling__top_p": 0.9, "sampling__temperature": 0.7, "dtype": "bfloat16"},
+    "recompute, updates, guesses": {
+        "recompute": "layer",
+        "updates_per_rollout": 2,
+        "native__speculate": 3,
+        "dtype": "float16",
+    },
+    "turns": {"task__name": "nim", "task__options": {}, "task__reward": "", "prompts": 4},
+    "windows": {"dtype": "bfloat16"},
+    "tied, biases": {"dtype": "bfloat16"},
+}
+MODELS = {
+    "windows": {"model_type": "gemma2"} | dict(MODEL_TYPES["gemma2"].small),
+    "tied, biases": {"model_type": "qwen2", "tie_word_embeddings": True} | dict(MODEL_TYPES["qwen2"].small),
+}
+
+
+@pytest.mark.parametrize("case", WORKS)
+@pytest.mark.full
+def test_what_works_has_one_ledger(config, eight, tmp_path, case):
+    model = random_model(tmp_path, EIGHT_HEADS | MODELS[case], 1.5) if case in MODELS else eight
+    plain = config(model=model, steps=2, precision__leaves=4, **WORKS[case])
+    assert train(plain, tmp_path / "alone").tokens_unequal == 0
+    _run(2, plain, tmp_path / "run", "--parallel.tensor", "2")
+    _same(tmp_path / "run", tmp_path / "alone")
+
+
+@pytest.mark.full
+def test_a_run_goes_on_with_another_number_of_ranks(config, eight, tmp_path):
+    settings = {
+        "model": eight,
+        "steps": 3,
+        "dtype": "bfloat16",
+        "precision__leaves": 4,
+        "checkpoint__every": 1,
+    }
+    plain = config(**settings)
+    train(plain, tmp_path / "alone")
+    _run(2, plain, tmp_path / "run", "--parallel.tensor", "2")
+    weights = [
+        x / "checkpoints/step-000003/model.safetensors" for x in (tmp_path / "run", tmp_path / "alone")
+    ]
+    assert weights[0].read_bytes() == weights[1].read_bytes()
+    _forget_the_end(tmp_path / "run", 3)
+    process = _launch(4, ["--resume", "run", "--parallel.tensor", "4"], tmp_path)
+    output, _ = process.communicate()
+    assert process.returncode == 0, output
+    _same(tmp_path / "run", tmp_path / "alone")
+    _forget_the_end(tmp_path / "run", 3)
+    resume(tmp_path / "run", {"parallel.tensor": "1"})
+    _same(tmp_path / "run", tmp_path / "alone")
+
+
+REFUSED = {
+    "leaves": {"precision__leaves": 1},
+    "fsdp": {"parallel__engine": "fsdp"},
+    "frozen": {"frozen": ("model.layers.0.*",)},
+    "adapters": {"lora__rank": 2},
+    "quantised weights": {"precision__weights": "int8/row"},
+    "older weights": {"max_staleness": 1},
+    "workers": {"workers": 2},
+    "vllm-exact": {"sampler": "vllm-exact"},
+    "vllm-zerokl": {"sampler": "vllm-zerokl"},
+    "hf": {"sampler": "hf", "exact": False},
+    "another dtype in the sampler": {"precision__sampler_dtype": "bfloat16", "exact": False},
+    "gradient audit": {"monitor__gradient": 1, "exact": False},
+    "one process": {},
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_does_not_work_is_refused_in_one_line(config, eight, tmp_path, case):
+    settings = {"precision__leaves": 2, "parallel__tensor": 2} | REFUSED[case]
+    with pytest.raises(ValueError, match=r"^config: (parallel.tensor|precision.leaves) \(") as error:
+        train(config(model=eight, steps=1, **settings), tmp_path / "run")
+    assert "\n" not in str(error.value)
