@@ -66,7 +66,7 @@ class ModelConfig(Sizes):
         family = FAMILIES[name]
         file = ConfigFile(file.raw, source, family.defaults)
         try:
-            file.refuse_common(family.layer_types)
+            file.refuse_common(family.layer_types, family.dequantised)
             outside = {"embedding": family.embedding(file), "head": family.head(file)}
             config = cls(**_sizes(family, file), blocks=tuple(family.layers(file)), **outside)
             if file.fields.attention_bias and not config.values["qkv_bias"]:
@@ -94,6 +94,11 @@ class ModelConfig(Sizes):
 
     def refuse_on_triton(self) -> None:
         """Raise ValueError for what the Triton kernels do not compute."""
+        if any(row.sinks for rows in self.layer_operations for row in rows):
+            raise ValueError(
+                f'device ("cuda"): the attention sinks of a {self.architecture} are not computed on a GPU; '
+                'set device = "cpu"'
+            )
         for name in ("window", "cap"):
             for value in {getattr(row, name) for rows in self.layer_operations for row in rows} - {0}:
                 raise ValueError(
