@@ -76,6 +76,7 @@ FAMILY = Family(
         "num_local_experts": 8,
         "num_experts_per_tok": 2,
         "sliding_window": 8,
+        "swiglu_limit": 1.0,
         "rope_parameters": {
             "rope_type": "yarn",
             "rope_theta": 150000.0,
