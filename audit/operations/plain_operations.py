@@ -245,7 +245,8 @@ class Operations:
     ) -> Tensor:
         """Attention of q [T, Hq * D] over k and v [T, Hkv * D], one head at a time.
 
-        sinks [Hq]: a score more of each row, without a value. tiled: query head i reads key-value head i modulo Hkv, and not i // (Hq / Hkv).
+        sinks [Hq]: a score more of each row, without a value. tiled: query head i reads key-value head i
+        modulo Hkv, and not i // (Hq / Hkv).
         """
         c, T = self.checkpoint.config, len(q)
         heads_q, heads_k, heads_v = (x.reshape(T, -1, c.head_dim) for x in (q, k, v))

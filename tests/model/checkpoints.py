@@ -13,6 +13,7 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     Glm4MoeConfig,
+    GptOssConfig,
     LlamaConfig,
     MistralConfig,
     MixtralConfig,
@@ -122,6 +123,11 @@ FAMILIES: dict[str, PretrainedConfig] = {
         linear_key_head_dim=16,
         linear_value_head_dim=32,
         tie_word_embeddings=False,
+    ),
+    "gpt_oss": GptOssConfig(
+        **_SIZE
+        | MODEL_TYPES["gpt_oss"].small
+        | {"head_dim": 16, "num_local_experts": 6, "intermediate_size": 48}
     ),
     "qwen2 yarn": Qwen2Config(**_SIZE, tie_word_embeddings=False, rope_parameters=_YARN),
     "llama linear": LlamaConfig(**_SIZE, rope_parameters={"rope_type": "linear", "factor": 4.0}),
