@@ -303,8 +303,8 @@ class Operations:
         for e in range(routing.shape[1]):
             rows = routing[:, e].nonzero().flatten()
             if len(rows):
-                of_expert = self._expert(layer, e, x[rows], clamped)
-                y[rows] += of_expert * routing[rows, e].to(self.dtype).unsqueeze(1)
+                expert_rows = self._expert(layer, e, x[rows], clamped)
+                y[rows] += expert_rows * routing[rows, e].to(self.dtype).unsqueeze(1)
         return y
 
     def _expert(self, layer: str, e: int, x: Tensor, clamped: Clamped | None) -> Tensor:

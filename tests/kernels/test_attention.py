@@ -95,8 +95,10 @@ def cached(
         for part, x in enumerate((case.k, case.v)):
             tiles[block, :, part, position % tile] = x[rows]
         plan = AttentionPlan(sizes, [context[s] for s in batch], tables[batch], case.q.shape[1], kv_heads)
-        of_rows = None if sinks is None else sinks[rows]
-        o[rows] = attention_cached(case.q[rows], tiles.view(-1, 2, tile, D), plan, case.scale, rule, of_rows)
+        row_sinks = None if sinks is None else sinks[rows]
+        o[rows] = attention_cached(
+            case.q[rows], tiles.view(-1, 2, tile, D), plan, case.scale, rule, row_sinks
+        )
         for s, n in zip(batch, sizes, strict=True):
             context[s] += n
     return o

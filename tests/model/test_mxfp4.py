@@ -58,10 +58,12 @@ def test_the_numbers_are_those_of_transformers():
     blocks, scales = packed(3, 10, 96, 0)
     assert total_unequal([dequantised(blocks, scales)], [convert_moe_packed_tensors(blocks, scales)]) == 0
     blocks, scales = (x[1 : HIGHEST + 1] for x in every_number())
-    theirs = convert_moe_packed_tensors(blocks, scales)
-    assert total_unequal([dequantised(blocks, scales)], [theirs]) == 0
+    in_transformers = convert_moe_packed_tensors(blocks, scales)
+    assert total_unequal([dequantised(blocks, scales)], [in_transformers]) == 0
     swapped = (blocks >> 4) | (blocks << 4)
-    assert total_unequal([dequantised(swapped, scales)], [theirs]) > 0, "control: the other half first"
+    assert total_unequal([dequantised(swapped, scales)], [in_transformers]) > 0, (
+        "control: the other half first"
+    )
 
 
 @pytest.fixture(scope="module")
@@ -111,10 +113,10 @@ def test_a_checkpoint_of_mxfp4_is_the_checkpoint_of_its_numbers(folders):
         assert total_unequal([read_weights(folder, layout)], [expected]) == 0
         assert stored_dtype(folder) == torch.bfloat16
         check_weights(folder, layout)
-        some = read_rows(folder, layout, rows)
-        assert some.keys() == rows.keys()
+        read = read_rows(folder, layout, rows)
+        assert read.keys() == rows.keys()
         for name, part in read_rows(plain, layout, rows).items():
-            assert total_unequal([some[name]], [part]) == 0, name
+            assert total_unequal([read[name]], [part]) == 0, name
 
 
 def test_it_is_saved_in_bf16_and_opens_in_transformers(folders, tmp_path):
