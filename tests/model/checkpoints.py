@@ -127,7 +127,7 @@ FAMILIES: dict[str, PretrainedConfig] = {
     "gpt_oss": GptOssConfig(
         **_SIZE
         | MODEL_TYPES["gpt_oss"].small
-        | {"head_dim": 16, "num_local_experts": 6, "intermediate_size": 48}
+        | {"head_dim": 16, "num_local_experts": 6, "intermediate_size": 64}
     ),
     "qwen2 yarn": Qwen2Config(**_SIZE, tie_word_embeddings=False, rope_parameters=_YARN),
     "llama linear": LlamaConfig(**_SIZE, rope_parameters={"rope_type": "linear", "factor": 4.0}),

@@ -1,6 +1,7 @@
 """MXFP4: every number is that of the format, and of transformers; a checkpoint of it is read and saved."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -66,33 +67,30 @@ def test_the_numbers_are_those_of_transformers():
     )
 
 
+def quantise_experts(plain: Path, target: Path) -> dict[str, torch.Tensor]:
+    """A copy of a folder in bf16 whose experts are random MXFP4. `plain` gets their numbers. Its tensors."""
+    tensors = {n: x.bfloat16() for n, x in load_file(plain / "model.safetensors").items()}
+    blocks = dict(tensors)
+    for i, name in enumerate([n for n in tensors if n.endswith(("gate_up_proj", "down_proj"))]):
+        E, K, N = blocks.pop(name).shape
+        both = blocks[f"{name}_blocks"], blocks[f"{name}_scales"] = packed(E, N, K, i)
+        tensors[name] = dequantised(*both).contiguous()
+    save_file(tensors, plain / "model.safetensors", {"format": "pt"})
+    shutil.copytree(plain, target)
+    save_file(blocks, target / "model.safetensors", {"format": "pt"})
+    raw = json.loads((plain / "config.json").read_text())
+    raw["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.embed_tokens"]}
+    (target / "config.json").write_text(json.dumps(raw))
+    return blocks
+
+
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Path]:
     """One model with experts in MXFP4, in one file and in shards, and the same with its numbers in bf16."""
     root = tmp_path_factory.mktemp("mxfp4")
     quantised, plain, sharded = (root / x for x in ("quantised", "plain", "sharded"))
-    tensors = {
-        n: x.bfloat16() for n, x in load_file(save_random("gpt_oss", plain) / "model.safetensors").items()
-    }
-    raw = json.loads((plain / "config.json").read_text()) | {"intermediate_size": 64}
-    blocks = dict(tensors)
-    for i, name in enumerate([n for n in tensors if n.endswith(("gate_up_proj", "down_proj"))]):
-        E, D = tensors[name].shape[0], raw["hidden_size"]
-        size = (E, 128, D) if "gate_up" in name else (E, D, 64)
-        del blocks[name]
-        blocks[f"{name}_blocks"], blocks[f"{name}_scales"] = packed(*size, i)
-        tensors[name] = dequantised(blocks[f"{name}_blocks"], blocks[f"{name}_scales"]).contiguous()
-    for name in [n for n in tensors if n.endswith("gate_up_proj_bias")]:
-        blocks[name] = tensors[name] = tensors[name][:, :96].repeat(1, 2)[:, :128].contiguous()
-    save_file(tensors, plain / "model.safetensors", {"format": "pt"})
-    (plain / "config.json").write_text(json.dumps(raw))
-    config = json.dumps(
-        raw | {"quantization_config": {"quant_method": "mxfp4", "modules_to_not_convert": []}}
-    )
-    for folder in (quantised, sharded):
-        folder.mkdir()
-        (folder / "config.json").write_text(config)
-    save_file(blocks, quantised / "model.safetensors", {"format": "pt"})
+    blocks = quantise_experts(save_random("gpt_oss", plain), quantised)
+    shutil.copytree(quantised, sharded, ignore=shutil.ignore_patterns("*.safetensors"))
     # Blocks and their scales lie in different files.
     parts = [{n: x for n, x in blocks.items() if n.endswith("_scales") == last} for last in (False, True)]
     files = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
