@@ -17,7 +17,7 @@ import torch
 
 from ..files.bitwise import equal
 from .attention_plan import KEY_TILE, AttentionPlan
-from .attention_ref import attention_bwd_ref, attention_ref, gather_tiles
+from .attention_ref import attention_bwd_ref, attention_ref, gather_tiles, join_sink
 from .attention_rule import WALK, AttentionRule
 from .cpp import call
 from .cpp.row_sums import sum_lanes
@@ -144,11 +144,18 @@ def _parts(sizes: np.ndarray) -> Iterator[tuple[int, int, int]]:
 
 
 def attention_fwd(
-    q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, scale: float, rule: AttentionRule, want_lse: bool
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    plan: AttentionPlan,
+    scale: float,
+    rule: AttentionRule,
+    want_lse: bool,
+    sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """o like q, and lse [T, Hq], or None where it is not wanted.
 
-    k and v [K, Hkv, D]; or, where the plan has tables, k is the key tiles and v is not read.
+    k and v [K, Hkv, D]; or, where the plan has tables, k is the key tiles and v is not read. sinks [T, Hq].
     """
     T, H, D = q.shape
     on, q = _kept(_forward_plan, plan, D), tokens_apart(q)
@@ -159,7 +166,9 @@ def attention_fwd(
     o = torch.empty(T, H, D, dtype=q.dtype)
     m, l = torch.empty(2, T, H, dtype=torch.float32)
     place, first, lanes = ctypes.addressof(on.plan), on.first.ctypes.data, sum_lanes(KEY_TILE)
-    tiles = rule.chunk // KEY_TILE
+    tiles, factors = rule.chunk // KEY_TILE, None
+    if sinks is not None:
+        factors = torch.empty(T, H, 2, dtype=torch.float32)
     for a, b, elements in on.parts:
         e = torch.empty(elements, dtype=torch.float32)
         joins = torch.zeros(_joins(on, a, b, tiles), 2, dtype=torch.float32) if tiles else None
@@ -168,14 +177,23 @@ def attention_fwd(
         e.exp_()
         if joins is not None:
             joins.exp_()
-        call("attention_outputs", q.dtype, place, k, v, k.stride(0), *rows, lanes, o, l)
+        if factors is not None:
+            tokens = slice(*_tokens(on, a, b))
+            m[tokens], factors[tokens, :, 0], factors[tokens, :, 1] = join_sink(m[tokens], sinks[tokens])
+        call("attention_outputs", q.dtype, place, k, v, k.stride(0), *rows, factors, lanes, o, l)
     return o, m.add_(l.log_()) if want_lse else None
+
+
+def _tokens(on: CppPlan, a: int, b: int) -> tuple[int, int]:
+    """The first token of sequences [a, b), and the end."""
+    start, end = np.append(on.arrays[0], on.first.size - 1)[[a, b]]
+    return int(start), int(end)
 
 
 def _joins(on: CppPlan, a: int, b: int, tiles: int) -> int:
     """Places for the factors of all chunks of sequences [a, b): see chunk_place in attention.cpp."""
-    ends = np.append(on.arrays[0], on.first.size - 1)[[a, b]]
-    return on.plan.heads * int((on.first[ends[1]] - on.first[ends[0]]) // tiles + ends[1] - ends[0])
+    start, end = _tokens(on, a, b)
+    return on.plan.heads * int((on.first[end] - on.first[start]) // tiles + end - start)
 
 
 def attention_bwd(
@@ -204,20 +222,21 @@ def attention_bwd(
     return dq, dk, dv
 
 
-def forward_agrees(heads: int, kv_heads: int, D: int, rule: AttentionRule) -> bool:
+def forward_agrees(heads: int, kv_heads: int, D: int, rule: AttentionRule, has_sinks: bool = False) -> bool:
     """Whether the forward has the bits of the reference for such heads. The loops know no cap."""
     probed = AttentionRule(KEY_TILE if rule.chunk else 0, KEY_TILE + 3 if rule.window else 0)
-    return not rule.cap and _forward_agrees(heads // kv_heads, D, probed)
+    return not rule.cap and _forward_agrees(heads // kv_heads, D, probed, has_sinks)
 
 
 @cache
-def _forward_agrees(group: int, D: int, rule: AttentionRule) -> bool:
+def _forward_agrees(group: int, D: int, rule: AttentionRule, has_sinks: bool) -> bool:
     if not sum_lanes(KEY_TILE):
         return False
     lengths = (1, 2 * KEY_TILE + 5, KEY_TILE)
     plan, q, k, v = _probe(lengths, (3, 0, KEY_TILE - 7), group, D)
-    expected = attention_ref(q, gather_tiles(k, v, plan.rows), plan, 0.3, rule)
-    return all(map(equal, attention_fwd(q, k, v, plan, 0.3, rule, True), expected))
+    sinks = q[:, :, 0].contiguous() if has_sinks else None
+    expected = attention_ref(q, gather_tiles(k, v, plan.rows), plan, 0.3, rule, sinks=sinks)
+    return all(map(equal, attention_fwd(q, k, v, plan, 0.3, rule, True, sinks), expected))
 
 
 def backward_agrees(plan: AttentionPlan, D: int) -> bool:

@@ -25,10 +25,11 @@ def attention_ref(
     scale: float,
     rule: AttentionRule = WALK,
     want_lse: bool = True,
+    sinks: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Forward only.
 
-    q [T, Hq, D], tiles [tiles, 2, KEY_TILE, D].
+    q [T, Hq, D], tiles [tiles, 2, KEY_TILE, D], sinks [T, Hq] in fp32 or None.
     Returns o like q, and lse [T, Hq] in fp32, or None where lse is not wanted.
     """
     T, H, D = q.shape
@@ -38,10 +39,15 @@ def attention_ref(
     q_tiles *= scale
     o = torch.empty_like(q_tiles)
     lse = q_tiles.new_empty(*q_tiles.shape[:2], 1)
+    if sinks is not None:
+        sinks = sinks.reshape(-1).index_select(0, index.rows).view_as(lse)
     for group in index.groups:
         members = slice(group.start, group.start + group.bias.shape[0])
         kv = tiles.index_select(0, group.tiles).to(acc_dtype)
         m, l, acc = _group_ref(q_tiles[members], kv, group.bias, rule)
+        if sinks is not None:
+            m, a, b = join_sink(m, sinks[members])
+            l, acc = (l * a).add_(b), acc.mul_(a)
         torch.div(acc, l, out=o[members])
         if want_lse:
             torch.add(m, l.log_(), out=lse[members])
@@ -96,6 +102,12 @@ def _join(row: _State, chunk: _State) -> _State:
     high = torch.maximum(M, m)
     a, b = (M - _finite(high)).exp_(), (m - _finite(high)).exp_()
     return high, (L * a).add_(l * b), (A * a).add_(acc * b)
+
+
+def join_sink(m: torch.Tensor, sinks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The maximum of a row and its sink, and the factors of what the row was, and of the sink's 1."""
+    high = torch.maximum(m, sinks)
+    return high, (m - high).exp_(), (sinks - high).exp_()
 
 
 def _finite(m: torch.Tensor) -> torch.Tensor:

@@ -68,6 +68,12 @@ class ExpertRows:
         bounds = zip(self._starts.tolist(), (self._ends + -counts % PADDED_ROWS).tolist(), strict=True)
         return [(expert, a, b) for expert, (a, b) in enumerate(bounds) if a < b]
 
+    @cached_property
+    def expert_of_row(self) -> torch.Tensor:
+        """The expert of each row, [R] int64; of rows that pad, any one."""
+        places = np.searchsorted(self._starts, np.arange(len(self._tokens)), side="right")
+        return torch.from_numpy(places - 1)
+
     def of_slots(self, x_Tk: torch.Tensor) -> torch.Tensor:
         """A number of each slot, [T, k] -> that of each row, [R]."""
         return x_Tk.reshape(-1)[self._slots]

@@ -1,18 +1,21 @@
 """Linear projection of each token by the matrices of its experts.
 
-    y_r = x_t w_e^T     of a row r = (expert e, token t)
+    y_r = x_t w_e^T (+ b_e)     of a row r = (expert e, token t)
     dx_t = sum over the slots of t of dy_r w_e          dw_e = sum over the rows of e of dy_r^T x_t
+    db_e = sum over the rows of e of dy_r
 
 Shapes: x [T, K]; w [E N, K] holds the matrices [N, K] of the experts one after another; y [R, N]. T tokens,
-R rows (expert_rows.py), E experts.
-Roundings: y is rounded once. dy_r w_e is rounded once, then the slots are added in fp32, slot after slot, and
-the sum is rounded once. dw is not rounded where the pass has fp32 buffers (grad.py).
+R rows (expert_rows.py), E experts. Or w [E, K, N], each matrix transposed, as gpt-oss stores them, and with
+it b [E, N]; both on a CPU only.
+Roundings: y is rounded once, after a bias was added. dy_r w_e is rounded once, then the slots are added in
+fp32, slot after slot, and the sum is rounded once. dw is not rounded where the pass has fp32 buffers
+(grad.py).
 Order: no row knows another. On a GPU a row has the bits of `linear` with the matrix of its expert, and on a
 CPU those of torch.mm (grouped_matmul_ref): the product of matmul.py takes two to four times as long for few
 rows. dw_e is summed over the sequences of the pass, in their order. The rows of e in a sequence are cut into
 token blocks of their own: a block of 128 tokens has few of them (8, if a token has 8 of 128 experts), and a
 GPU multiplies tiles of 32 rows. Blocks that span sequences would depend on the micro-batch. The experts of
-other tokens change nothing.
+other tokens change nothing. db_e has the same blocks, each summed as in columns.py.
 The gradients of LoRA adapters of the experts' matrices (low_rank.py) have the same order.
 """
 
@@ -25,11 +28,12 @@ import torch.nn.functional as F
 
 from ..files.bitwise import equal
 from .backend import on_triton
+from .columns import add_columns_cpu
 from .expert_rows import PADDED_ROWS, ExpertRows, Rows
 from .grad import GradBuffer, accumulate_dtype, check_dtype
 from .low_rank import LowRankBuffers, low_rank_rows
 from .matmul import LONG_TILES, THROUGH_FP32, add_outer_ref, narrow, pad_width
-from .order import ALIGN, ROW_TILE, TokenBlocks
+from .order import ALIGN, ROW_TILE, TokenBlocks, blocks_of_shards
 from .passes import ONE_SEQUENCE, Pass
 
 # Products of more multiplications than this are not probed, and not taken.
@@ -37,8 +41,31 @@ _PROBE_LIMIT = 1 << 31
 
 
 def experts_of(w: torch.Tensor, rows: Rows) -> torch.Tensor:
-    """The matrices of the experts, [E, N, K], as a view of w [E N, K]."""
-    return w.view(rows.experts, -1, w.shape[1])
+    """The matrices of the experts, [E, N, K], as a view of w [E N, K] or [E, K, N]."""
+    return w.transpose(1, 2) if w.dim() == 3 else w.view(rows.experts, -1, w.shape[1])
+
+
+def check_experts(op: str, x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None, rows: Rows) -> None:
+    """Raise ValueError for weights w and b that do not fit the rows of x [..., K], or the device."""
+    if w.dim() == 3 or b is not None:
+        if on_triton(x):
+            raise ValueError(f"{op}: transposed matrices and biases are not computed on a GPU")
+        if w.dim() != 3 or w.shape[0] != rows.experts or x.dim() != 2 or x.shape[1] != w.shape[1]:
+            raise ValueError(
+                f"{op}: x {tuple(x.shape)} must be [., K], and w {tuple(w.shape)} [{rows.experts}, K, N]"
+            )
+        if b is not None and b.shape != (w.shape[0], w.shape[2]):
+            raise ValueError(f"{op}: b {tuple(b.shape)} must be {(w.shape[0], w.shape[2])}, as w")
+    elif x.dim() != 2 or w.dim() != 2 or x.shape[1] != w.shape[1] or w.shape[0] % rows.experts:
+        raise ValueError(
+            f"{op}: x {tuple(x.shape)} must be [., K], and w {tuple(w.shape)} [E N, K] of "
+            f"{rows.experts} experts with the same K"
+        )
+
+
+def add_bias(y_RN: torch.Tensor, b: torch.Tensor | None, rows: ExpertRows) -> torch.Tensor:
+    """y in the dtype of its sums, plus the bias of each row's expert, in place."""
+    return y_RN if b is None else y_RN.add_(b.to(y_RN.dtype)[rows.expert_of_row])
 
 
 def grouped_matmul_ref(x_RK: torch.Tensor, w_ENK: torch.Tensor, rows: ExpertRows) -> torch.Tensor:
@@ -145,10 +172,24 @@ def add_grouped_outer_ref(
     """buffer [shards, E N, K] += dy^T x of each expert's rows, block by block in the order of `blocks`."""
     sums = buffer.zeroed(blocks.shards)
     dy, x = dy_RN.to(sums.dtype), x_RK.to(sums.dtype)
+    is_transposed = sums.dim() == 4
     for shard, by_expert in rows.blocks(blocks):
-        acc = experts_of(sums[shard], rows)
+        acc = sums[shard] if is_transposed else experts_of(sums[shard], rows)
         for expert, bounds in by_expert:
-            add_outer_ref(acc[expert], dy, x, bounds)
+            add_outer_ref(acc[expert], *((x, dy) if is_transposed else (dy, x)), bounds)
+
+
+def add_grouped_columns(
+    buffer: GradBuffer, dy_RN: torch.Tensor, rows: ExpertRows, blocks: TokenBlocks
+) -> None:
+    """buffer [shards, E, N] += the column sums of each expert's rows, block by block as above."""
+    sums = buffer.zeroed(blocks.shards)
+    by_shard = {
+        shard * rows.experts + expert: bounds
+        for shard, by_expert in rows.blocks(blocks)
+        for expert, bounds in by_expert
+    }
+    add_columns_cpu(sums.view(-1, sums.shape[-1]), dy_RN, blocks_of_shards(by_shard))
 
 
 def add_grouped_low_rank_ref(
@@ -190,7 +231,11 @@ def add_grouped(
     add(buffer, dy_RN, x_RK, rows, blocks)
 
 
-def _forward(x: torch.Tensor, w_ENK: torch.Tensor, rows: Rows) -> torch.Tensor:
+def _forward(x: torch.Tensor, w_ENK: torch.Tensor, b: torch.Tensor | None, rows: Rows) -> torch.Tensor:
+    if b is not None:
+        acc = accumulate_dtype(x.dtype)
+        y = grouped_matmul_ref(x[rows.tokens].to(acc), w_ENK.to(acc), rows)
+        return add_bias(y, b, rows).to(x.dtype)
     if not on_triton(x):
         return grouped_matmul_ref(x[rows.tokens], w_ENK, rows)
     from .grouped_linear_triton import grouped_matmul
@@ -220,36 +265,48 @@ def _rows_of(x: torch.Tensor, rows: Rows) -> torch.Tensor:
 
 class _GroupedLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, w, rows, in_pass):
-        # w does not go through save_for_backward: its identity finds its buffer.
+    def forward(ctx, x, w, b, rows, in_pass):
+        # w and b do not go through save_for_backward: their identity finds their buffers.
         ctx.save_for_backward(x)
-        ctx.w, ctx.rows, ctx.in_pass = w, rows, in_pass
-        return _forward(x, experts_of(w, rows), rows)
+        ctx.w, ctx.b, ctx.rows, ctx.in_pass = w, b, rows, in_pass
+        return _forward(x, experts_of(w, rows), b, rows)
 
     @staticmethod
     def backward(ctx, dy):
         (x,) = ctx.saved_tensors
-        w, rows, in_pass, dx, dw = ctx.w, ctx.rows, ctx.in_pass.over(x), None, None
+        w, b, rows, in_pass, dx, dw, db = ctx.w, ctx.b, ctx.rows, ctx.in_pass.over(x), None, None, None
         if ctx.needs_input_grad[0]:
             dx = _dx(dy, experts_of(w, rows), rows)
         if ctx.needs_input_grad[1]:
             buffer = in_pass.buffer(w)
             add_grouped(buffer, dy, _rows_of(x, rows), rows, in_pass.blocks)
             dw = in_pass.returned_grad(w, buffer)
-        return dx, dw, None, None
+        if b is not None and ctx.needs_input_grad[2]:
+            db = bias_gradient(b, dy, rows, in_pass)
+        return dx, dw, db, None, None
+
+
+def bias_gradient(
+    b: torch.Tensor, dy_RN: torch.Tensor, rows: ExpertRows, in_pass: Pass
+) -> torch.Tensor | None:
+    """What a backward returns for the bias b [E, N] of the rows' experts (Pass.returned_grad)."""
+    buffer = in_pass.buffer(b)
+    add_grouped_columns(buffer, dy_RN, rows, in_pass.blocks)
+    return in_pass.returned_grad(b, buffer)
 
 
 def grouped_linear(
-    x: torch.Tensor, w: torch.Tensor, rows: Rows, in_pass: Pass = ONE_SEQUENCE
+    x: torch.Tensor,
+    w: torch.Tensor,
+    rows: Rows,
+    in_pass: Pass = ONE_SEQUENCE,
+    b: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The rows of x [T, K] by the matrices w [E N, K] of their experts -> [R, N], in the order of `rows`.
+    """The rows of x [T, K] by the matrices w of their experts -> [R, N], in the order of `rows`.
 
-    in_pass: the token blocks are of the T tokens. Raises ValueError on a shape or dtype that does not fit.
+    w [E N, K] or [E, K, N], and b [E, N] with the latter. in_pass: the token blocks are of the T tokens.
+    Raises ValueError on a shape or dtype that does not fit.
     """
-    check_dtype("grouped_linear", x=x, w=w)
-    if x.dim() != 2 or w.dim() != 2 or x.shape[1] != w.shape[1] or w.shape[0] % rows.experts:
-        raise ValueError(
-            f"grouped_linear: x {tuple(x.shape)} must be [T, K], and w {tuple(w.shape)} [E N, K] of "
-            f"{rows.experts} experts with the same K"
-        )
-    return _GroupedLinear.apply(x, w, rows, in_pass)
+    check_dtype("grouped_linear", x=x, w=w, **({} if b is None else {"b": b}))
+    check_experts("grouped_linear", x, w, b, rows)
+    return _GroupedLinear.apply(x, w, b, rows, in_pass)

@@ -139,9 +139,9 @@ def linear(
     """y = x w^T + b. x [T, K], weight w [N, K], b [N] -> [T, N].
 
     The weight gradient is summed in the order of the pass's token blocks. tiles: see matmul. cut: of a weight
-    without adapters among ranks; its leaves are built for CPUs. Of an adapted weight, the adapters' gradient is
-    summed where the pass has buffers for it, and w has none. Raises ValueError on a shape or dtype that does
-    not fit.
+    without adapters among ranks; its leaves are built for CPUs. Of an adapted weight, the adapters' gradient
+    is summed where the pass has buffers for it, and w has none. Raises ValueError on a shape or dtype that
+    does not fit.
     """
     w, adapters = weight if isinstance(weight, Adapted) else (weight, None)
     check_dtype("linear", x=x, w=w, **({} if b is None else {"b": b}))

@@ -201,12 +201,12 @@ def _chunk(blocks: Sequence[tuple[int, int, int]]) -> tuple[int, int, TokenBlock
     begin, by_shard = blocks[0][1], {}
     for shard, start, end in blocks:
         by_shard.setdefault(shard, []).append((start - begin, end - begin))
-    return begin, blocks[-1][2], _of_shards(by_shard)
+    return begin, blocks[-1][2], blocks_of_shards(by_shard)
 
 
 def blocks_of_rows(rows: Sequence[tuple[int, int]]) -> TokenBlocks:
     """These blocks [start, end), all of shard 0."""
-    return _of_shards({0: list(rows)})
+    return blocks_of_shards({0: list(rows)})
 
 
 def token_blocks(lengths: Sequence[int], shards: Sequence[int] | None = None) -> TokenBlocks:
@@ -234,7 +234,8 @@ def blocks_within(runs: Iterable[Sequence[int]]) -> list[tuple[int, int]]:
     return [(a, min(a + TOKEN_BLOCK, end)) for start, end in runs for a in range(start, end, TOKEN_BLOCK)]
 
 
-def _of_shards(by_shard: Mapping[int, list[tuple[int, int]]]) -> TokenBlocks:
+def blocks_of_shards(by_shard: Mapping[int, list[tuple[int, int]]]) -> TokenBlocks:
+    """The blocks [start, end) of each virtual shard, in this order."""
     return TokenBlocks(*_tables(by_shard), tuple(by_shard))
 
 

@@ -58,6 +58,15 @@ def topk_softmax_bwd_ref(
     return p_TE * (zeros.scatter_(1, ids_Tk, dw_Tk) - s)
 
 
+def topk_of_logits(logits_TE: torch.Tensor, k: int) -> torch.Tensor:
+    """The ids [T, k] int64 of the largest logits [T, E], by falling logit; of equal ones the lower id first.
+
+    For a CPU. In topk_softmax logits that differ may have equal p. given_softmax.py weighs what is chosen.
+    """
+    z = logits_TE.detach().to(accumulate_dtype(logits_TE.dtype)).numpy()
+    return torch.from_numpy(np.ascontiguousarray(np.argsort(-z, axis=1, kind="stable")[:, :k]))
+
+
 def _lane_sum(terms_TE: np.ndarray, load: int) -> np.ndarray:
     """The sum of each row in the order of vLLM's kernel, [T]. load: see lanes_of."""
     T, E = terms_TE.shape

@@ -233,10 +233,11 @@ class CachedContext:
         v: torch.Tensor,
         scale: float,
         rule: AttentionRule,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Write k and v [T, Hkv, D] to the cache, then attend from q [T, Hq, D]."""
         self._cache.slots(layer, *self._block_and_offset).write(k, v)
-        return attention_cached(q, self._cache.layer(layer), self._plan, scale, rule)
+        return attention_cached(q, self._cache.layer(layer), self._plan, scale, rule, sinks)
 
     def keep(self, k: torch.Tensor, v: torch.Tensor) -> None:
         self._cache.slots(self._cache.config.layers - 1, *self._block_and_offset).write(k, v)
@@ -295,15 +296,23 @@ class DecodeContext:
         v: torch.Tensor,
         scale: float,
         rule: AttentionRule,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Write k and v [n, Hkv, D] to the cache, then attend from q [n, Hq, D]."""
         self.slots(layer).write(k, v)
-        return self.attend_cached(layer, q, scale, rule)
+        return self.attend_cached(layer, q, scale, rule, sinks)
 
     def slots(self, layer: int) -> CacheSlots:
         """Where the keys and values of the new tokens go."""
         return self._cache.slots(layer, self._block, self._offset)
 
-    def attend_cached(self, layer: int, q: torch.Tensor, scale: float, rule: AttentionRule) -> torch.Tensor:
+    def attend_cached(
+        self,
+        layer: int,
+        q: torch.Tensor,
+        scale: float,
+        rule: AttentionRule,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         """As `attend`, after k and v of the new tokens were written."""
-        return attention_cached(q, self._cache.layer(layer), self._plan, scale, rule)
+        return attention_cached(q, self._cache.layer(layer), self._plan, scale, rule, sinks)

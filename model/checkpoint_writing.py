@@ -117,8 +117,9 @@ def different_companion(a: Path, b: Path) -> str | None:
 
 
 def config_fields(config: ModelConfig, dtype: torch.dtype) -> dict[str, Any]:
-    """The config.json that was read, with `dtype` in place of the old dtype."""
-    fields = {name: value for name, value in config.raw.items() if name != "torch_dtype"}
+    """The config.json that was read, with `dtype` in place of the old dtype, and of unquantised weights."""
+    replaced = ("torch_dtype", "quantization_config")
+    fields = {name: value for name, value in config.raw.items() if name not in replaced}
     return fields | {"dtype": str(dtype).split(".")[1]}
 
 

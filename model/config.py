@@ -69,7 +69,7 @@ class ModelConfig(Sizes):
         family = FAMILIES[name]
         file = ConfigFile(file.raw, source, family.defaults)
         try:
-            file.refuse_common(family.layer_types)
+            file.refuse_common(family.layer_types, family.dequantised)
             outside = {"embedding": family.embedding(file), "head": family.head(file)}
             config = cls(**_sizes(family, file), blocks=tuple(family.layers(file)), **outside)
             if file.fields.attention_bias and not config.values["qkv_bias"]:
@@ -101,6 +101,11 @@ class ModelConfig(Sizes):
             raise ValueError(
                 f'device ("cuda"): {self.architecture} has gated delta nets, which have no kernels for a GPU '
                 'yet; set device = "cpu"'
+            )
+        if any(row.sinks for rows in self.layer_operations for row in rows):
+            raise ValueError(
+                f'device ("cuda"): the attention sinks of a {self.architecture} are not computed on a GPU; '
+                'set device = "cpu"'
             )
 
     def check_leaves(self, count: int) -> None:

@@ -186,15 +186,16 @@ class ConfigFile:
         """Raise UnsupportedError for the value of a field, which asks for what no block computes."""
         self.wrong(f"{field} = {shown(value)} is not supported; {remedy}")
 
-    def refuse_common(self, layer_types: Collection[str]) -> None:
+    def refuse_common(self, layer_types: Collection[str], dequantised: str = "") -> None:
         """Refuse what changes the computation of any family in a way the kernels do not know.
 
-        layer_types: those that the family knows.
+        layer_types: those that the family knows. dequantised: the kind of quantised weights that it reads.
         """
         raw = self.raw
         if raw.get("quantization_config"):
             method = raw["quantization_config"].get("quant_method", "?")
-            self.refuse("quantization_config", method, "use unquantised weights")
+            if method != dequantised:
+                self.refuse("quantization_config", method, "use unquantised weights")
         allowed = self.defaults.get("hidden_act", "silu")
         activation = raw.get("hidden_act", allowed)
         if activation not in (allowed, _OLDER_ACTIVATIONS.get(allowed)):

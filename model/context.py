@@ -62,10 +62,12 @@ class Context(Protocol):
         v: torch.Tensor,
         scale: float,
         rule: AttentionRule,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Causal attention of q [T, Hq, D] over the keys of this context.
 
-        k and v [T, Hkv, D] are the keys and values of the new tokens. rule: the order of the sums.
+        k and v [T, Hkv, D] are the keys and values of the new tokens. rule: the order of the sums. sinks
+        [T, Hq]: see kernels/attention_sinks.py.
         """
         ...
 
@@ -134,8 +136,9 @@ class PackedContext(WholeSequences):
         v: torch.Tensor,
         scale: float,
         rule: AttentionRule,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        return attention(q, k, v, self._plan, scale, rule)
+        return attention(q, k, v, self._plan, scale, rule, sinks)
 
 
 class NarrowingContext(ABC):

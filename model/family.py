@@ -27,6 +27,7 @@ class Family:
     rope_by_layer_type: whether layers of sliding_attention have a rotary embedding of their own.
     norm_plus_one: whether a norm multiplies by 1 + its weight.
     embedding, head: what lies outside of layers, from config.json.
+    dequantised: quant_method in config.json of quantised weights that are read, as numbers (mxfp4.py).
     vllm_exact: whether vLLM's own model of it was compared with ours, in batch-invariant mode.
     small: fields of config.json of the small model of `zerokl init --preset MODEL_TYPE`, beside its sizes.
     """
@@ -42,4 +43,5 @@ class Family:
     embedding: Callable[[ConfigFile], Embedding] = lambda config: Embedding()
     head: Callable[[ConfigFile], Head] = lambda config: Head()
     vllm_exact: bool = False
+    dequantised: str = ""
     small: Mapping[str, Any] = field(default_factory=lambda: _NONE)

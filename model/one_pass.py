@@ -135,17 +135,19 @@ class OnePassContext(NarrowingContext, WholeSequences):
         v: torch.Tensor,
         scale: float,
         rule: AttentionRule,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """In the last layer it returns only the rows of the samples, [n, Hq, D]."""
         (q, q_prompts, q_padding), (k, k_prompts, _), (v, v_prompts, _) = map(self.by_kind, (q, k, v))
         kv = torch.stack([k_prompts, v_prompts], dim=1).flatten(1)
         # The gradient of a prompt's keys and values is summed over its samples in fp32, and rounded once.
-        o = attend_after(kv, ONE_SEQUENCE, self._samples, q, k, v, scale, rule)
+        z, z_prompts, _ = (None, None, None) if sinks is None else self.by_kind(sinks)
+        o = attend_after(kv, ONE_SEQUENCE, self._samples, q, k, v, scale, rule, z)
         if layer == self._last:
             return o
         prompt_rows = q_prompts
         if self._prompts is not None:
-            prompt_rows = attention(q_prompts, k_prompts, v_prompts, self._prompts, scale, rule)
+            prompt_rows = attention(q_prompts, k_prompts, v_prompts, self._prompts, scale, rule, z_prompts)
         o = torch.cat([o, prompt_rows, torch.zeros_like(q_padding)])
         return reordered(o, *self.order) if self.moves else o
 

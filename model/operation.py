@@ -82,6 +82,7 @@ class Operation:
     # The scale of an attention's scores; or what a sum's second part, an embedding or logits are times.
     factor: float = 1.0
     window: int = 0  # the last keys that a row of an attention sees; 0 is all
+    sinks: bool = False  # whether each row of an attention has a logit more, of its head
     cap: float = 0.0  # of an attention's scores, or of logits: x becomes cap tanh(x / cap); 0.0 is none
     fused: str = ""  # the name that our decoder gives to several operations that it computes as one
     # The module of its weight in a checkpoint, where that is another one than transformers'.

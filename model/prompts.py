@@ -219,10 +219,11 @@ class _PromptContext(PackedContext):
         v: torch.Tensor,
         scale: float,
         rule: AttentionRule,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         if layer == len(self.kv):  # else a backward computes the layer again
             self.keep(k, v)
-        return super().attend(layer, q, k, v, scale, rule)
+        return super().attend(layer, q, k, v, scale, rule, sinks)
 
 
 class SampleTables:
@@ -308,9 +309,10 @@ class SampleContext(WholeSequences):
         v: torch.Tensor,
         scale: float,
         rule: AttentionRule,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         kv = self._kv[layer] if self._kv else None
-        return attend_after(kv, self._kv_pass, self._tables, q, k, v, scale, rule)
+        return attend_after(kv, self._kv_pass, self._tables, q, k, v, scale, rule, sinks)
 
 
 def attend_after(
@@ -322,6 +324,7 @@ def attend_after(
     v: torch.Tensor,
     scale: float,
     rule: AttentionRule,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attention of samples to their prompts and to themselves. q [T, Hq, D], k and v [T, Hkv, D] -> as q.
 
@@ -329,12 +332,12 @@ def attend_after(
     their gradient.
     """
     if not len(tables.prompt_rows):
-        return attention(q, k, v, tables.plan, scale, rule)
+        return attention(q, k, v, tables.plan, scale, rule, sinks)
     kv = torch.cat(
         [read_rows(tables.prompt_rows, prompt_kv, kv_pass), torch.stack([k, v], 1).view(len(k), -1)]
     )
     k, v = reordered(kv, *tables.order).view(-1, 2, *k.shape[1:]).unbind(1)
-    return attention(q, k, v, tables.plan, scale, rule)
+    return attention(q, k, v, tables.plan, scale, rule, sinks)
 
 
 def reordered(x: torch.Tensor, order: torch.Tensor, inverse: torch.Tensor) -> torch.Tensor:

@@ -3,16 +3,18 @@
 Pickled weights are not read, because loading them can run code.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 
 from ..files.inputs import check_input
 from ..files.reading import read_json, shown
+from .mxfp4 import BLOCKS, SCALES, dequantised, dequantised_shape
 
 # Names the file of each weight, where they lie in several.
 INDEX = "model.safetensors.index.json"
@@ -88,7 +90,8 @@ def _corrupt_is_refused(path: Path) -> Iterator[None]:
 _TEXT_OF_BOTH = "model.language_model."
 
 
-class StoredTensor(NamedTuple):
+@dataclass(frozen=True)
+class StoredTensor:
     """A tensor of a safetensors file that is open."""
 
     path: Path  # of the file
@@ -112,11 +115,68 @@ class StoredTensor(NamedTuple):
             return self.file.get_slice(self.stored_as)
 
 
+@dataclass(frozen=True)
+class Mxfp4Tensor(StoredTensor):
+    """A tensor that is stored as MXFP4 blocks (mxfp4.py). Its scales may lie in another file."""
+
+    scales: Path
+
+    @property
+    def name(self) -> str:
+        return super().name.removesuffix(BLOCKS)
+
+    def read(self) -> torch.Tensor:
+        return self[:]
+
+    def part(self) -> "Mxfp4Tensor":
+        return self
+
+    def get_shape(self) -> tuple[int, ...]:
+        """[E, K, N]."""
+        with self._both() as (blocks, scales):
+            return dequantised_shape(blocks.get_shape(), scales.get_shape())
+
+    def get_dtype(self) -> str:
+        """That of the numbers, as safetensors names it."""
+        return "BF16"
+
+    def __getitem__(self, experts: slice) -> torch.Tensor:
+        with self._both() as (blocks, scales):
+            return dequantised(blocks[experts], scales[experts])
+
+    @contextmanager
+    def _both(self) -> Iterator[tuple[Any, Any]]:
+        """Blocks and scales, as get_slice gives them. Raises ValueError, also for what is done with them."""
+        name = self.stored_as.removesuffix(BLOCKS) + SCALES
+        with _corrupt_is_refused(self.scales), open_tensors(self.scales) as file:
+            scales = file.get_slice(name)
+            try:
+                yield super().part(), scales
+            except ValueError as error:
+                raise ValueError(f"model: {self.path}: {self.stored_as}: {error}") from None
+
+
 def stored_tensors(folder: Path) -> Iterator[StoredTensor]:
-    """Every tensor of a folder, file by file. It can be read until the next one. Raises ValueError."""
-    for file, listed in weight_files(folder).items():
+    """Every tensor of a folder, file by file. It can be read until the next one. Raises ValueError.
+
+    Blocks and scales of MXFP4 are one tensor, that of their numbers.
+    """
+    files = weight_files(folder)
+    for file, listed in files.items():
         with _opened(folder / file, listed) as (stored, names):
-            yield from (StoredTensor(folder / file, name, stored) for name in names)
+            names = list(names)
+            file_of = {name: other for other, listed in files.items() for name in listed or names}
+            for name in names:
+                yield from _stored_tensor(folder / file, name, stored, file_of)
+
+
+def _stored_tensor(path: Path, name: str, stored: Any, file_of: Mapping[str, str]) -> Iterator[StoredTensor]:
+    """The tensor of this name; none of MXFP4's scales, which their blocks read."""
+    scales = name.removesuffix(BLOCKS) + SCALES
+    if name.endswith(BLOCKS) and scales in file_of:
+        yield Mxfp4Tensor(path, name, stored, path.with_name(file_of[scales]))
+    elif not name.endswith(SCALES) or name.removesuffix(SCALES) + BLOCKS not in file_of:
+        yield StoredTensor(path, name, stored)
 
 
 @contextmanager

@@ -33,11 +33,15 @@ class Traced:
 
 @dataclass(frozen=True)
 class ModelPlant:
-    """A change of transformers' model, the operation at fault, and words of its explanation."""
+    """A change of transformers' model, the operation at fault, and words of its explanation.
+
+    family: the model_type of a model that has what is changed; empty where the tests' usual one has it.
+    """
 
     plant: Callable[[torch.nn.Module], None]
     op: str
     words: str
+    family: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,7 +8,9 @@ Shapes: T tokens, D width of a head, V vocabulary, C completion tokens.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -18,6 +20,7 @@ from ...kernels.rope_scaling import attention_factor
 from ...kernels.sampling_params import SamplingParams
 from ...kernels.softcap import softcap
 from ...kernels.truncation import scaled_logits_ref
+from ...model.blocks.clamped_experts import EXPERTS, ClampedExperts
 from ...model.blocks.delta_net import DeltaNet
 from ...model.checkpoint import load_decoder
 from ...model.config import ModelConfig
@@ -96,6 +99,14 @@ def weight_names(op: str, checkpoint: Checkpoint) -> tuple[str, str | None]:
     return f"{module}.weight", bias if bias in checkpoint.weights else None
 
 
+class Clamped(NamedTuple):
+    """The activation of gpt-oss's experts (kernels/clamped_swiglu.py). one: what is added to up."""
+
+    alpha: float
+    limit: float
+    one: float = 1.0
+
+
 @dataclass(frozen=True)
 class Operations:
     """The operations of one checkpoint over one sequence, computed in `dtype`.
@@ -140,7 +151,8 @@ class Operations:
                 rotating = config.rotating(layer_of(op))
                 return self.rope(x[0], rotating.frequencies, factor=attention_factor(rotating.rope_scaling))
             case Equation.ATTENTION:
-                return self.attention(*x, row.factor, rule=AttentionRule(0, row.window, row.cap))
+                rule = AttentionRule(0, row.window, row.cap)
+                return self.attention(*x, row.factor, rule=rule, sinks=self.sinks(op))
             case Equation.SILU_MUL:
                 return F.silu(x[0]) * x[1]
             case Equation.GELU_MUL:
@@ -162,6 +174,12 @@ class Operations:
                 return x[0] + x[1] * row.factor
             case Equation.LOGPROB:
                 return self.logprob(x[0])
+
+    def sinks(self, op: str) -> Tensor | None:
+        """The sinks of an attention, [Hq]; None where it has none."""
+        if not operation(op, self.checkpoint.config).sinks:
+            return None
+        return self.weight(f"model.{split_name(op)[0]}self_attn.sinks")
 
     def norm_input(self, op: str, x: Tensor) -> Tensor:
         """What a norm reads of x. Where a gate lies beside each query head, x is twice as wide."""
@@ -223,10 +241,12 @@ class Operations:
         causal: bool = True,
         tiled: bool = False,
         rule: AttentionRule = WALK,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """Attention of q [T, Hq * D] over k and v [T, Hkv * D], one head at a time.
 
-        tiled: query head i reads key-value head i modulo Hkv, and not i // (Hq / Hkv).
+        sinks [Hq]: a score more of each row, without a value. tiled: query head i reads key-value head i
+        modulo Hkv, and not i // (Hq / Hkv).
         """
         c, T = self.checkpoint.config, len(q)
         heads_q, heads_k, heads_v = (x.reshape(T, -1, c.head_dim) for x in (q, k, v))
@@ -239,7 +259,9 @@ class Operations:
             scores = (heads_q[:, i] @ heads_k[:, j].T) * scale
             scores = softcap(scores, rule.cap)
             scores = scores.masked_fill(hidden, float("-inf"))
-            p = torch.softmax(scores.to(self.wide), dim=1).to(self.dtype)
+            if sinks is not None:
+                scores = torch.cat([scores, sinks[i].expand(T, 1).to(scores.dtype)], dim=1)
+            p = torch.softmax(scores.to(self.wide), dim=1)[:, :T].to(self.dtype)
             outputs.append(p @ heads_v[:, j])
         return torch.cat(outputs, dim=1)
 
@@ -272,20 +294,35 @@ class Operations:
             q = q * c.sigmoid.scale
         return torch.zeros_like(p).scatter(1, ids, q)
 
-    def experts(self, op: str, x: Tensor, routing: Tensor) -> Tensor:
-        """The weighted sum of the experts of x [T, D]; routing [T, E]. Weights are rounded to the dtype."""
-        prefix, y = f"model.{split_name(op)[0]}", torch.zeros_like(x)
-        mixture = self.checkpoint.config.mixture
+    def experts(self, op: str, x: Tensor, routing: Tensor, clamped: Clamped | None = None) -> Tensor:
+        """The weighted sum of the experts of x [T, D]; routing [T, E]. Weights are rounded to the dtype.
+
+        clamped: the activation of gpt-oss's experts; None is the checkpoint's.
+        """
+        layer, y = f"model.{split_name(op)[0]}", torch.zeros_like(x)
         for e in range(routing.shape[1]):
             rows = routing[:, e].nonzero().flatten()
             if len(rows):
-                gate, up, down = (self.weight(prefix + name) for name in mixture.matrices_of(e))
-                routed = x[rows]
-                h = F.silu(routed @ gate.T) * (routed @ up.T)
-                if self.cut_inside is not None:
-                    h = cut(h, self.cut_inside)
-                y[rows] += (h @ down.T) * routing[rows, e].to(self.dtype).unsqueeze(1)
+                expert_rows = self._expert(layer, e, x[rows], clamped)
+                y[rows] += expert_rows * routing[rows, e].to(self.dtype).unsqueeze(1)
         return y
+
+    def _expert(self, layer: str, e: int, x: Tensor, clamped: Clamped | None) -> Tensor:
+        mixture = self.checkpoint.config.mixture
+        if isinstance(mixture, ClampedExperts):
+
+            def affine(name: str, x: Tensor) -> Tensor:
+                stored = f"{layer}{EXPERTS}.{name}_proj"
+                return x @ self.weight(stored)[e] + self.weight(f"{stored}_bias")[e]
+
+            down = partial(affine, "down")
+            both, (alpha, limit, one) = affine("gate_up", x), clamped or Clamped(mixture.alpha, mixture.limit)
+            gate, up = both[:, ::2].clamp(max=limit), both[:, 1::2].clamp(-limit, limit)
+            h = (up + one) * (gate * torch.sigmoid(gate * alpha))
+        else:
+            gate, up, down_T = (self.weight(layer + name) for name in mixture.matrices_of(e))
+            h, down = F.silu(x @ gate.T) * (x @ up.T), lambda h: h @ down_T.T
+        return down(h if self.cut_inside is None else cut(h, self.cut_inside))
 
     def logprob(self, logits: Tensor, sampling_params: SamplingParams | None = None) -> Tensor:
         """logits [T, V] -> logp [C, 1] of the completion."""

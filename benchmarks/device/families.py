@@ -57,13 +57,13 @@ MIXTURES: dict[str, _Widths] = {
     "qwen3_moe": ((2048, 6144, 32, 4, 128), {"moe_intermediate_size": 768}),  # 30B-A3B
 }
 # No GPU computes them (ModelConfig.refuse_on_triton).
-HYBRIDS = ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next")
+NOT_ON_A_GPU = ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "gpt_oss")
 _TOY = (64, 128, 4, 2, 16)
 
 
 def dense(m: Machine) -> Iterator[Row]:
     """Families with one MLP in each layer; and the names of those that no GPU computes."""
-    for name in HYBRIDS:
+    for name in NOT_ON_A_GPU:
         yield {"what": f"{name}: not compared (it has no kernels for a GPU)"}
     yield from _in_processes(m, DENSE)
 

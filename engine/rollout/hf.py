@@ -131,7 +131,11 @@ class _Routers:
     """Inside this context the experts that the model's routers choose are kept, forward after forward."""
 
     def __init__(self, model: torch.nn.Module):
-        self._routers = [layer.mlp.gate for layer in model.model.layers if hasattr(layer.mlp, "gate")]
+        mlps = [layer.mlp for layer in model.model.layers]
+        # gpt-oss calls it a router.
+        self._routers = [
+            getattr(mlp, name) for mlp in mlps for name in ("gate", "router") if hasattr(mlp, name)
+        ]
         self._kept: list[list[torch.Tensor]] = [[] for _ in self._routers]
 
     def __enter__(self) -> None:

@@ -236,7 +236,7 @@ def random_decoder(
 ) -> Decoder:
     """A Qwen3, or a model of the preset's family. sizes: those that differ from the preset's.
 
-    Its matrices are random, from counter-based numbers. Its norms multiply by 1, and its biases are 0.
+    Its matrices are random, from counter-based numbers. Norms multiply by 1, and biases and sinks are 0.
     The elements of a matrix are uniform in +-sqrt(3 / fan_in), and half of this in the output matrices of
     attention and MLP. fan_in is the number of columns, and the hidden size for the embedding.
     """
@@ -244,11 +244,14 @@ def random_decoder(
     layout = Layout(config)
     flat = torch.zeros(layout.numel)
     for i, (name, view) in enumerate(layout.views(flat).items()):
-        if view.dim() == 1:
+        if view.dim() == 1 or name.endswith("bias"):
             plus_one = config.norm_plus_one and not name.endswith("gated_norm")
-            view.fill_(0.0 if name.endswith("bias") or plus_one else 1.0)
+            view.fill_(0.0 if name.endswith(("bias", "sinks")) or plus_one else 1.0)
             continue
-        fan_in = config.hidden_size if name == "embed" else view[0].numel()
+        # The matrices of all experts in one weight are transposed.
+        is_transposed = ".experts." in name and view.dim() == 3
+        fan_in = view.shape[1] if is_transposed else view[0].numel()
+        fan_in = config.hidden_size if name == "embed" else fan_in
         scale = (3.0 / fan_in) ** 0.5 * (0.5 if name.endswith((".o", "down")) else 1.0)
         u = uniform_range(view.numel(), seed, Stream.WEIGHTS, word=i)
         view.copy_(torch.from_numpy((2.0 * u - 1.0) * scale).view(view.shape))

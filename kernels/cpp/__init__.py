@@ -45,7 +45,7 @@ _ARGUMENTS = {
     "rope": "pippfpiii",
     "heads_to_cache": "ppppppppppiiiiii",
     "attention_scores": "ppipifpiiiippp",
-    "attention_outputs": "pppipiiiippipp",
+    "attention_outputs": "pppipiiiipppipp",
     "attention_exponents": "ppipipfiiip",
     "attention_bwd_sizes": "pip",
     "attention_gradients": "pppippipfiipppp",

@@ -101,11 +101,11 @@ float total_of(const float* e, int64_t tiles, int64_t lanes, int64_t chunk_tiles
 }
 
 // o [T, heads, D] and l [T, heads] from e = exp(scores). Where a key tile hides keys, their zeros change no
-// bit.
+// bit. sinks [T, heads, 2]: the factor of a row's state, and what its sink adds to the sum; null for none.
 template <class T>
 void outputs(const Plan& p, const Keys<T>& keys, const int64_t* first, int64_t from, int64_t to,
-             int64_t chunk_tiles, int64_t window, const float* e, const float* joins, int64_t lanes, T* o,
-             float* l) {
+             int64_t chunk_tiles, int64_t window, const float* e, const float* joins, const float* sinks,
+             int64_t lanes, T* o, float* l) {
   const int64_t G = p.group(), D = p.D, base = first[p.starts[from]], step = chunk_tiles * KEY_TILE;
   const auto factors_of = [&](int64_t token, int64_t head) {
     const int64_t tiles = first[token + 1] - first[token], chunks = (tiles + chunk_tiles - 1) / chunk_tiles;
@@ -135,16 +135,21 @@ void outputs(const Plan& p, const Keys<T>& keys, const int64_t* first, int64_t f
             join_chunk(joined.data() + at, sums.data() + at, D, factors_of(start + t, h * G + g) + 2 * c);
           }
       }
-      const std::vector<float>& all = has_chunks ? joined : sums;
+      std::vector<float>& all = has_chunks ? joined : sums;
       for (int64_t t = 0; t < n; ++t)
         for (int64_t g = 0; g < G; ++g) {
           const int64_t tiles = first[start + t + 1] - first[start + t], head = h * G + g;
           const float* of_row = e + ((first[start + t] - base) * p.heads + head * tiles) * KEY_TILE;
           const float* factors = chunk_tiles ? factors_of(start + t, head) : nullptr;
-          const float total = total_of(of_row, tiles, lanes, chunk_tiles ? chunk_tiles : tiles, factors);
-          const float* acc = all.data() + (t * G + g) * D;
-          l[(start + t) * p.heads + head] = total;
-          T* to_row = o + ((start + t) * p.heads + head) * D;
+          const int64_t row = (start + t) * p.heads + head;
+          float total = total_of(of_row, tiles, lanes, chunk_tiles ? chunk_tiles : tiles, factors);
+          float* acc = all.data() + (t * G + g) * D;
+          if (sinks) {
+            total = total * sinks[2 * row] + sinks[2 * row + 1];
+            for (int64_t i = 0; i < D; ++i) acc[i] *= sinks[2 * row];
+          }
+          l[row] = total;
+          T* to_row = o + row * D;
           for (int64_t i = 0; i < D; ++i)
             to_row[i] = narrow<T>(chunk_tiles ? acc[i] / total + 0.0f : acc[i] / total);
         }
@@ -165,7 +170,9 @@ void outputs(const Plan& p, const Keys<T>& keys, const int64_t* first, int64_t f
   extern "C" void attention_outputs_##NAME(const Plan* p, const T* k, const T* v, int64_t stride,          \
                                            const int64_t* first, int64_t from, int64_t to,                 \
                                            int64_t chunk_tiles, int64_t window, const float* e,            \
-                                           const float* joins, int64_t lanes, T* o, float* l) {            \
-    outputs(*p, Keys<T>{k, v, stride}, first, from, to, chunk_tiles, window, e, joins, lanes, o, l);       \
+                                           const float* joins, const float* sinks, int64_t lanes, T* o,    \
+                                           float* l) {                                                     \
+    outputs(*p, Keys<T>{k, v, stride}, first, from, to, chunk_tiles, window, e, joins, sinks, lanes, o,    \
+            l);                                                                                            \
   }
 FOR_DTYPES(DEFINE)

@@ -14,6 +14,7 @@ import torch
 from pydantic import PositiveInt
 
 from ...kernels.attention_rule import AttentionRule
+from ...kernels.attention_sinks import sink_rows
 from ...kernels.decode_heads import QKNormWeights, heads_to_cache
 from ...kernels.linear import linear
 from ...kernels.qk_norm import qk_norm
@@ -73,6 +74,7 @@ class Attention(Mixer):
     cap: float | None = None  # a score s becomes cap tanh(s / cap)
     # Of a plain rotary embedding in place of the model's.
     local_rope_theta: float | None = None
+    sinks: bool | None = None  # every row has one logit more, of its head (kernels/attention_sinks.py)
     gated: bool | None = None  # its output is multiplied by a gate (gated_attention.py)
 
     @property
@@ -98,6 +100,8 @@ class Attention(Mixer):
         yield Weight("o", (q,), (("self_attn.o_proj.weight", c.hidden_size),), shared_columns=True)
         if self.o_bias:
             yield Weight("o_bias", (), (("self_attn.o_proj.bias", c.hidden_size),))
+        if self.sinks:
+            yield Weight("sinks", (), (("self_attn.sinks", c.heads),))
 
     def operations(self, c: Sizes, x: str) -> tuple[Operation, ...]:
         D, q, kv = c.hidden_size, c.heads * c.head_dim, c.kv_heads * c.head_dim
@@ -147,6 +151,7 @@ class Attention(Mixer):
             factor=self._scale(c),
             window=self.window or 0,
             cap=self.cap or 0.0,
+            sinks=bool(self.sinks),
             flops=Work(pairs=4 * q),  # the scores, and the sum of the values
             # Its output, and the keys and values in the order of attention, twice; log-sum-exps of the heads.
             kept=q + 4 * kv,
@@ -179,13 +184,14 @@ class Attention(Mixer):
         in_cache = isinstance(context, DecodeContext) and layer.hook is no_hook
         other_norm = self.wide_qk_norm or (self.qk_norm and c.norm_plus_one)
         plain = not (other_norm or self.no_rope) and c.rotary_dim == c.head_dim
+        sinks = sink_rows(w["sinks"], len(x), context.in_pass) if self.sinks else None
         if not in_cache or not plain or not numerics.cache_rounds_once(x.dtype):
-            return context.attend(layer.i, *self._qkv(w, x, layer, context), scale, rule)
+            return context.attend(layer.i, *self._qkv(w, x, layer, context), scale, rule, sinks)
         # As `_qkv`, with the keys and values in the cache by the same kernel.
         qkv = self._heads(w, x, layer, context)
         norm = QKNormWeights(w["q_norm"], w["k_norm"], c.eps) if self.qk_norm else None
         q = heads_to_cache(qkv, norm, *layer.rotation, c.heads, context.slots(layer.i))
-        return context.attend_cached(layer.i, q, scale, rule)
+        return context.attend_cached(layer.i, q, scale, rule, sinks)
 
     def _rule(self, order: AttentionRule) -> AttentionRule:
         """What the layer's rows see, with the order of their sums."""

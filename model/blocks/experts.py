@@ -19,6 +19,7 @@ from pydantic import Field, FiniteFloat, NonNegativeInt, PositiveInt
 
 from ...kernels.add_shared import add_shared
 from ...kernels.combine_experts import combine_experts
+from ...kernels.expert_rows import Rows as ExpertRowsOf
 from ...kernels.expert_rows import expert_rows
 from ...kernels.given_softmax import given_softmax
 from ...kernels.grad import accumulate_dtype
@@ -55,6 +56,7 @@ _OTHER_EXPERTS: dict[str, tuple[object, ...]] = {
 # transformers' and vLLM's own models have a mixture here, whatever a checkpoint calls it.
 _MODULE = "mlp"
 _SHARED_GATE = "shared_expert_gate"
+LOGITS_BIAS = "logits_bias"  # of the router, in the layer, where it has one
 # Of a layer, and of all layers together. Every matrix of an expert has a name and a place.
 _MOST_EXPERTS, _MOST_OF_ALL_LAYERS = 1 << 12, 1 << 17
 
@@ -295,21 +297,27 @@ class MixtureOfExperts(Block):
         """The router's logits are in numerics.router, or in fp32, and the routing weights in fp32."""
         x, in_pass = rows.x, rows.context.in_pass
         dtype = self._logits_dtype(layer.numerics, x.dtype) or x.dtype
-        logits = _router_logits(x, w["router"], in_pass, layer.numerics.tiles, dtype)
+        logits = _router_logits(x, w["router"], w.get(LOGITS_BIAS), in_pass, layer.numerics.tiles, dtype)
         layer.show("router", logits)
-        route = self._route_by_sigmoid if self.experts.sigmoid else self._route_by_softmax
-        q, ids = route(logits, w, layer.i, rows.context.routing)
-        rows_of_experts = expert_rows(ids, self.experts.number, x)
-        h = silu_mul(grouped_linear(x, w["experts.gate_up"], rows_of_experts, in_pass))
-        y = combine_experts(h, w["experts.down"], q, rows_of_experts, in_pass)
+        q, ids = self._route(logits, w, layer.i, rows.context.routing)
+        y = self._weighted(x, q, w, expert_rows(ids, self.experts.number, x), in_pass)
         layer.show("experts", y)
         return Rows(self._with_shared(y, w, rows, layer), rows.residual, rows.context)
 
-    def _route_by_softmax(
+    def _weighted(
+        self, x: torch.Tensor, q: torch.Tensor, w: LayerWeights, rows: ExpertRowsOf, in_pass: Pass
+    ) -> torch.Tensor:
+        """The weighted sum of the experts of each row of x [T, D]; q [T, k]. -> [T, D]"""
+        h = silu_mul(grouped_linear(x, w["experts.gate_up"], rows, in_pass))
+        return combine_experts(h, w["experts.down"], q, rows, in_pass)
+
+    def _route(
         self, logits: torch.Tensor, w: LayerWeights, i: int, routing: Routing
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The routing weights and the experts of each row of logits [T, E], [T, k] each."""
         c = self.experts
+        if c.sigmoid:
+            return self._route_by_sigmoid(logits, w, i, routing)
         q, ids = topk_softmax(logits, c.per_token, c.renormalise)
         given = routing.experts(i, logits, ids)
         return (q, ids) if given is ids else (given_softmax(logits, given, c.renormalise), given)
@@ -317,7 +325,7 @@ class MixtureOfExperts(Block):
     def _route_by_sigmoid(
         self, logits: torch.Tensor, w: LayerWeights, i: int, routing: Routing
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """As _route_by_softmax."""
+        """As _route."""
         ids = sigmoid_choice(logits, as_numbers(w["router_bias"]), self.choice)
         ids = routing.experts(i, logits, ids)
         how = Weighing(self.experts.renormalise, self.experts.sigmoid.scale)
@@ -345,13 +353,23 @@ class MixtureOfExperts(Block):
 
 
 def _router_logits(
-    x: torch.Tensor, w: torch.Tensor, in_pass: Pass, tiles: TileTable, dtype: torch.dtype
+    x: torch.Tensor,
+    w: torch.Tensor,
+    b: torch.Tensor | None,
+    in_pass: Pass,
+    tiles: TileTable,
+    dtype: torch.dtype,
 ) -> torch.Tensor:
-    """x [T, D], w [E, D] -> logits [T, E] in `dtype`. The gradient of a converted weight has w's buffer."""
+    """x [T, D], w [E, D], b [E] or None -> logits [T, E] in `dtype`.
+
+    The gradient of a converted weight has the buffer of the weight.
+    """
     if dtype == w.dtype:  # a source of weights may have it in this dtype
-        return linear(x.to(dtype), w, None, in_pass, tiles)
-    wide, buffer = w.to(dtype), in_pass.buffers.get(w)
-    if buffer is not None:
-        wide = w.detach().to(dtype).requires_grad_()
-        in_pass = replace(in_pass, buffers={wide: buffer})
-    return linear(x.to(dtype), wide, None, in_pass, tiles)
+        return linear(x.to(dtype), w, b, in_pass, tiles)
+    wide, buffers = [], {}
+    for p in (w,) if b is None else (w, b):
+        buffer = in_pass.buffers.get(p)
+        wide.append(p.to(dtype) if buffer is None else p.detach().to(dtype).requires_grad_())
+        buffers |= {} if buffer is None else {wide[-1]: buffer}
+    in_pass = replace(in_pass, buffers=buffers) if buffers else in_pass
+    return linear(x.to(dtype), *wide, in_pass=in_pass, tiles=tiles)

@@ -16,8 +16,8 @@ from zerokl.kernels.sampling_params import SamplingParams
 
 from tests.audit.families import FAMILIES, write_family
 
-# The others of the matrix are for the whole suite. Of these two zerokl has a decoder.
-OURS = ("Olmo2", "Gemma2")
+# The others of the matrix are for the whole suite. Of these three zerokl has a decoder.
+OURS = ("Olmo2", "Gemma2", "GptOss")
 QUICK = ("Mamba",)
 NAMES = [pytest.param(x, marks=[] if x in QUICK else [pytest.mark.full]) for x in FAMILIES if x not in OURS]
 PROMPTS = [[5, 60 + i, 70 + 2 * i, 90] for i in range(8)]

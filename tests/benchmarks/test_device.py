@@ -78,7 +78,7 @@ def test_every_part_runs_in_a_python_with_few_packages(tmp_path, part, rows):
 
 def test_every_family_has_two_layers_at_published_widths_or_is_named():
     """Each with both kinds of its layers, and a window that the sequences cross."""
-    names = [*families.DENSE, *families.MIXTURES, *families.HYBRIDS]
+    names = [*families.DENSE, *families.MIXTURES, *families.NOT_ON_A_GPU]
     assert sorted(names) == sorted(MODEL_TYPES)
     for name in {**families.DENSE, **families.MIXTURES}:
         for is_small in (True, False):
@@ -87,8 +87,8 @@ def test_every_family_has_two_layers_at_published_widths_or_is_named():
             windows = [row.window for rows in config.layer_operations for row in rows if row.window]
             assert len(windows) == (name in ("gemma2", "gemma3_text", "olmo3"))
             assert max(windows, default=0) < 48
-    for name in families.HYBRIDS:
-        with pytest.raises(ValueError, match="gated delta nets"):
+    for name in families.NOT_ON_A_GPU:
+        with pytest.raises(ValueError, match=r'^device \("cuda"\): '):
             preset_config(name, 128).refuse_on_triton()
 
 

@@ -58,13 +58,17 @@ def make_case(lengths: list[int], group: int, kv_heads: int, D: int, dtype: torc
     return Case(lengths, *(randn(seed + i, T, h, D, dtype=dtype, scale=1.5) for i, h in enumerate(heads)))
 
 
-def whole(case: Case, rule: AttentionRule = WALK) -> torch.Tensor:
+def whole(case: Case, rule: AttentionRule = WALK, sinks: torch.Tensor | None = None) -> torch.Tensor:
     with torch.no_grad():
-        return attention(case.q, case.k, case.v, case.plan(), case.scale, rule)
+        return attention(case.q, case.k, case.v, case.plan(), case.scale, rule, sinks)
 
 
 def cached(
-    case: Case, chunk: Callable[[np.random.Generator], int], seed: int, rule: AttentionRule = WALK
+    case: Case,
+    chunk: Callable[[np.random.Generator], int],
+    seed: int,
+    rule: AttentionRule = WALK,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The sequences read chunk by chunk from blocks that are scattered over the cache.
 
@@ -91,7 +95,10 @@ def cached(
         for part, x in enumerate((case.k, case.v)):
             tiles[block, :, part, position % tile] = x[rows]
         plan = AttentionPlan(sizes, [context[s] for s in batch], tables[batch], case.q.shape[1], kv_heads)
-        o[rows] = attention_cached(case.q[rows], tiles.view(-1, 2, tile, D), plan, case.scale, rule)
+        row_sinks = None if sinks is None else sinks[rows]
+        o[rows] = attention_cached(
+            case.q[rows], tiles.view(-1, 2, tile, D), plan, case.scale, rule, row_sinks
+        )
         for s, n in zip(batch, sizes, strict=True):
             context[s] += n
     return o

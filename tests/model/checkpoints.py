@@ -13,6 +13,7 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     Glm4MoeConfig,
+    GptOssConfig,
     LlamaConfig,
     MistralConfig,
     MixtralConfig,
@@ -123,6 +124,11 @@ FAMILIES: dict[str, PretrainedConfig] = {
         linear_value_head_dim=32,
         tie_word_embeddings=False,
     ),
+    "gpt_oss": GptOssConfig(
+        **_SIZE
+        | MODEL_TYPES["gpt_oss"].small
+        | {"head_dim": 16, "num_local_experts": 6, "intermediate_size": 64}
+    ),
     "qwen2 yarn": Qwen2Config(**_SIZE, tie_word_embeddings=False, rope_parameters=_YARN),
     "llama linear": LlamaConfig(**_SIZE, rope_parameters={"rope_type": "linear", "factor": 4.0}),
     "qwen3 bias": Qwen3Config(**_SIZE, head_dim=32, attention_bias=True, tie_word_embeddings=True),
@@ -180,7 +186,8 @@ def judge(folder: Path) -> PreTrainedModel:
     AttentionInterface.register("fp64", _capped_attention)
     AttentionMaskInterface.register("fp64", eager_mask)
     config = AutoConfig.from_pretrained(folder)
-    model = _loaded(folder, torch.float64, "fp64" if config.model_type == "gemma2" else "sdpa")
+    attention = {"gemma2": "fp64", "gpt_oss": "eager"}  # gpt-oss has its own, with a softmax in any dtype
+    model = _loaded(folder, torch.float64, attention.get(config.model_type, "sdpa"))
     config, embedding = ModelConfig.from_file(folder), model.model.rotary_emb
 
     def rotary(
@@ -191,7 +198,8 @@ def judge(folder: Path) -> PreTrainedModel:
         rotating = config.rotating(model.config.layer_types.index(layer_type)) if layer_type else config
         frequencies = torch.tensor(rotating.frequencies, dtype=torch.float64)
         scale = getattr(embedding, f"{layer_type}_attention_scaling" if layer_type else "attention_scaling")
-        angle = position_ids[..., None] * frequencies.repeat(2)
+        repeats = 1 if model.config.model_type == "gpt_oss" else 2
+        angle = position_ids[..., None] * frequencies.repeat(repeats)
         return angle.cos() * scale, angle.sin() * scale
 
     for module in model.modules():
@@ -318,7 +326,7 @@ def checkpoint_parts(
     if model.config.model_type == "mixtral":
         name, gate, up, down = name.replace(".mlp.", ".block_sparse_moe."), "w1", "w3", "w2"
     experts, _, kind = name.rpartition(".")
-    if not experts.endswith(".experts"):
+    if not experts.endswith(".experts") or model.config.model_type == "gpt_oss":
         yield name, x
         return
     for e, expert in enumerate(x):

@@ -6,6 +6,7 @@ from zerokl.model.families import MODEL_TYPES
 
 from tests.engine.conftest import _toy_module, config, model
 from tests.helpers import fingerprint
+from tests.model.test_mxfp4 import quantise_experts
 from tests.random_model import TWO_LAYERS, random_model
 
 pytestmark = pytest.mark.vllm
@@ -32,3 +33,13 @@ def test_a_familys_fingerprint_is_that_of_the_native_sampler(config, family, tmp
         assert (summary.tokens_unequal, summary.mismatch_max_abs) == (0, 0.0)
         ends.append((fingerprint(tmp_path / sampler), summary.weights))
     assert ends[0] == ends[1]
+
+
+@pytest.mark.full
+def test_weights_in_mxfp4_are_given_to_vllm_as_numbers(config, tmp_path):
+    widths = TWO_LAYERS | {"model_type": "gpt_oss"} | dict(MODEL_TYPES["gpt_oss"].small)
+    plain, quantised = random_model(tmp_path, widths, 1.5), tmp_path / "quantised"
+    quantise_experts(plain, quantised)
+    for folder, sampler in ((plain, "native"), (quantised, "vllm-zerokl")):
+        train(config(model=folder, dtype="bfloat16", sampler=sampler), tmp_path / sampler)
+    assert fingerprint(tmp_path / "vllm-zerokl") == fingerprint(tmp_path / "native")

@@ -1,4 +1,4 @@
-"""The routing of a mixture of experts."""
+"""A mixture of experts: its routing, and the clamped activation of gpt-oss."""
 
 from __future__ import annotations
 
@@ -6,12 +6,14 @@ from collections.abc import Iterator
 
 import torch
 
+from ....model.blocks.clamped_experts import ClampedExperts
 from ....model.operation import Equation
+from ...operations.plain_operations import Clamped
 from ..changed_operation import SHORT, Change, ChangedOperation, ModelPlant, Traced
 
 
 def changes(traced: Traced) -> Iterator[Change]:
-    """Another normalisation, another rule for ties, a router in 16 bits, more or fewer experts."""
+    """Another normalisation or rule for ties, a router in 16 bits, more or fewer experts, an activation."""
     op, exact, (x, logits) = traced.op, traced.exact, traced.inputs
     c = exact.checkpoint.config.experts
     routings = {
@@ -40,6 +42,16 @@ def changes(traced: Traced) -> Iterator[Change]:
             routings[words] = exact.routing(op, logits, per_token=k)
     for words, routing in routings.items():
         yield words, exact.experts(op, x, routing)
+    mixture = exact.checkpoint.config.mixture
+    if isinstance(mixture, ClampedExperts):
+        usual, routing = Clamped(mixture.alpha, mixture.limit), exact.routing(op, logits)
+        activations = {
+            f"the clamp (swiglu_limit {usual.limit:g}) is left out": usual._replace(limit=torch.inf),
+            f"swiglu_alpha is 1, and not {usual.alpha:g}": usual._replace(alpha=1.0),
+            "no 1 is added to up": usual._replace(one=0.0),
+        }
+        for words, clamped in activations.items():
+            yield words, exact.experts(op, x, routing, clamped)
 
 
 def sum_of_weights_lost(model: torch.nn.Module) -> None:
@@ -52,11 +64,29 @@ def three_experts(model: torch.nn.Module) -> None:
     model.model.layers[1].mlp.gate.top_k = 3
 
 
+def clamp_off(model: torch.nn.Module) -> None:
+    """swiglu_limit is not read."""
+    model.model.layers[1].mlp.experts.limit = 1e30
+
+
+def softmax_first(model: torch.nn.Module) -> None:
+    """The softmax is over all experts, before the choice."""
+    router = model.model.layers[1].mlp.router
+
+    def route(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        logits = torch.nn.functional.linear(x, router.weight, router.bias)
+        return logits, *logits.softmax(-1).topk(router.top_k)
+
+    router.forward = route
+
+
 CHANGED = ChangedOperation(
     equations=(Equation.EXPERTS,),
     changes=changes,
     plants=(
         ModelPlant(sum_of_weights_lost, "layers.1.experts", "norm_topk_prob is lost"),
         ModelPlant(three_experts, "layers.1.experts", "a token has 3 experts"),
+        ModelPlant(clamp_off, "layers.1.experts", "the clamp (swiglu_limit 1) is left out", "gpt_oss"),
+        ModelPlant(softmax_first, "layers.1.experts", "norm_topk_prob is lost", "gpt_oss"),
     ),
 )

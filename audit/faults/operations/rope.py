@@ -28,6 +28,9 @@ def changes(traced: Traced) -> Iterator[Change]:
         kind = config.rope_scaling["rope_type"]
         plain = rope_frequencies(config.rotary_dim, theta)
         yield f"the scaling of the rotary embedding ({kind}) is left out", rope(x, plain)
+        if (factor := attention_factor(config.rope_scaling)) != 1.0:
+            words = f"the factor of cos and sin ({factor:g}, of {kind}) is left out"
+            yield words, exact.rope(x, config.frequencies)
     usual = (theta * 2, theta / 2, theta * 10, theta / 10, 1e4, 5e5, 1e6, 5e6, 1e7, theta * 4, theta / 4)
     for other in usual:
         frequencies = replace(config, rope_theta=other).frequencies
@@ -56,8 +59,16 @@ def theta_doubled(model: torch.nn.Module) -> None:
     rotary.inv_freq.copy_(theta**-exponent)
 
 
+def factor_dropped(model: torch.nn.Module) -> None:
+    """YaRN's factor of cos and sin is not read."""
+    model.model.rotary_emb.attention_scaling = 1.0
+
+
 CHANGED = ChangedOperation(
     equations=(Equation.ROPE,),
     changes=changes,
-    plants=(ModelPlant(theta_doubled, "layers.0.q_rope", "rope_theta is 20000, the checkpoint's is 10000"),),
+    plants=(
+        ModelPlant(theta_doubled, "layers.0.q_rope", "rope_theta is 20000, the checkpoint's is 10000"),
+        ModelPlant(factor_dropped, "layers.0.q_rope", "the factor of cos and sin", "gpt_oss"),
+    ),
 )

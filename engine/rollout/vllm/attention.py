@@ -11,6 +11,7 @@ no request, and they write into vLLM's block 0, which holds nobody's keys.
 Shapes: T new tokens of all requests, Hq query heads and Hkv key-value heads of width D.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -30,6 +31,7 @@ from vllm.v1.kv_cache_interface import KVCacheLayout
 from ....kernels.attention import attention_cached
 from ....kernels.attention_plan import KEY_TILE, AttentionPlan
 from ....kernels.attention_rule import WALK, AttentionRule
+from ....kernels.attention_sinks import sink_rows
 from ....kernels.attention_tables import SharedChunks, Spans, shared_chunks
 from ....kernels.backend import on_triton
 from .plugin import ATTENTION
@@ -148,7 +150,8 @@ class ZeroklMetadataBuilder(AttentionMetadataBuilder[ZeroklMetadata]):
 class ZeroklAttentionImpl(AttentionImpl[ZeroklMetadata]):
     """attention_cached over vLLM's cache. rule: of the layer, with its window and its cap.
 
-    vLLM is told of neither (sampler.py), so it keeps all keys, in one kind of cache for all layers.
+    current_sinks: gives the layer's weight [Hq], as it is now; None where it has none. vLLM is told of none
+    of these (sampler.py), so it keeps all keys, in one kind of cache for all layers.
     Raises ValueError for kinds of attention that zerokl does not have.
     """
 
@@ -165,6 +168,7 @@ class ZeroklAttentionImpl(AttentionImpl[ZeroklMetadata]):
         attn_type: str = AttentionType.DECODER,
         kv_sharing_target_layer_name: str | None = None,
         rule: AttentionRule = WALK,
+        current_sinks: Callable[[], torch.Tensor] | None = None,
         **extra: Any,
     ):
         unsupported = {
@@ -180,6 +184,7 @@ class ZeroklAttentionImpl(AttentionImpl[ZeroklMetadata]):
         if attn_type != AttentionType.DECODER:
             raise ValueError(f"zerokl's attention has no attn_type {attn_type}, only {AttentionType.DECODER}")
         self.num_heads, self.head_size, self.scale, self.rule = num_heads, head_size, scale, rule
+        self._current_sinks = current_sinks
         self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         self.kv_cache_dtype = kv_cache_dtype
 
@@ -208,5 +213,6 @@ class ZeroklAttentionImpl(AttentionImpl[ZeroklMetadata]):
             (attn_metadata.block, attn_metadata.offset), torch.stack([key[:T], value[:T]], dim=1)
         )
         tiles = blocks.view(-1, 2, KEY_TILE, self.head_size)
-        output[:T] = attention_cached(query[:T], tiles, attn_metadata.plan, self.scale, self.rule)
+        sinks = None if self._current_sinks is None else sink_rows(self._current_sinks(), T)
+        output[:T] = attention_cached(query[:T], tiles, attn_metadata.plan, self.scale, self.rule, sinks)
         return output

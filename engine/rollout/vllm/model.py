@@ -1,6 +1,7 @@
 """Our decoder as a vLLM model (interface: vllm/model_executor/models/interfaces_base.py)."""
 
 from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -51,8 +52,9 @@ class _VllmContext:
         v: torch.Tensor,
         scale: float,
         rule: AttentionRule,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """`scale` and `rule` are those that vLLM's layers already have."""
+        """`scale`, `rule` and `sinks` are those that vLLM's layers already have."""
         return self._layers[layer](q, k, v).view(q.shape)
 
 
@@ -114,6 +116,7 @@ class ZeroklForCausalLM(torch.nn.Module):
                 prefix=f"{prefix}layers.{i}.attention",
                 attn_backend=ZeroklAttentionBackend,
                 rule=self.numerics.attention._replace(window=row.window, cap=row.cap),
+                current_sinks=partial(self._sinks, i) if row.sinks else None,
             )
             for i, rows in enumerate(c.layer_operations)
             for row in rows
@@ -125,6 +128,9 @@ class ZeroklForCausalLM(torch.nn.Module):
             layer.use_direct_call = True
         self.hook = no_hook  # an audit listens here
         self.weights_changed()
+
+    def _sinks(self, i: int) -> torch.Tensor:
+        return self.decoder.w[f"layers.{i}.sinks"]
 
     def use(self, flat: torch.Tensor) -> None:
         """Compute with the weights `flat` [layout.numel] from now on, without a copy."""

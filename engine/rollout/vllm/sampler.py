@@ -303,6 +303,8 @@ class VllmZeroklSampler(KeyedSampler):
             "architectures": [ARCHITECTURE],
             # Windows are our attention's. vLLM would free the blocks before them, and plan with fewer.
             "sliding_window": None,
+            # Weights come from the trainer, as numbers.
+            **({"quantization_config": None} if config.raw.get("quantization_config") else {}),
             FROZEN: sorted(frozen),
             HAS_VALUE_HEAD: value_head,
             TILES_OVERRIDE: numerics.tiles.vllm,
@@ -314,7 +316,8 @@ class VllmZeroklSampler(KeyedSampler):
             flat, transfer = weights.tensor, (SHARED, weights.handle._asdict())
         else:
             flat, transfer = weights, (OWN, {"flat": weights, "copy": cfg.cuda_graphs})
-        arguments = {"hf_overrides": overrides} | ({} if has_weights else {"load_format": "dummy"})
+        is_read = has_weights and "quantization_config" not in overrides
+        arguments = {"hf_overrides": overrides} | ({} if is_read else {"load_format": "dummy"})
         super().__init__(model, config, flat, cfg, transfer, arguments)
 
     def weights(self) -> torch.Tensor:

@@ -98,7 +98,7 @@ Plant = Callable[[torch.nn.Module], None]
 _MODELS = {Equation.EXPERTS: "moe", Equation.CONV_SILU: "hybrid"}
 # Every plant of audit/faults/operations/, with the model that it fits.
 PLANTS = [
-    pytest.param(plant, _MODELS.get(changed.equations[0], "deep"), id=plant.plant.__name__)
+    pytest.param(plant, plant.family or _MODELS.get(changed.equations[0], "deep"), id=plant.plant.__name__)
     for changed in dict.fromkeys(changed_operations().values())
     for plant in changed.plants
 ]
@@ -107,6 +107,11 @@ PLANTS = [
 @pytest.fixture(scope="module")
 def moe(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return random_model(tmp_path_factory.mktemp("moe"), EXPERTS, 3.0)
+
+
+@pytest.fixture(scope="module")
+def gpt_oss(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_random("gpt_oss", tmp_path_factory.mktemp("gpt_oss"))
 
 
 @pytest.fixture(scope="module")
