@@ -81,10 +81,12 @@ def test_sharded_weights_decide_no_bit(config, models, tmp_path, family):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("family", MIXTURES)
+@pytest.mark.parametrize(("family", "dtype"), zip(MIXTURES, DTYPES, strict=True))
 def test_the_laws_checks_hold(models, family, dtype):
-    """zerokl verify MODEL: order, padding, chunks, decode, threads, concurrency and micro-batches."""
+    """zerokl verify MODEL: order, padding, chunks, decode, threads, concurrency and micro-batches.
+
+    Each family in one dtype: the runs above have all.
+    """
     checks = check_law(str(models[family]), [dtype], sequences=4, longest=24)
     assert len(checks) >= 8
     assert [check for check in checks if check.unequal or not check.comparisons] == []
