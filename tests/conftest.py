@@ -5,7 +5,7 @@
 - the marker `full`, on a test or on one of its parameters;
 - of every other test, few cases: one diagonal of a matrix, and a fifth of the examples of a property.
 
-`make test-rest` is pytest --rest: all that was left out, every property with two fifths of its examples,
+`make test-rest` is pytest --rest: all that was left out, every property with another fifth of its examples,
 and what has one worker with --quick (tests/engine/conftest.py). `make test-full` has all of them.
 """
 
@@ -14,7 +14,7 @@ import signal
 from collections import defaultdict
 
 import pytest
-from hypothesis import settings
+from hypothesis import seed, settings
 
 # A barrier of several threads on a busy core spins until the others are scheduled; passive ones sleep.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -23,7 +23,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 # of examples as a share of a test's own, in percent.
 settings.register_profile("zerokl", deadline=None, derandomize=True, max_examples=100)
 settings.register_profile("quick", settings.get_profile("zerokl"), max_examples=20)
-settings.register_profile("rest", settings.get_profile("zerokl"), max_examples=40)
+settings.register_profile("rest", settings.get_profile("quick"))
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -52,6 +52,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if config.getoption("--rest"):
         done = {id(item) for item in quick if not _has_less_when_quick(item)}
         chosen = [item for item in items if id(item) not in done]
+        for item in filter(_is_property, chosen):
+            seed("rest")(item.obj)  # other examples than those of --quick
     else:
         chosen = quick
     run = set(map(id, chosen))
@@ -60,7 +62,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _has_less_when_quick(item: pytest.Item) -> bool:
-    return getattr(item.obj, "is_hypothesis_test", False) or "worker_count" in item.fixturenames
+    return _is_property(item) or "worker_count" in item.fixturenames
+
+
+def _is_property(item: pytest.Item) -> bool:
+    return getattr(item.obj, "is_hypothesis_test", False)
 
 
 def diagonal(items: list[pytest.Item]) -> list[pytest.Item]:

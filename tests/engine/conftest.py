@@ -17,7 +17,7 @@ from zerokl.engine.rollout.native import NativeSampler
 from zerokl.model.checkpoint import load_decoder
 from zerokl.model.decoder import Decoder
 
-from tests.forked_workers import forked
+from tests.forked import forked_workers
 from tests.random_model import TWO_LAYERS, random_model
 
 # A model of random weights never adds up two numbers. It does write letters and digits, so with a reward for
@@ -141,7 +141,7 @@ def _toy_module(tmp_path_factory: pytest.TempPathFactory):
 
 @pytest.fixture(scope="session", autouse=True)
 def _forked_workers():
-    with forked():
+    with forked_workers():
         yield
 
 

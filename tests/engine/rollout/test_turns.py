@@ -22,7 +22,7 @@ from zerokl.engine.train.losses.advantage import advantages
 from zerokl.engine.train.monitor import MismatchError
 from zerokl.verify.ledger import read_ledger
 
-from tests.helpers import torchrun
+from tests.forked import run_ranks
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -313,10 +313,7 @@ def test_ranks_give_the_same_bits(acting, tmp_path):
     cfg = acting("faulty", prompts=6, steps=2)
     expected = fingerprint(cfg, tmp_path / "alone")
     (tmp_path / "c.toml").write_text(to_toml(cfg))
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
-    command = torchrun(2, "-m", "zerokl", "train", "c.toml", "--run_dir", "run")
-    ran = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, check=False)
-    assert ran.returncode == 0, ran.stdout + ran.stderr
+    run_ranks(2, ["-m", "zerokl", "train", "c.toml", "--run_dir", "run"], tmp_path)
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert (summary["weights"], summary["fingerprint"]) == expected
 
