@@ -5,8 +5,8 @@
 - the marker `full`, on a test or on one of its parameters;
 - of every other test, few cases: one diagonal of a matrix, and a fifth of the examples of a property.
 
-`make test-rest` is pytest --rest: all that was left out, every property with another fifth of its examples,
-and what has one worker with --quick (tests/engine/conftest.py). `make test-full` has all of them.
+`make test-rest` is pytest --rest: all that was left out, and every property with another fifth of its
+examples. `make test-full` has all of them.
 """
 
 import os
@@ -29,7 +29,7 @@ settings.register_profile("rest", settings.get_profile("quick"))
 def pytest_addoption(parser: pytest.Parser) -> None:
     help = "no test marked full, and few cases of every other one"
     parser.addoption("--quick", action="store_true", help=help)
-    parser.addoption("--rest", action="store_true", help="what --quick leaves out or makes less of")
+    parser.addoption("--rest", action="store_true", help="what --quick leaves out, and every property again")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -50,7 +50,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     kept = {id(item) for same in by_function.values() for item in diagonal(same)}
     quick = [item for item in items if id(item) in kept and not item.get_closest_marker("full")]
     if config.getoption("--rest"):
-        done = {id(item) for item in quick if not _has_less_when_quick(item)}
+        done = {id(item) for item in quick if not _is_property(item)}
         chosen = [item for item in items if id(item) not in done]
         for item in filter(_is_property, chosen):
             seed("rest")(item.obj)  # other examples than those of --quick
@@ -59,10 +59,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     run = set(map(id, chosen))
     config.hook.pytest_deselected(items=[item for item in items if id(item) not in run])
     items[:] = chosen
-
-
-def _has_less_when_quick(item: pytest.Item) -> bool:
-    return _is_property(item) or "worker_count" in item.fixturenames
 
 
 def _is_property(item: pytest.Item) -> bool:

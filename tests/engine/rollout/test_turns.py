@@ -72,7 +72,7 @@ def fingerprint(cfg: Config, path: Path) -> tuple[str, str]:
 @pytest.mark.parametrize(
     "dtype", ["bfloat16", *(pytest.param(d, marks=pytest.mark.full) for d in ("float32", "float16"))]
 )
-def test_a_run_is_exact_and_reads_itself_again(acting, tmp_path, worker_count, dtype, capsys):
+def test_a_run_is_exact_and_reads_itself_again(acting, tmp_path, dtype, capsys):
     path = tmp_path / "run"
     cfg = acting("echo", dtype=dtype, checkpoint__every=2, evaluation__every=2)
     weights, chain = fingerprint(cfg, path)
@@ -86,7 +86,7 @@ def test_a_run_is_exact_and_reads_itself_again(acting, tmp_path, worker_count, d
     assert main(["report", str(path)]) == 0
     capsys.readouterr()
     spread = {
-        "workers": worker_count,
+        "workers": 2,
         "micro_batch": 2,
         "environment__processes": 3,
         "native__max_concurrency": 2,
@@ -128,6 +128,7 @@ PRODUCTS = [
 
 
 @pytest.mark.full
+@pytest.mark.usefixtures("without_knobs")
 @pytest.mark.parametrize("settings", PRODUCTS, ids=lambda settings: "-".join(settings))
 def test_a_run_with_other_settings_is_read_by_every_reader(acting, talkative, tmp_path, settings):
     path = tmp_path / "run"
@@ -257,7 +258,7 @@ def test_a_run_in_which_every_environment_fails_ends_with_one_line(acting, tmp_p
     assert len(error.splitlines()) == 1
 
 
-def test_two_players_have_a_group_each(acting, tmp_path, worker_count):
+def test_two_players_have_a_group_each(acting, tmp_path):
     path = tmp_path / "run"
     cfg = acting("pair", prompts=4, sampling__max_tokens=30)
     weights, tokenizer = fingerprint(cfg, path), Tokenizer(Path(cfg.model), 64)
@@ -274,9 +275,7 @@ def test_two_players_have_a_group_each(acting, tmp_path, worker_count):
             elif not b["completion_ids"]:
                 assert b["advantage"] == 0.0, "a player without a turn"
     assert main(["verify", "run", str(path)]) == 0
-    spread = acting(
-        "pair", prompts=4, sampling__max_tokens=30, workers=worker_count, environment__processes=2
-    )
+    spread = acting("pair", prompts=4, sampling__max_tokens=30, workers=2, environment__processes=2)
     assert fingerprint(spread, tmp_path / "spread") == weights
 
 
