@@ -66,7 +66,7 @@ def _train_less(conftest: Path) -> None:
     """What is planted in columns shows with any model."""
     text = conftest.read_text()
     assert text.count("STEPS = 80") == 1
-    conftest.write_text(text.replace("STEPS = 80", "STEPS = 2"))
+    conftest.write_text(text.replace("STEPS = 80", "STEPS = 9"))
 
 
 @pytest.mark.full
