@@ -4,7 +4,6 @@
 package and with the same bytes (wheels/audit/). It does not depend on torch.
 """
 
-from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 
 # What a model computes with. `zerokl` depends on both, `zerokl-audit` does not.
@@ -55,6 +54,9 @@ def check_together() -> None:
 
 def installed_version(distribution: str) -> str | None:
     """The version of an installed distribution, or None."""
+    # Each process of a reward imports zerokl, and this would be a third of its start.
+    from importlib.metadata import PackageNotFoundError, version
+
     try:
         return version(distribution)
     except PackageNotFoundError:

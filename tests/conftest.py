@@ -5,8 +5,8 @@
 - the marker `full`, on a test or on one of its parameters;
 - of every other test, few cases: one diagonal of a matrix, and a fifth of the examples of a property.
 
-`make test-rest` is pytest --rest: all that was left out, every property with two fifths of its examples,
-and what has one worker with --quick (tests/engine/conftest.py). `make test-full` has all of them.
+`make test-rest` is pytest --rest: all that was left out, and every property with another fifth of its
+examples. `make test-full` has all of them.
 """
 
 import os
@@ -14,7 +14,7 @@ import signal
 from collections import defaultdict
 
 import pytest
-from hypothesis import settings
+from hypothesis import seed, settings
 
 # A barrier of several threads on a busy core spins until the others are scheduled; passive ones sleep.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -23,13 +23,13 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 # of examples as a share of a test's own, in percent.
 settings.register_profile("zerokl", deadline=None, derandomize=True, max_examples=100)
 settings.register_profile("quick", settings.get_profile("zerokl"), max_examples=20)
-settings.register_profile("rest", settings.get_profile("zerokl"), max_examples=40)
+settings.register_profile("rest", settings.get_profile("quick"))
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     help = "no test marked full, and few cases of every other one"
     parser.addoption("--quick", action="store_true", help=help)
-    parser.addoption("--rest", action="store_true", help="what --quick leaves out or makes less of")
+    parser.addoption("--rest", action="store_true", help="what --quick leaves out, and every property again")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -50,8 +50,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     kept = {id(item) for same in by_function.values() for item in diagonal(same)}
     quick = [item for item in items if id(item) in kept and not item.get_closest_marker("full")]
     if config.getoption("--rest"):
-        done = {id(item) for item in quick if not _has_less_when_quick(item)}
+        done = {id(item) for item in quick if not _is_property(item)}
         chosen = [item for item in items if id(item) not in done]
+        for item in filter(_is_property, chosen):
+            seed("rest")(item.obj)  # other examples than those of --quick
     else:
         chosen = quick
     run = set(map(id, chosen))
@@ -59,8 +61,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items[:] = chosen
 
 
-def _has_less_when_quick(item: pytest.Item) -> bool:
-    return getattr(item.obj, "is_hypothesis_test", False) or "worker_count" in item.fixturenames
+def _is_property(item: pytest.Item) -> bool:
+    return getattr(item.obj, "is_hypothesis_test", False)
 
 
 def diagonal(items: list[pytest.Item]) -> list[pytest.Item]:

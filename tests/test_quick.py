@@ -1,6 +1,8 @@
 """`--quick` drops what is marked full, and takes few cases of the rest; `--rest` is what it leaves out."""
 
+import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -37,6 +39,7 @@ def test_property(x): ...
 
 
 EXAMPLES = """
+import pytest
 from hypothesis import given, strategies as st
 from helpers import property_settings
 
@@ -48,7 +51,7 @@ def test_property(x):
     ran.append(x)
 
 def test_number():
-    print(f"ran {len(ran)}")
+    print(f"ran {len(ran)} {sorted(ran)}")
 """
 
 
@@ -74,6 +77,11 @@ def _pytest(folder: Path, tests: str, *options: str) -> str:
     return process.stdout
 
 
+def _examples(printed: str) -> list[int]:
+    """What the property of EXAMPLES was tried with."""
+    return json.loads(re.search(r"ran \d+ (\[.*\])", printed)[1])
+
+
 def test_quick_keeps_as_few_cases_as_hold_every_value(tmp_path):
     kept = _collected(tmp_path, "--quick")
     assert [name for name in kept if "matrix" in name] == [
@@ -93,8 +101,20 @@ def test_quick_keeps_as_few_cases_as_hold_every_value(tmp_path):
 
 @pytest.mark.full
 def test_quick_takes_a_fifth_of_the_examples(tmp_path):
-    assert "ran 10" in _pytest(tmp_path, EXAMPLES, "--quick", "-s")
-    assert "ran 50" in _pytest(tmp_path, EXAMPLES, "--color=no", "-s")
+    printed = _pytest(tmp_path, EXAMPLES, "--quick", "-s")
+    assert "ran 10 " in printed
+    assert "ran 50 " in _pytest(tmp_path, EXAMPLES, "--color=no", "-s")
+    assert _examples(printed) == _examples(_pytest(tmp_path, EXAMPLES, "--quick", "-s")), "control"
+
+
+@pytest.mark.full
+def test_rest_takes_other_examples_of_the_same_number(tmp_path):
+    printed = _pytest(tmp_path, EXAMPLES, "--quick", "-s")
+    again = _pytest(
+        tmp_path, EXAMPLES.replace("def test_number", "@pytest.mark.full\ndef test_number"), "--rest", "-s"
+    )
+    assert len(_examples(printed)) == len(_examples(again)) == 10
+    assert len(set(_examples(printed)) & set(_examples(again))) < 5
 
 
 @pytest.mark.full

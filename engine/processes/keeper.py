@@ -4,6 +4,7 @@ Nothing here loads torch or numpy (see process.py).
 """
 
 import ctypes
+import fcntl
 import json
 import os
 import signal
@@ -21,6 +22,8 @@ from .channel import Channel
 
 # Options of prctl (linux/prctl.h).
 _SET_PDEATHSIG, _SET_CHILD_SUBREAPER = 1, 36
+# Descriptors that a ForkServer is given for one process, at most.
+_MOST_FDS = 16
 # How often a parent is looked for, in seconds.
 _POLL_S = 0.25
 
@@ -72,8 +75,8 @@ def serve_forks(fd: int, preload: str) -> None:
         channel, keeper = Channel(connection, reads_ahead=False), -1
         while keeper:
             try:
-                _, fds, _, _ = socket.recv_fds(connection, 1, 3)
-                entry, env = json.loads(channel.receive())
+                _, fds, _, _ = socket.recv_fds(connection, 1, _MOST_FDS)
+                entry, numbers, env = json.loads(channel.receive())
             except (EOFError, OSError):
                 return  # the owner has ended
             if keeper := os.fork():
@@ -81,13 +84,21 @@ def serve_forks(fd: int, preload: str) -> None:
                     os.close(descriptor)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     os.setsid()
-    *ends, output = fds
-    os.dup2(output, 1)
-    os.dup2(output, 2)
-    os.close(output)
+    _renumber(fds, [1, 2, *numbers])
     os.environ.clear()
     os.environ.update(env)
-    keep(entry, ends)
+    keep(entry, numbers)
+
+
+def _renumber(fds: Sequence[int], numbers: Sequence[int]) -> None:
+    """Give these descriptors the numbers that they have in the owner, whose messages name them so."""
+    above = max(*fds, *numbers) + 1
+    moved = [fcntl.fcntl(fd, fcntl.F_DUPFD, above) for fd in fds]
+    for fd in fds:
+        os.close(fd)
+    for fd, number in zip(moved, numbers, strict=True):
+        os.dup2(fd, number)
+        os.close(fd)
 
 
 def _call(entry: str, *arguments: Any) -> None:

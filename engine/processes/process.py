@@ -66,7 +66,7 @@ class Process:
         """entry: `module:function` of zerokl, called with a Channel.
 
         output: the descriptor that stdout and stderr go to. env: variables beside this process's own. fds:
-        descriptors that it inherits. forks: starts it, without `fds`. timeout_s, longest_bytes: see Channel.
+        descriptors that it inherits. forks: starts it. timeout_s, longest_bytes: see Channel.
         """
         self._leash, keepers_leash = socket.socketpair()
         connection, functions_end = socket.socketpair()
@@ -134,12 +134,13 @@ class ForkServer:
             self._server = _start_python(code, [fd], None, _environment({}))
 
     def start_keeper(
-        self, entry: str, fds: Sequence[int], output: int, env: Mapping[str, str]
+        self, entry: str, fds: Sequence[int], output: int | None, env: Mapping[str, str]
     ) -> subprocess.Popen:
         """Returns the process that forks. Where it has ended, nothing is started."""
+        outputs = [1, 2] if output is None else [output, output]
         with suppress(BrokenPipeError, ConnectionResetError):
-            socket.send_fds(self._connection, [b"k"], [*fds, output])
-            self._channel.send(json.dumps([entry, dict(env)]).encode())
+            socket.send_fds(self._connection, [b"k"], [*outputs, *fds])
+            self._channel.send(json.dumps([entry, [*fds], dict(env)]).encode())
         return self._server
 
     def close(self) -> None:

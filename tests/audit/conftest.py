@@ -2,17 +2,30 @@
 
 import pytest
 from zerokl.audit.engines.engine import ZeroklEngine
-from zerokl.audit.knobs import column
 
-from tests.engine.conftest import _threads, _toy_module, config, decoder, model, read_jsonl, sampler
+from tests.engine.conftest import (
+    _forked_workers,
+    _threads,
+    _toy_module,
+    config,
+    decoder,
+    model,
+    read_jsonl,
+    sampler,
+    without_knobs,
+)
 
-__all__ = ["_threads", "_toy_module", "config", "decoder", "model", "read_jsonl", "sampler"]
-
-
-@pytest.fixture
-def without_knobs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No number at an operation is tried on a log that no hypothesis explains, which takes seconds."""
-    monkeypatch.setattr(column, "_MOST_WEIGHTS", 0)
+__all__ = [
+    "_forked_workers",
+    "_threads",
+    "_toy_module",
+    "config",
+    "decoder",
+    "model",
+    "read_jsonl",
+    "sampler",
+    "without_knobs",
+]
 
 
 @pytest.fixture

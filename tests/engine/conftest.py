@@ -17,6 +17,7 @@ from zerokl.engine.rollout.native import NativeSampler
 from zerokl.model.checkpoint import load_decoder
 from zerokl.model.decoder import Decoder
 
+from tests.forked import forked_workers
 from tests.random_model import TWO_LAYERS, random_model
 
 # A model of random weights never adds up two numbers. It does write letters and digits, so with a reward for
@@ -138,6 +139,12 @@ def _toy_module(tmp_path_factory: pytest.TempPathFactory):
         yield
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _forked_workers():
+    with forked_workers():
+        yield
+
+
 @pytest.fixture(autouse=True)
 def _threads():
     """Every test starts with the same number of threads; a run changes it for the whole process."""
@@ -194,12 +201,9 @@ def config(model: Path) -> Callable[..., Config]:
 
 
 @pytest.fixture
-def worker_count(request: pytest.FixtureRequest) -> int:
-    """How many processes compute a run whose bits must not depend on them: 2.
-
-    With --quick 1, as each takes two seconds to start. So --rest has every test again that takes this.
-    """
-    return 1 if request.config.getoption("--quick") else 2
+def without_knobs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No number at an operation is tried on a log that no hypothesis explains, which takes seconds."""
+    monkeypatch.setattr("zerokl.audit.knobs.column._MOST_WEIGHTS", 0)
 
 
 @pytest.fixture(scope="session")

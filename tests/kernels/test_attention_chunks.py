@@ -1,63 +1,24 @@
-"""Attention whose sums are cut into chunks of keys: one result in every form, beside the walk's.
+"""Attention whose sums are cut into chunks of keys, beside the walk's; its forms: test_attention_windows.py.
 
 The chunks here are short, so that a row has many of them.
 """
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from zerokl.kernels import attention_ref
 from zerokl.kernels.attention import attention
 from zerokl.kernels.attention_rule import RULES, WALK, AttentionRule, named_rule
 
-from tests.helpers import assert_at_most_twice_the_error, property_settings, randn, total_unequal
+from tests.helpers import assert_at_most_twice_the_error, randn, total_unequal
 from tests.kernels.test_attention import (
     CHUNKS,
     Case,
-    after_contexts,
     cached,
-    cases,
     dtypes,
     gradients,
     make_case,
     whole,
 )
-
-rules = st.sampled_from([AttentionRule(32), AttentionRule(64), AttentionRule(128)])
-
-
-@dtypes
-@pytest.mark.parametrize("chunk", CHUNKS)
-@property_settings(8)
-@given(drawn=cases, rule=rules)
-def test_prefill_chunks_and_decode_are_one_result(dtype, chunk, drawn, rule):
-    case = make_case(**drawn, dtype=dtype)
-    assert total_unequal([whole(case, rule)], [cached(case, CHUNKS[chunk], drawn["seed"], rule)]) == 0
-
-
-@dtypes
-@property_settings(8)
-@given(drawn=cases, rule=rules, pick=st.integers(0, 3))
-def test_sequence_is_independent_of_what_it_is_packed_with(dtype, drawn, rule, pick):
-    case = make_case(**drawn, dtype=dtype)
-    s = pick % len(case.lengths)
-    rows, poisoned, alone = case.spans()[s], case.with_others_nan(s), case.sequence(s)
-    dy = randn(drawn["seed"] + 9, *case.q.shape, dtype=dtype)
-    assert total_unequal([whole(alone, rule)] * 2, [whole(x, rule)[rows] for x in (case, poisoned)]) == 0
-    expected = gradients(alone, dy[rows], rule)
-    assert total_unequal(expected, [g[rows] for g in gradients(case, dy, rule)]) == 0
-    assert total_unequal(expected, [g[rows] for g in gradients(poisoned, dy, rule)]) == 0
-
-
-@dtypes
-@property_settings(8)
-@given(drawn=cases, rule=rules, part=st.floats(0, 0.99))
-def test_queries_after_a_context_are_those_of_the_whole_sequence(dtype, drawn, rule, part):
-    case = make_case(**drawn, dtype=dtype)
-    dy = randn(drawn["seed"] + 9, *case.q.shape, dtype=dtype)
-    alone, rows_of_whole = after_contexts(case, [int(n * part) for n in case.lengths], dy, rule)
-    assert total_unequal(alone, rows_of_whole) == 0
 
 
 def test_rows_of_one_chunk_have_the_bits_of_the_walk_and_control_later_rows_others():

@@ -77,8 +77,8 @@ def test_rms_norm(dtype, T, D, scale, seed):
     assert unequal(lambda: with_gradients(added, x, residual, w), x) == 0
     every_second, columns = randn(seed, 2 * T, D, dtype=dtype)[::2], randn(seed, D, T, dtype=dtype).t()
     w_apart = randn(seed, 2 * D, dtype=dtype)[::2]
-    layouts = lambda: [rms_norm(y, v, 1e-6) for y in (every_second, columns) for v in (w, w_apart)]  # noqa: E731
-    assert unequal(layouts, x) == 0
+    pairs = [(y, v) for y in (every_second, columns) for v in (w, w_apart)]
+    assert unequal(lambda: [rms_norm(y, v, 1e-6) for y, v in pairs], x) == 0
 
 
 @dtypes

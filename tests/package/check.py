@@ -1,4 +1,4 @@
-"""What `make package` checks: wheel and sdist hold git's files, and each works in an empty environment.
+"""What `make package` checks: wheels and sdist hold git's files, and the wheels work in an empty environment.
 
 usage: check.py FOLDER REQUIREMENT ...
 
@@ -26,6 +26,7 @@ OUTSIDE = {".ci", ".github", "benchmarks", "docs", "tests", "wheels"}
 # What a user does first, in short: `make demo` has all steps. An exit code other than 0 fails.
 WHEEL_COMMANDS = """
 zerokl --version
+python -m zerokl --version
 zerokl train --preset demo --run-dir demo --steps 5 --init.target 0.1
 zerokl verify run demo
 zerokl report demo
@@ -42,15 +43,6 @@ ALONE_COMMANDS = """
 zerokl audit demo/base --sampler native --n 4 --max_tokens 5 --out audit-alone
 zerokl capsule make native --model demo/base --trainer zerokl --n 2 --max_tokens 4 --out c.zkc
 zerokl capsule replay c.zkc --sampler native --trainer zerokl
-"""
-SDIST_COMMANDS = """
-python -m zerokl --version
-zerokl init base --task add --target 0.1
-zerokl train --preset demo --model base --run_dir run --steps 3
-zerokl verify run run
-zerokl report run
-zerokl sample base --prompt 3+14= --n 2
-zerokl audit base --sampler native --n 4 --max_tokens 5 --out audit
 """
 # Where there is no torch. LOG is a log of TRL's.
 COMMANDS_WITHOUT_TORCH = """
@@ -104,6 +96,14 @@ def use(artefact: Path, requirements: list[str], commands: str, folder: Path) ->
     for wanted in (requirements, [str(artefact)]):
         run("env/bin/python", "-m", "pip", "install", "-q", *wanted)
     run_lines(commands, folder)
+
+
+def wheel_of(sdist: Path, folder: Path) -> Path:
+    """Build the wheel of an sdist in `folder`."""
+    command = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "-w", "built", str(sdist)]
+    subprocess.run(command, cwd=folder, check=True)
+    (wheel,) = (folder / "built").glob("*.whl")
+    return wheel
 
 
 def use_without_torch(artefact: Path, folder: Path) -> None:
@@ -160,14 +160,16 @@ def main(folder: Path, *requirements: str) -> None:
     why = fault(pip_of(sys.executable), requirements or ["torch"])
     if why:
         print(f"{python}: {' '.join(requirements)}: {why}; what needs no torch is used", flush=True)
-    for artefact, commands in ((wheel, WHEEL_COMMANDS), (sdist, SDIST_COMMANDS)):
-        with tempfile.TemporaryDirectory() as work:
-            if why:
+    if why:
+        for artefact in (wheel, sdist):
+            with tempfile.TemporaryDirectory() as work:
                 use_without_torch(artefact.resolve(), Path(work))
-                continue
-            use(artefact.resolve(), list(requirements), commands, Path(work))
-            if artefact is wheel:
-                use_audit(audit.resolve(), Path(work))
+        return
+    with tempfile.TemporaryDirectory() as work:
+        use(wheel.resolve(), list(requirements), WHEEL_COMMANDS, Path(work))
+        use_audit(audit.resolve(), Path(work))
+        # What pip installs of an sdist is this wheel. With the same files it works as the other one does.
+        compare(expected, wheel_files(wheel_of(sdist.resolve(), Path(work))), "its wheel", whole=True)
 
 
 if __name__ == "__main__":

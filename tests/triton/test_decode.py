@@ -30,8 +30,8 @@ def decoder() -> Decoder:
     return _decoder(torch.bfloat16)
 
 
-def params(sampling_params: SamplingParams = ALL, stop: frozenset[int] = STOP) -> GenerationParams:
-    return GenerationParams(sampling_params, 2, 11, stop)
+def params(sampling_params: SamplingParams = ALL, max_tokens: int = 11) -> GenerationParams:
+    return GenerationParams(sampling_params, 2, max_tokens, STOP)
 
 
 def bits(rollouts: list[Rollout]) -> list[tuple]:
@@ -61,30 +61,36 @@ def test_rows_buckets_and_looks_change_no_bit(decoder, prompts, concurrency, loo
     assert bits(rollouts) == expected
 
 
-def test_turns_that_are_launched_before_a_look_is_read_change_no_bit(decoder, monkeypatch):
-    prompts, looks = [[20] * 3, [30, 31]], []
-    read, run = decode.Look.read, DecodeRows.run
-    monkeypatch.setattr(decode, "LOOK_EVERY", 2)
-    monkeypatch.setattr(decode.Look, "read", lambda look: looks.append("read") or read(look))
-    monkeypatch.setattr(DecodeRows, "run", lambda rows, turns: looks.append("run") or run(rows, turns))
-    ahead = bits(complete(NativeSampler(decoder), prompts, params(), RngKey(1, 2)))
-    assert looks[:4] == ["read", "run", "run", "read"]  # the first token, and then two looks in flight
+def looked(decoder: Decoder) -> tuple[list[tuple], list[str]]:
+    """What is drawn with a look every other turn, and the order of turns and looks."""
+    looks, read, run = [], decode.Look.read, DecodeRows.run
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(decode, "LOOK_EVERY", 2)
+        patch.setattr(decode.Look, "read", lambda look: looks.append("read") or read(look))
+        patch.setattr(DecodeRows, "run", lambda rows, turns: looks.append("run") or run(rows, turns))
+        rollouts = complete(NativeSampler(decoder), [[20] * 3, [30, 31]], params(max_tokens=6), RngKey(1, 2))
+    return bits(rollouts), looks
+
+
+@pytest.fixture(scope="module")
+def ahead(decoder) -> tuple[list[tuple], list[str]]:
+    return looked(decoder)
+
+
+def test_turns_that_are_launched_before_a_look_is_read_change_no_bit(decoder, ahead, monkeypatch):
+    assert ahead[1][:4] == ["read", "run", "run", "read"]  # the first token, and then two looks in flight
     monkeypatch.setattr(DecodeRows, "looks_ahead", 0)
-    looks.clear()
-    assert bits(complete(NativeSampler(decoder), prompts, params(), RngKey(1, 2))) == ahead
+    drawn, looks = looked(decoder)
+    assert drawn == ahead[0]
     assert looks[:3] == ["read", "run", "read"]
 
 
-def test_control_a_look_that_does_not_copy_shows_later_tokens(decoder, monkeypatch):
-    prompts = [[20] * 3, [30, 31]]
-    monkeypatch.setattr(decode, "LOOK_EVERY", 2)
-    expected = bits(complete(NativeSampler(decoder), prompts, params(), RngKey(1, 2)))
-
+def test_control_a_look_that_does_not_copy_shows_later_tokens(decoder, ahead, monkeypatch):
     def shows_the_memory(look, ids, logprobs):
         look._event, look._columns = None, [ids, logprobs]
 
     monkeypatch.setattr(decode.Look, "__init__", shows_the_memory)
-    assert bits(complete(NativeSampler(decoder), prompts, params(), RngKey(1, 2))) != expected
+    assert looked(decoder)[0] != ahead[0]
 
 
 @pytest.mark.parametrize(

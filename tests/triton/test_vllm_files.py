@@ -20,9 +20,11 @@ interpreter.patch()
 from zerokl.benchmarks.machine import Machine
 from zerokl.benchmarks.peers import vllm_equality
 from zerokl.kernels import tiles
+rows = vllm_equality(Machine("cpu", small=True))
 if sys.argv[1] == "control":
     tiles._16_BIT = tiles._32_BIT = 16
-print(json.dumps(list(vllm_equality(Machine("cpu", small=True)))))
+    rows = [next(row for row in rows if row["unequal"] > 0)]
+print(json.dumps(list(rows)))
 """
 
 
@@ -67,4 +69,5 @@ def test_our_kernels_have_the_bits_of_vllms_files(rows):
 
 
 def test_control_other_tiles_are_found(rows):
-    assert sum(row["unequal"] > 0 for row in rows("control")) >= 1
+    """Nothing is computed after the first row that shows it."""
+    assert len(rows("control")) == 1

@@ -1,10 +1,10 @@
 """vLLM's own LoRA reads the adapters that zerokl writes."""
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.vllm.forked import run_python
 
 pytestmark = pytest.mark.vllm
 
@@ -70,8 +70,7 @@ if __name__ == "__main__":
 def test_vllm_computes_with_the_adapters_of_a_checkpoint(model: Path, tmp_path: Path):
     """Beside the merged weights and the base. vLLM adds the adapter's product to that of the base."""
     (tmp_path / "adapters.py").write_text(CODE)
-    command = [sys.executable, str(tmp_path / "adapters.py"), str(model), str(tmp_path / "adapter")]
-    process = subprocess.run(command, capture_output=True, text=True, check=False)
+    process = run_python(str(tmp_path / "adapters.py"), str(model), str(tmp_path / "adapter"))
     assert process.returncode == 0, process.stderr[-3000:]
     lines = [line.split()[1:] for line in process.stdout.splitlines() if line.startswith("RESULT")]
     (with_adapter, other), (also_other, without) = (map(float, line) for line in lines)

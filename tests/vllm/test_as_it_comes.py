@@ -1,11 +1,11 @@
 """vLLM as it comes, as the sampler of an ablation, draws from the weights that are trained."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.vllm.forked import run_python
 
 pytestmark = pytest.mark.vllm
 
@@ -43,8 +43,7 @@ if __name__ == "__main__":
 def _results(code: str, model: Path, tmp_path: Path) -> list[list[str]]:
     """The words of each line of results that a program prints."""
     (tmp_path / "program.py").write_text(code)
-    command = [sys.executable, str(tmp_path / "program.py"), str(model)]
-    process = subprocess.run(command, capture_output=True, text=True, check=False)
+    process = run_python(str(tmp_path / "program.py"), str(model))
     assert process.returncode == 0, process.stderr[-3000:]
     return [line.split()[1:] for line in process.stdout.splitlines() if line.startswith("RESULT")]
 
@@ -99,8 +98,7 @@ def test_a_run_with_vllm_as_it_comes(model: Path, tmp_path: Path):
     }
     words = [word for option in options.items() for word in option]
     words += [word for token in ALLOWED for word in ("--sampling.allowed_token_ids", str(token))]
-    command = [str(Path(sys.executable).with_name("zerokl")), "train", *words]
-    process = subprocess.run(command, capture_output=True, text=True, check=False)
+    process = run_python("-m", "zerokl", "train", *words)
     assert process.returncode == 0, process.stdout[-2000:] + process.stderr[-3000:]
     assert "of them unequal" in process.stdout
     lines = [json.loads(line) for line in (tmp_path / "run" / "rollouts.jsonl").read_text().splitlines()]

@@ -3,8 +3,6 @@
 import json
 import random
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -19,15 +17,15 @@ from zerokl.model.config import ModelConfig
 from zerokl.model.operations import operation_names
 
 from tests.audit.families import FAMILIES, write_family
+from tests.vllm.forked import run_python
 
 pytestmark = pytest.mark.vllm
 
 
 def _audit(model: Path, out: Path, *words: str) -> tuple[int, dict]:
     """The exit code and the report of `zerokl audit` with these arguments."""
-    zerokl = str(Path(sys.executable).with_name("zerokl"))
-    command = [zerokl, "audit", str(model), "-n", "64", "--max-tokens", "64", "--out", str(out), *words]
-    process = subprocess.run(command, capture_output=True, text=True, check=False)
+    command = ["audit", str(model), "-n", "64", "--max-tokens", "64", "--out", str(out), *words]
+    process = run_python("-m", "zerokl", *command)
     assert (out / "audit.json").exists(), process.stdout[-1000:] + process.stderr[-3000:]
     assert (out / "audit.html").stat().st_size > 10_000
     return process.returncode, json.loads((out / "audit.json").read_text())
@@ -150,8 +148,7 @@ def test_zerokl_inside_vllm_with_wide_logits_equals_the_trainer(model, tmp_path)
 
 def _report(script: str, *words: str) -> dict:
     """The report of a script beside this file."""
-    command = [sys.executable, str(Path(__file__).with_name(script)), *words]
-    process = subprocess.run(command, capture_output=True, text=True, check=False)
+    process = run_python(str(Path(__file__).with_name(script)), *words)
     lines = [line for line in process.stdout.splitlines() if line.startswith("REPORT")]
     assert lines, process.stderr[-3000:]
     return json.loads(lines[0].removeprefix("REPORT"))

@@ -1,14 +1,13 @@
 """vLLM's tokens and logprobs are those of the native sampler and the trainer: every token, every bit.
 
-The model is the random tiny Qwen3 of `zerokl init`'s preset. A call has 64 prompts and 64 tokens each. The
-references are computed in this process, and the engine runs in another. So a fault that is planted in the
-engine cannot hide in both.
+The model is the random tiny Qwen3 of `zerokl init`'s preset. A call has 40 or 64 prompts and 64 tokens each.
+The references are computed in this process, and the engine runs in another. So a fault that is planted in
+the engine cannot hide in both.
 """
 
 import json
 import shutil
-import subprocess
-import sys
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -23,6 +22,7 @@ from zerokl.model.checkpoint import load_decoder
 from zerokl.model.scoring import logprobs, pack
 
 from tests.trajectories import in_three_turns
+from tests.vllm.forked import run_python
 
 pytestmark = pytest.mark.vllm
 
@@ -60,13 +60,7 @@ def _engine(
 ) -> dict:
     """The report of engine_process.py for this request."""
     request |= {"model": str(model), "dtype": dtype, "vllm": vllm, "calls": calls, "prompts": prompts}
-    process = subprocess.run(
-        [sys.executable, str(Path(__file__).with_name("engine_process.py"))],
-        input=json.dumps(request),
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    process = run_python(str(Path(__file__).with_name("engine_process.py")), stdin=json.dumps(request))
     lines = [line for line in process.stdout.splitlines() if line.startswith("REPORT")]
     assert lines, process.stderr[-3000:]
     return json.loads(lines[0].removeprefix("REPORT"))
@@ -105,6 +99,12 @@ def _native(
     return rollouts, [s.numpy().view(np.int32) for s in scored]
 
 
+@cache
+def _native_of_40(model: Path, dtype: str, name: str) -> tuple[list[Rollout], list[np.ndarray]]:
+    """That of 40 prompts with one of SAMPLING_PARAMS; every cache of vLLM is compared with it."""
+    return _native(model, dtype, _call(SAMPLING_PARAMS[name]), _prompts(40), 0)
+
+
 def _compare(drawn: list, expected: tuple[list[Rollout], list[np.ndarray]], version: int) -> tuple[int, int]:
     """The number of tokens compared, and the number of unequal tokens.
 
@@ -129,11 +129,10 @@ DTYPES = [pytest.param("float32", marks=pytest.mark.full), "bfloat16", "float16"
 @pytest.mark.parametrize("cache", CACHES.values(), ids=CACHES)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_every_token_and_logprob_is_the_trainers(model, dtype, cache):
-    prompts = _prompts()
     calls = [_call(sampling_params) for sampling_params in SAMPLING_PARAMS.values()]
-    report = _engine(model, dtype, cache, calls, prompts)
-    for name, call, drawn in zip(SAMPLING_PARAMS, calls, report["drawn"], strict=True):
-        compared, unequal = _compare(drawn, _native(model, dtype, call, prompts, 0), version=0)
+    report = _engine(model, dtype, cache, calls, _prompts(40))
+    for name, drawn in zip(SAMPLING_PARAMS, report["drawn"], strict=True):
+        compared, unequal = _compare(drawn, _native_of_40(model, dtype, name), version=0)
         assert compared > 1000, name
         assert unequal == 0, f"{name}: {unequal} of {compared} tokens differ"
 

@@ -1,14 +1,14 @@
 """The filters, together and alone, give the logits that vLLM's own sampler draws from, to the bit."""
 
 import json
-import subprocess
-import sys
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 from zerokl.kernels.sampling_params import SamplingParams
+
+from tests.vllm.forked import run_python
 
 pytestmark = pytest.mark.vllm
 
@@ -24,13 +24,8 @@ PARAMS = [
 
 def unequal(vllm_params: list[SamplingParams], ours: list[SamplingParams]) -> list[int]:
     """Unequal elements for each of the parameters."""
-    process = subprocess.run(
-        [sys.executable, str(Path(__file__).with_name("filters_process.py"))],
-        input=json.dumps([vllm_params, ours]),
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    script = str(Path(__file__).with_name("filters_process.py"))
+    process = run_python(script, stdin=json.dumps([vllm_params, ours]))
     lines = [line for line in process.stdout.splitlines() if line.startswith("REPORT")]
     assert lines, process.stderr[-3000:]
     report = json.loads(lines[0].removeprefix("REPORT"))

@@ -1,10 +1,10 @@
 """vLLM as it comes names the experts of every row: those that its own routers choose."""
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.vllm.forked import run_python
 
 pytestmark = pytest.mark.vllm
 
@@ -47,8 +47,7 @@ if __name__ == "__main__":
 def test_every_row_has_the_experts_of_its_router(moe: Path, tmp_path: Path):
     """Two engines in fp32 differ by rounding, which changes hardly any choice."""
     (tmp_path / "named.py").write_text(CODE)
-    command = [sys.executable, str(tmp_path / "named.py"), str(moe)]
-    process = subprocess.run(command, capture_output=True, text=True, check=False)
+    process = run_python(str(tmp_path / "named.py"), str(moe))
     assert process.returncode == 0, process.stderr[-3000:]
     (line,) = [line for line in process.stdout.splitlines() if line.startswith("RESULT")]
     rows, differ, shifted = map(int, line.split()[1:])

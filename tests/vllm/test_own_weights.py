@@ -4,11 +4,11 @@ On a CPU vLLM's own model has other kernels. So this test shows the draw, the we
 tests/triton/test_vllm_model.py shows the bits that vLLM's own model has on a GPU.
 """
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.vllm.forked import run_python
 
 pytestmark = pytest.mark.vllm
 
@@ -157,8 +157,7 @@ def _results(code: str, model: Path, dtype: str, folder: Path, *frozen: str) -> 
     frozen: weights of the layout. vLLM keeps its threads and settings for good.
     """
     (folder / "code.py").write_text(HEAD + code)
-    command = [sys.executable, str(folder / "code.py"), str(model), dtype, *frozen]
-    process = subprocess.run(command, capture_output=True, text=True, check=False)
+    process = run_python(str(folder / "code.py"), str(model), dtype, *frozen)
     assert process.returncode == 0, process.stderr[-3000:]
     return [line.split() for line in process.stdout.splitlines() if line.startswith(("RESULT", "NORM"))]
 

@@ -8,12 +8,12 @@ import json
 import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from tests.helpers import torchrun, write_letters_reward
+from tests.vllm.forked import run_python, run_ranks
 
 pytestmark = pytest.mark.vllm
 
@@ -40,7 +40,7 @@ def _start(command: list[str]) -> subprocess.CompletedProcess:
 
 def _alone(model: Path, run: Path, *words: str) -> dict:
     """The summary of a run of one process."""
-    process = _start([sys.executable, "-m", "zerokl", "train", *_words(model, run, *words)])
+    process = run_python("-m", "zerokl", "train", *_words(model, run, *words))
     assert process.returncode == 0, process.stdout[-2000:] + process.stderr[-3000:]
     return _summary(run)
 
@@ -85,8 +85,8 @@ CASES = {
 def test_two_ranks_with_vllm_have_the_ledger_of_one_process_with_the_native_sampler(model, tmp_path, case):
     words = CASES[case]
     native = _alone(model, tmp_path / "native", *(w for w in words if w not in SEPARATE))
-    process = _ranks(model, tmp_path / "ranks", *VLLM, *words)
-    assert process.returncode == 0, process.stdout[-2000:] + process.stderr[-3000:]
+    train_words = ["-m", "zerokl", "train", *_words(model, tmp_path / "ranks", *VLLM, *words)]
+    run_ranks(2, train_words, tmp_path)
     ranked = _summary(tmp_path / "ranks")
     assert _end(ranked) == _end(native)
     lines = [(tmp_path / run / "rollouts.jsonl").read_bytes() for run in ("native", "ranks")]

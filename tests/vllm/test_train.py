@@ -3,7 +3,6 @@
 import json
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,75 +11,61 @@ from zerokl.engine.tasks.tokenizer import character_tokenizer
 
 from tests.helpers import write_letters_reward
 from tests.random_model import TWO_LAYERS, of_long_prompts
+from tests.vllm.forked import run_python
 
 pytestmark = pytest.mark.vllm
 
 RUN = [
-    "--steps",
-    "12",
-    "--prompts",
-    "8",
-    "--num_generations",
-    "4",
-    "--sampling.max_tokens",
-    "6",
-    "--evaluation.every",
-    "6",
-    "--optimizer.lr",
-    "3e-4",
+    *("--steps", "4", "--prompts", "8", "--num_generations", "4", "--sampling.max_tokens", "6"),
+    *("--evaluation.every", "4", "--evaluation.problems", "16", "--optimizer.lr", "3e-4"),
 ]
 
 
-@pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    out = tmp_path_factory.mktemp("base") / "model"
-    _zerokl("init", str(out), "--task", "add")
-    return out
-
-
 def _zerokl(*words: str) -> subprocess.CompletedProcess:
-    command = [str(Path(sys.executable).with_name("zerokl")), *words]
-    process = subprocess.run(command, capture_output=True, text=True, check=False)
+    process = run_python("-m", "zerokl", *words)
     assert process.returncode == 0, process.stdout[-2000:] + process.stderr[-3000:]
     return process
 
 
-def _fingerprint(base: Path, run: Path, *words: str) -> tuple[str, str]:
-    _zerokl("train", "--preset", "demo", "--run_dir", str(run), "--model", str(base), *RUN, *words)
+def _fingerprint(model: Path, run: Path, *words: str) -> tuple[str, str]:
+    write_letters_reward(run.parent)
+    rewarded = ("--task.reward", "letters_reward:reward", "--task.directory", str(run.parent))
+    words = (*RUN, *rewarded, "--model", str(model), "--run_dir", str(run), *words)
+    _zerokl("train", "--preset", "demo", *words)
     summary = json.loads((run / "summary.json").read_text())
     assert (summary["tokens_unequal"], summary["mismatch_max_abs"]) == (0, 0.0)
-    assert summary["steps"] == 12
+    assert summary["steps"] == 4
     return summary["fingerprint"], summary["weights"]
 
 
 @pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.full), "bfloat16"])
-def test_fingerprint_is_that_of_the_native_sampler(base, tmp_path, dtype):
-    native = _fingerprint(base, tmp_path / "native", "--dtype", dtype)
+def test_fingerprint_is_that_of_the_native_sampler(model, tmp_path, dtype):
+    native = _fingerprint(model, tmp_path / "native", "--dtype", dtype)
     words = ("--dtype", dtype, "--sampler", "vllm-zerokl")
-    assert _fingerprint(base, tmp_path / "vllm", *words) == native
+    assert _fingerprint(model, tmp_path / "vllm", *words) == native
     separate_process = ("--vllm.multiprocess", "true")
-    assert _fingerprint(base, tmp_path / "separate", *words, *separate_process) == native
-    other_seed = _fingerprint(base, tmp_path / "other", *words, "--seed", "1")
+    assert _fingerprint(model, tmp_path / "separate", *words, *separate_process) == native
+    other_seed = _fingerprint(model, tmp_path / "other", "--dtype", dtype, "--seed", "1")
     assert other_seed[1] != native[1], "the seed must matter"
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("separate_process", [pytest.param("false", marks=pytest.mark.full), "true"])
-def test_frozen_weights_lie_in_vllm_where_they_lie_in_the_trainer(base, tmp_path, separate_process):
+def test_frozen_weights_lie_in_vllm_where_they_lie_in_the_trainer(model, tmp_path, separate_process):
     """Frozen weights follow the trained ones, so the embedding does not lie first here."""
     words = ("--dtype", "bfloat16", "--frozen", "model.embed_tokens.*", "--frozen", "model.layers.0.mlp.*")
-    native = _fingerprint(base, tmp_path / "native", *words)
+    native = _fingerprint(model, tmp_path / "native", *words)
     vllm = ("--sampler", "vllm-zerokl", "--vllm.multiprocess", separate_process)
-    assert _fingerprint(base, tmp_path / "vllm", *words, *vllm) == native
+    assert _fingerprint(model, tmp_path / "vllm", *words, *vllm) == native
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("separate_process", ["false", "true"])
-def test_vllm_rounds_keys_and_values_as_the_trainer_does(base, tmp_path, separate_process):
+def test_vllm_rounds_keys_and_values_as_the_trainer_does(model, tmp_path, separate_process):
     words = ("--dtype", "bfloat16", "--precision.kv", "int8/token_head")
-    native = _fingerprint(base, tmp_path / "native", *words)
+    native = _fingerprint(model, tmp_path / "native", *words)
     vllm = ("--sampler", "vllm-zerokl", "--vllm.multiprocess", separate_process)
-    assert _fingerprint(base, tmp_path / "vllm", *words, *vllm) == native
+    assert _fingerprint(model, tmp_path / "vllm", *words, *vllm) == native
 
 
 @pytest.mark.full
@@ -109,21 +94,21 @@ def test_vllm_sums_attention_in_the_trainers_order(model, tmp_path):
 
 
 @pytest.mark.full
-def test_a_critics_head_lies_among_the_weights_that_vllm_reads(base, tmp_path):
+def test_a_critics_head_lies_among_the_weights_that_vllm_reads(model, tmp_path):
     """The head lies between the trained weights and the frozen ones."""
     critic = ("--loss.preset", "ppo", "--loss.advantage", "gae", "--frozen", "model.embed_tokens.*")
-    native = _fingerprint(base, tmp_path / "native", *critic)
+    native = _fingerprint(model, tmp_path / "native", *critic)
     vllm = ("--sampler", "vllm-zerokl", "--vllm.multiprocess", "true")
-    assert _fingerprint(base, tmp_path / "vllm", *critic, *vllm) == native
+    assert _fingerprint(model, tmp_path / "vllm", *critic, *vllm) == native
 
 
 @pytest.mark.parametrize("separate_process", [pytest.param("false", marks=pytest.mark.full), "true"])
-def test_adapters_are_merged_where_vllm_reads_the_weights(base, tmp_path, separate_process):
+def test_adapters_are_merged_where_vllm_reads_the_weights(model, tmp_path, separate_process):
     """vLLM draws from the merged weights, so it needs no adapters of its own."""
     words = ("--dtype", "bfloat16", "--lora.rank", "4", "--lora.alpha", "128")
-    native = _fingerprint(base, tmp_path / "native", *words)
+    native = _fingerprint(model, tmp_path / "native", *words)
     vllm = ("--sampler", "vllm-zerokl", "--vllm.multiprocess", separate_process)
-    assert _fingerprint(base, tmp_path / "vllm", *words, *vllm) == native
+    assert _fingerprint(model, tmp_path / "vllm", *words, *vllm) == native
 
 
 @pytest.mark.full

@@ -58,20 +58,12 @@ def test_a_sound_log_of_every_filter_names_none(case, tmp_path, trainer):
     }
 
 
-@pytest.mark.parametrize(
-    ("drawn_with", "kind"),
-    [
-        (SamplingParams(1.0, 0, 1.0, 0.05), "another top-p, top-k or min-p"),
-        (SamplingParams.of(1.0, allowed_token_ids=range(3, 40)), "raw logits"),
-    ],
-)
-def test_filters_that_one_side_leaves_out_are_named(case, tmp_path, drawn_with, kind):
-    """A log that does not say that its sampler had min-p, or one that says so, of a sampler that had none."""
-    declares = RAW if kind.startswith("another") else drawn_with
-    drawn = draw(case.decoder, drawn_with)
-    logged = drawn if declares == RAW else relogged(drawn, scores(case.decoder, drawn, RAW))
-    named = report_of(case, write(tmp_path / "log.jsonl", logged, declares))["hypotheses"]["found"]
-    assert named["name"] == kind
+def test_allowed_tokens_that_the_logprobs_leave_out_are_named(case, tmp_path):
+    declared = SamplingParams.of(1.0, allowed_token_ids=range(3, 40))
+    drawn = draw(case.decoder, declared)
+    logged = relogged(drawn, scores(case.decoder, drawn, RAW))
+    named = report_of(case, write(tmp_path / "log.jsonl", logged, declared))["hypotheses"]["found"]
+    assert named["name"] == "raw logits"
 
 
 def test_a_fault_that_no_row_knows_fits_none(case, tmp_path):

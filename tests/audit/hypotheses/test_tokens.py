@@ -27,26 +27,6 @@ from tests.audit.hypotheses.planted import (
 )
 
 
-def rolled(items: list) -> list:
-    return [*items[2:], *items[:2]]  # two completions a prompt
-
-
-@pytest.mark.full
-def test_lines_that_were_mixed_up_are_told_apart(case, tmp_path):
-    prompts, completions, logged = zip(*((*r.pair, r.logprobs) for r in case.rollouts), strict=True)
-    swapped_prompts = [altered(r, prompt_ids=p) for r, p in zip(case.rollouts, rolled(prompts), strict=True)]
-    swapped_completions = [
-        altered(r, completion_ids=c) for r, c in zip(case.rollouts, rolled(completions), strict=True)
-    ]
-    for name, rollouts in (
-        ("another line's prompt", swapped_prompts),
-        ("another line's completion", swapped_completions),
-        ("another line's numbers", relogged(case.rollouts, rolled(logged))),
-    ):
-        named = report_of(case, write(tmp_path / "log.jsonl", rollouts))["hypotheses"]["found"]
-        assert named["name"] == name
-
-
 @pytest.mark.full
 def test_one_line_with_another_prompt_is_enough(case, tmp_path):
     rollouts = [altered(case.rollouts[0], prompt_ids=case.rollouts[4].prompt_ids), *case.rollouts[1:]]

@@ -6,7 +6,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -26,6 +26,10 @@ def exits(channel):
 
 def echoes(channel):
     channel.send(channel.receive())
+
+def writes(channel):
+    for fd in map(int, channel.receive().split()):
+        os.write(fd, b"%d" % fd)
 
 def starts_a_stray(channel):
     code = "import subprocess; subprocess.Popen(['sleep', '600'], start_new_session=True)"
@@ -80,9 +84,9 @@ def start(request, marked) -> Iterator[Callable[[str], Process]]:
     """Starts a process by either way; nothing is left behind."""
     forks, processes = ForkServer("planted:nothing") if request.param == "forked" else None, []
 
-    def started(name: str) -> Process:
+    def started(name: str, fds: Sequence[int] = ()) -> Process:
         with open(os.devnull, "wb") as output:
-            processes.append(Process(f"planted:{name}", output.fileno(), forks=forks))
+            processes.append(Process(f"planted:{name}", output.fileno(), fds=fds, forks=forks))
         return processes[-1]
 
     yield started
@@ -103,6 +107,19 @@ def test_a_process_answers_and_says_how_it_ended(start):
     killed = start("is_interrupted")
     killed.channel.receive()
     assert killed.ending(wait=False) is None
+
+
+def test_descriptors_keep_their_numbers(start):
+    """Descending ones, of which a fork's own may have some."""
+    pipes = [os.pipe() for _ in range(6)]
+    writers = [writer for _, writer in reversed(pipes)]
+    process = start("writes", writers)
+    process.channel.send(b" ".join(b"%d" % writer for writer in writers))
+    assert process.ending().code == 0
+    for reader, writer in pipes:
+        os.close(writer)
+        assert os.read(reader, 64) == b"%d" % writer
+        os.close(reader)
 
 
 def test_an_interrupt_reaches_a_function_that_accepts_it_and_no_other(start):

@@ -22,7 +22,7 @@ from zerokl.engine.train.losses.advantage import advantages
 from zerokl.engine.train.monitor import MismatchError
 from zerokl.verify.ledger import read_ledger
 
-from tests.helpers import torchrun
+from tests.forked import run_ranks
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -72,7 +72,7 @@ def fingerprint(cfg: Config, path: Path) -> tuple[str, str]:
 @pytest.mark.parametrize(
     "dtype", ["bfloat16", *(pytest.param(d, marks=pytest.mark.full) for d in ("float32", "float16"))]
 )
-def test_a_run_is_exact_and_reads_itself_again(acting, tmp_path, worker_count, dtype, capsys):
+def test_a_run_is_exact_and_reads_itself_again(acting, tmp_path, dtype, capsys):
     path = tmp_path / "run"
     cfg = acting("echo", dtype=dtype, checkpoint__every=2, evaluation__every=2)
     weights, chain = fingerprint(cfg, path)
@@ -86,7 +86,7 @@ def test_a_run_is_exact_and_reads_itself_again(acting, tmp_path, worker_count, d
     assert main(["report", str(path)]) == 0
     capsys.readouterr()
     spread = {
-        "workers": worker_count,
+        "workers": 2,
         "micro_batch": 2,
         "environment__processes": 3,
         "native__max_concurrency": 2,
@@ -128,6 +128,7 @@ PRODUCTS = [
 
 
 @pytest.mark.full
+@pytest.mark.usefixtures("without_knobs")
 @pytest.mark.parametrize("settings", PRODUCTS, ids=lambda settings: "-".join(settings))
 def test_a_run_with_other_settings_is_read_by_every_reader(acting, talkative, tmp_path, settings):
     path = tmp_path / "run"
@@ -257,7 +258,7 @@ def test_a_run_in_which_every_environment_fails_ends_with_one_line(acting, tmp_p
     assert len(error.splitlines()) == 1
 
 
-def test_two_players_have_a_group_each(acting, tmp_path, worker_count):
+def test_two_players_have_a_group_each(acting, tmp_path):
     path = tmp_path / "run"
     cfg = acting("pair", prompts=4, sampling__max_tokens=30)
     weights, tokenizer = fingerprint(cfg, path), Tokenizer(Path(cfg.model), 64)
@@ -274,9 +275,7 @@ def test_two_players_have_a_group_each(acting, tmp_path, worker_count):
             elif not b["completion_ids"]:
                 assert b["advantage"] == 0.0, "a player without a turn"
     assert main(["verify", "run", str(path)]) == 0
-    spread = acting(
-        "pair", prompts=4, sampling__max_tokens=30, workers=worker_count, environment__processes=2
-    )
+    spread = acting("pair", prompts=4, sampling__max_tokens=30, workers=2, environment__processes=2)
     assert fingerprint(spread, tmp_path / "spread") == weights
 
 
@@ -313,10 +312,7 @@ def test_ranks_give_the_same_bits(acting, tmp_path):
     cfg = acting("faulty", prompts=6, steps=2)
     expected = fingerprint(cfg, tmp_path / "alone")
     (tmp_path / "c.toml").write_text(to_toml(cfg))
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
-    command = torchrun(2, "-m", "zerokl", "train", "c.toml", "--run_dir", "run")
-    ran = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, check=False)
-    assert ran.returncode == 0, ran.stdout + ran.stderr
+    run_ranks(2, ["-m", "zerokl", "train", "c.toml", "--run_dir", "run"], tmp_path)
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert (summary["weights"], summary["fingerprint"]) == expected
 

@@ -40,7 +40,7 @@ def installed(monkeypatch: pytest.MonkeyPatch):
                 raise importlib.metadata.PackageNotFoundError(name)
             return versions[name.replace("-", "_")]
 
-        monkeypatch.setattr("zerokl.files.installed.version", version)
+        monkeypatch.setattr("importlib.metadata.version", version)
 
     return pretend
 

@@ -221,8 +221,8 @@ def test_one_planted_expert_is_the_whole_share_and_a_replay_computes_with_it(
     assert replayed.mismatch_max_abs > 1e-3
 
 
-def test_replayed_experts_change_no_bit_of_an_exact_run(plain, run, tmp_path, worker_count):
-    cut_up = {"workers": worker_count, "micro_batch": 3, "recompute": "layer"}
+def test_replayed_experts_change_no_bit_of_an_exact_run(plain, run, tmp_path):
+    cut_up = {"workers": 2, "micro_batch": 3, "recompute": "layer"}
     settings = plain.model_copy(update={"perturb": PerturbConfig(routing="replayed"), **cut_up})
     train(settings, tmp_path / "run")
     assert lines_of(tmp_path / "run") == lines_of(run)
@@ -298,12 +298,12 @@ def test_a_router_in_fp32_on_one_side_is_a_mismatch_that_a_replay_cannot_hide(co
     ],
     ids=str,
 )
-def test_adapters_are_trained_however_the_work_is_cut(config, moe, tmp_path, worker_count, targets):
+def test_adapters_are_trained_however_the_work_is_cut(config, moe, tmp_path, targets):
     """Of the attention beside experts, and of each expert."""
     cfg = config(model=moe, dtype="bfloat16", lora__rank=3, lora__targets=targets)
     summary = train(cfg, tmp_path / "run")
     assert (summary.tokens_unequal, summary.mismatch_max_abs) == (0, 0.0)
-    train(cfg.model_copy(update={"workers": worker_count, "micro_batch": 2}), tmp_path / "other")
+    train(cfg.model_copy(update={"workers": 2, "micro_batch": 2}), tmp_path / "other")
     assert fingerprint(tmp_path / "other") == fingerprint(tmp_path / "run")
     stored = load_file(tmp_path / "run" / "checkpoints" / "step-000003" / "adapter_model.safetensors")
     b = {name: x for name, x in stored.items() if "lora_B" in name}

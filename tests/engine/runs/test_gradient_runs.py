@@ -1,10 +1,7 @@
 """Runs that measure the gradient's bias end with the same bits, and what they measure has bits of its own."""
 
 import json
-import os
 import re
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,7 +13,7 @@ from zerokl.engine.config.config_file import to_toml
 from zerokl.engine.runs.run import resume, train
 from zerokl.engine.train.losses.corrected import CORRECTED, MEASURED
 
-from tests.helpers import torchrun
+from tests.forked import run_ranks
 from tests.random_model import EXPERTS, ONE_LAYER, random_model
 
 LATE = {"perturb__temperature": 1.3, "exact": False}
@@ -121,8 +118,7 @@ def test_ranks_decide_no_bit_of_what_is_measured(make, config, small, tmp_path):
     alone = make(**chosen)
     (tmp_path / "run.toml").write_text(to_toml(config(model=small, tracking=[], **chosen)))
     words = ["-m", "zerokl", "train", str(tmp_path / "run.toml"), "--run_dir", str(tmp_path / "run")]
-    fixed = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
-    subprocess.run(torchrun(2, *words), env=os.environ | fixed, cwd=tmp_path, check=True)
+    run_ranks(2, words, tmp_path)
     assert ended(tmp_path / "run") == ended(alone)
     assert [measured(line) for line in lines(tmp_path / "run")] == [measured(line) for line in lines(alone)]
 

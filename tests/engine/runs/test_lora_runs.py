@@ -137,7 +137,7 @@ def test_off_is_the_run_without_the_section(config, base, tmp_path):
     assert not any(key.startswith("lora") for key in open_run(tmp_path / "off").head.settings)
 
 
-def test_a_run_goes_on_is_replayed_traced_and_verified(run, cut, tmp_path, worker_count):
+def test_a_run_goes_on_is_replayed_traced_and_verified(run, cut, tmp_path):
     assert [f"{f.what}: {f.result}" for f in verify_run(cut, 2, 0, {}) if not f.holds] == []
     command = ["replay", str(cut), "--step", "1", "--trace", str(tmp_path / "t.safetensors")]
     assert main(command) == 0
@@ -145,7 +145,7 @@ def test_a_run_goes_on_is_replayed_traced_and_verified(run, cut, tmp_path, worke
     module = "base_model.model.model.layers.1.mlp.down_proj"
     assert f"gradient.{module}.lora_A.weight" in names
     assert not any("model.embed_tokens" in name for name in names)
-    resume(cut, {"workers": worker_count, "micro_batch": 2})
+    resume(cut, {"workers": 2, "micro_batch": 2})
     assert [line.chain for line in open_run(cut).lines] == [line.chain for line in open_run(run).lines]
     assert fingerprint(cut) == fingerprint(run)
     assert [f"{f.what}: {f.result}" for f in verify_run(cut, 0, 0, {}) if not f.holds] == []

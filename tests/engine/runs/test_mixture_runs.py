@@ -38,12 +38,10 @@ def exact_run(config: Config, path: Path) -> str:
 @pytest.mark.full
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("family", MIXTURES)
-def test_a_run_is_exact_however_it_is_cut_and_trains_every_weight(
-    config, models, tmp_path, worker_count, family, dtype
-):
+def test_a_run_is_exact_however_it_is_cut_and_trains_every_weight(config, models, tmp_path, family, dtype):
     settings = config(model=models[family], dtype=dtype, checkpoint__every=3)
     first = exact_run(settings, tmp_path / "run")
-    cut_up = {"workers": worker_count, "micro_batch": 2, "shards_in_flight": 3}
+    cut_up = {"workers": 2, "micro_batch": 2, "shards_in_flight": 3}
     assert exact_run(settings.model_copy(update=cut_up), tmp_path / "cut") == first
     before, after = (
         load_decoder(folder, torch.float32)
@@ -57,13 +55,10 @@ def test_a_run_is_exact_however_it_is_cut_and_trains_every_weight(
 @pytest.mark.full
 @pytest.mark.parametrize("family", MIXTURES)
 @pytest.mark.parametrize("setting", SETTINGS)
-def test_a_setting_is_exact_however_the_work_is_cut(config, models, tmp_path, worker_count, family, setting):
+def test_a_setting_is_exact_however_the_work_is_cut(config, models, tmp_path, family, setting):
     settings = config(model=models[family], dtype="bfloat16", **SETTINGS[setting])
     first = exact_run(settings, tmp_path / "run")
-    assert (
-        exact_run(settings.model_copy(update={"workers": worker_count, "micro_batch": 3}), tmp_path / "cut")
-        == first
-    )
+    assert exact_run(settings.model_copy(update={"workers": 2, "micro_batch": 3}), tmp_path / "cut") == first
 
 
 @pytest.mark.full
@@ -81,10 +76,12 @@ def test_sharded_weights_decide_no_bit(config, models, tmp_path, family):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("family", MIXTURES)
+@pytest.mark.parametrize(("family", "dtype"), zip(MIXTURES, DTYPES, strict=True))
 def test_the_laws_checks_hold(models, family, dtype):
-    """zerokl verify MODEL: order, padding, chunks, decode, threads, concurrency and micro-batches."""
+    """zerokl verify MODEL: order, padding, chunks, decode, threads, concurrency and micro-batches.
+
+    Each family in one dtype: the runs above have all.
+    """
     checks = check_law(str(models[family]), [dtype], sequences=4, longest=24)
     assert len(checks) >= 8
     assert [check for check in checks if check.unequal or not check.comparisons] == []

@@ -48,8 +48,8 @@ def test_the_ledger_says_it_and_every_update_changes_what_is_drawn(unmerged, run
     assert logprobs[2] != ledger.lines[2].quantities["sampling_logprobs"], "control: another arithmetic"
 
 
-def test_how_the_work_is_cut_decides_no_bit(unmerged, run, tmp_path, worker_count):
-    cut = {"workers": worker_count, "micro_batch": 2, "native": NativeConfig(speculate=3)}
+def test_how_the_work_is_cut_decides_no_bit(unmerged, run, tmp_path):
+    cut = {"workers": 2, "micro_batch": 2, "native": NativeConfig(speculate=3)}
     train(unmerged.model_copy(update=cut), tmp_path / "run")
     assert fingerprint(tmp_path / "run") == fingerprint(run)
 

@@ -73,7 +73,8 @@ def test_calls_are_read(form, text, calls):
         ("xml", "<tool_call><function=f><parameter=a>1</function></tool_call>", "</function> belongs"),
         (
             "xml",
-            "<tool_call><function=f><parameter=a>1</parameter><parameter=a>2</parameter></function></tool_call>",
+            "<tool_call><function=f><parameter=a>1</parameter>"
+            "<parameter=a>2</parameter></function></tool_call>",
             "parameter a twice",
         ),
     ],

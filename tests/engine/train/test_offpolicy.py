@@ -40,9 +40,7 @@ def _lines(read_jsonl, run) -> list[dict]:
 @pytest.mark.parametrize(
     "dtype", ["bfloat16", *(pytest.param(d, marks=pytest.mark.full) for d in ("float32", "float16"))]
 )
-def test_older_rollouts_have_mismatch_zero_and_staleness_of_their_own(
-    config, tmp_path, read_jsonl, worker_count, dtype
-):
+def test_older_rollouts_have_mismatch_zero_and_staleness_of_their_own(config, tmp_path, read_jsonl, dtype):
     cfg = config(dtype=dtype, steps=7, max_staleness=2, loss__preset="grpo")
     summary = train(cfg, tmp_path / "a")
     assert (summary.tokens_unequal, summary.mismatch_max_abs) == (0, 0.0)
@@ -59,7 +57,7 @@ def test_older_rollouts_have_mismatch_zero_and_staleness_of_their_own(
     ]
     versions = {r["step"]: r["weight_version"] for r in read_jsonl(tmp_path / "a" / "rollouts.jsonl")}
     assert versions == {0: 0, 1: 0, 2: 0, 3: 3, 4: 3, 5: 3, 6: 6}
-    again = cfg.model_copy(update={"micro_batch": 2, "workers": worker_count})
+    again = cfg.model_copy(update={"micro_batch": 2, "workers": 2})
     assert train(again, tmp_path / "b").fingerprint == summary.fingerprint
     fresh = train(config(dtype=dtype, steps=7, loss__preset="grpo"), tmp_path / "fresh")
     assert fresh.weights != summary.weights
@@ -136,9 +134,7 @@ DISEASES = {
         *(pytest.param(x, marks=pytest.mark.full) for x in DISEASES if x != "delay"),
     ],
 )
-def test_every_disease_shows_as_mismatch_and_is_reproducible(
-    config, tmp_path, read_jsonl, worker_count, name
-):
+def test_every_disease_shows_as_mismatch_and_is_reproducible(config, tmp_path, read_jsonl, name):
     cfg = config(exact="false", steps=4, loss__preset="tis", **DISEASES[name])
     summary = train(cfg, tmp_path / "a")
     lines = _lines(read_jsonl, tmp_path / "a")
@@ -146,7 +142,7 @@ def test_every_disease_shows_as_mismatch_and_is_reproducible(
     assert differs == ([False, True, True, True] if name == "delay" else [True] * 4)
     assert not any("staleness/k1" in m for m in lines)
     assert {r["weight_version"] for r in read_jsonl(tmp_path / "a" / "rollouts.jsonl")} == {0, 1, 2, 3}
-    again = cfg.model_copy(update={"workers": worker_count, "micro_batch": 2})
+    again = cfg.model_copy(update={"workers": 2, "micro_batch": 2})
     assert train(again, tmp_path / "b").fingerprint == summary.fingerprint
     with pytest.raises(ValueError, match="set exact = false"):
         config(**DISEASES[name])

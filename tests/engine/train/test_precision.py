@@ -47,11 +47,11 @@ def plain_weights(config, tmp_path_factory: pytest.TempPathFactory) -> Callable[
     ],
 )
 def test_every_precision_has_mismatch_zero_and_one_fingerprint(
-    config, plain_weights, tmp_path, worker_count, dtype, precision
+    config, plain_weights, tmp_path, dtype, precision
 ):
     keys = {f"precision__{k}": v for k, v in precision.items()}
     a = train(config(dtype=dtype, **keys), tmp_path / "a")
-    cut_up = dict(micro_batch=2, workers=worker_count, native__max_concurrency=2)
+    cut_up = dict(micro_batch=2, workers=2, native__max_concurrency=2)
     b = train(config(dtype=dtype, **cut_up, **keys), tmp_path / "b")
     assert (a.tokens_unequal, a.mismatch_max_abs, a.weights) == (0, 0.0, b.weights)
     # A cache in fp16 holds the values of bf16 exactly, because fp16 has more bits of mantissa.

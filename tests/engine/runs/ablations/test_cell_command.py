@@ -23,6 +23,7 @@ assert threading.active_count() == 1, threading.enumerate()
 """
 
 
+@pytest.mark.full
 def test_each_process_has_its_words_log_and_environment(tmp_path, monkeypatch):
     refused, forks = ["train", "--steps", "-1"], ForkServer(IMPORTS)
     processes = [start_command(["train", "--help"], tmp_path / "help", forks, 1)]
@@ -49,6 +50,7 @@ def test_where_no_process_can_be_forked_each_has_its_ending(tmp_path, monkeypatc
     forks.close()
 
 
+@pytest.mark.full
 def test_the_imports_ask_for_no_gpu_and_start_no_thread():
     """A CUDA that was asked for anything before a fork cannot be used after it."""
     assert errors_with("") == ""

@@ -26,6 +26,7 @@ from zerokl.engine.train.parallel.scorer import frozen
 from zerokl.model.checkpoint import load_decoder
 from zerokl.model.weights import VALUE_HEAD_TENSOR
 
+from tests.forked import run_ranks
 from tests.helpers import needs_gpus, torchrun, total_unequal
 from tests.random_model import EXPERTS, random_model
 
@@ -65,11 +66,10 @@ def _process(command: list[str], cwd: Path, environment: dict[str, str]) -> subp
 
 
 def _run(ranks: int, config: Config, path: Path, *words: str) -> str:
+    """What a run over ranks prints, which are forks here."""
     (path.parent / "config.toml").write_text(to_toml(config))
-    process = _launch(ranks, ["config.toml", "--run_dir", str(path), *words], path.parent)
-    output, _ = process.communicate()
-    assert process.returncode == 0, output
-    return output
+    train_words = ["-m", "zerokl", "train", "config.toml", "--run_dir", str(path), *words]
+    return run_ranks(ranks, train_words, path.parent)
 
 
 def _same(path: Path, alone: Path) -> None:
@@ -98,8 +98,11 @@ def _same_metrics(path: Path, alone: Path) -> None:
     ],
 )
 def test_any_number_of_ranks_gives_one_ledger(plain, alone, tmp_path, ranks, workers, micro_batch):
+    (tmp_path / "config.toml").write_text(to_toml(plain))
     settings = ["--micro_batch", str(micro_batch), "--workers", str(workers)]
-    output = _run(ranks, plain, tmp_path / "run", *settings)
+    process = _launch(ranks, ["config.toml", "--run_dir", str(tmp_path / "run"), *settings], tmp_path)
+    output, _ = process.communicate()
+    assert process.returncode == 0, output
     _same(tmp_path / "run", alone)
     _same_metrics(tmp_path / "run", alone)
     assert len(re.findall("^fingerprint ", output, re.MULTILINE)) == 1, "only the first rank prints"

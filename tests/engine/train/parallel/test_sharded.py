@@ -1,7 +1,6 @@
 """Weights that FSDP shards: gradient, norm, clipped updates, moments and ledger are those of one process."""
 
 import json
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -17,6 +16,7 @@ from zerokl.model.weights import Layout
 
 from tests.engine.train.parallel.test_ranks import _process
 from tests.engine.train.parallel.zero_process import CONFIG
+from tests.forked import run_ranks
 from tests.helpers import needs_gpus, randn, torchrun
 
 
@@ -41,15 +41,11 @@ def folder(tmp_path_factory) -> Path:
         pytest.param(2, "float16", "cuda", marks=needs_gpus(2)),
     ],
 )
-def test_updates_are_those_of_one_process(folder, ranks, dtype, device):
+def test_updates_are_those_of_one_process(folder, tmp_path, ranks, dtype, device):
     """The faults are planted in the same processes: other orders of the ranks' sum, and of the rounds'."""
     script = Path(__file__).with_name("sharded_process.py")
-    words = [str(script), str(folder), dtype, device]
-    process = subprocess.run(
-        torchrun(ranks, *words), capture_output=True, text=True, cwd=script.parents[4], check=False
-    )
-    assert process.returncode == 0, process.stderr[-3000:]
-    printed = json.loads(process.stdout.splitlines()[-1])
+    output = run_ranks(ranks, [str(script), str(folder), dtype, device], tmp_path)
+    (printed,) = (json.loads(line) for line in output.splitlines() if line.startswith("{"))
     assert printed["threads of gloo"] == [], "one of them may abort a process that has done its work"
     reports = printed["ranks"]
     assert len(reports) == ranks

@@ -8,9 +8,11 @@ from dataclasses import replace
 import pytest
 import torch
 from zerokl.engine.config.run_config import NativeConfig
+from zerokl.engine.processes.process import Process
 from zerokl.engine.processes.shared_tensor import Handle, SharedTensor, map_tensor
 from zerokl.engine.rollout.native import NativeSampler
 from zerokl.engine.rollout.types import GenerationParams, RngKey, complete
+from zerokl.engine.train.parallel import worker
 from zerokl.engine.train.parallel.worker import Failure, Host, _pickled
 from zerokl.engine.train.parallel.workers import ParallelSampler, Workers
 from zerokl.kernels.attention_plan import KEY_TILE
@@ -44,6 +46,14 @@ def _ones(decoder: Decoder, shards: list[float], buffers: Buffers) -> list[float
     for w in decoder.w.values():
         add_to_grad(buffers[w], factor)
     return shards
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _no_forks():
+    """Here each worker's process is a fresh one, as users have it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(worker, "Process", Process)
+        yield
 
 
 @pytest.fixture(scope="module", params=[torch.float32, torch.bfloat16], ids=str)

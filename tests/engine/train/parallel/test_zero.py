@@ -1,7 +1,6 @@
 """Each rank keeps a slice of master weights and optimizer state; the bits are those of one process."""
 
 import json
-import subprocess
 from itertools import pairwise
 from pathlib import Path
 
@@ -14,7 +13,7 @@ from zerokl.model.config import ModelConfig
 from zerokl.model.weights import FLAT_TILE, Layout
 
 from tests.engine.train.parallel.zero_process import CONFIG
-from tests.helpers import torchrun
+from tests.forked import run_ranks
 
 RANKS = 4
 
@@ -46,17 +45,12 @@ def test_slices_are_whole_blocks_side_by_side(n, layers, vocabulary):
         for case in ("bfloat16 small", "float32 untied", "bfloat16 untied", "bfloat16 tied")
     ],
 )
-def report(request) -> dict:
+def report(request, tmp_path_factory) -> dict:
     """The JSON line of the first rank, with the lines of all ranks under the key `ranks`."""
     script = Path(__file__).with_name("zero_process.py")
-    process = subprocess.run(
-        torchrun(RANKS, str(script), *request.param.split()),
-        capture_output=True,
-        text=True,
-        cwd=script.parents[4],
-    )
-    lines = [json.loads(line) for line in process.stdout.splitlines() if line.startswith("{")]
-    assert len(lines) == RANKS, process.stderr
+    output = run_ranks(RANKS, [str(script), *request.param.split()], tmp_path_factory.mktemp("zero"))
+    lines = [json.loads(line) for line in output.splitlines() if line.startswith("{")]
+    assert len(lines) == RANKS, output
     empty = sum(start == stop for start, stop, *_ in lines[0]["slices"])
     assert empty == (2 if request.param == "bfloat16 small" else 0)
     return sorted(lines, key=lambda line: line["collected"] is None)[0] | {"ranks": lines}
