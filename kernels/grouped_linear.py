@@ -184,12 +184,8 @@ def add_grouped_columns(
 ) -> None:
     """buffer [shards, E, N] += the column sums of each expert's rows, block by block as above."""
     sums = buffer.zeroed(blocks.shards)
-    by_shard = {
-        shard * rows.experts + expert: bounds
-        for shard, by_expert in rows.blocks(blocks)
-        for expert, bounds in by_expert
-    }
-    add_columns_cpu(sums.view(-1, sums.shape[-1]), dy_RN, blocks_of_shards(by_shard))
+    for shard, by_expert in rows.blocks(blocks):
+        add_columns_cpu(sums[shard], dy_RN, blocks_of_shards(dict(by_expert)))
 
 
 def add_grouped_low_rank_ref(

@@ -44,6 +44,7 @@ EXPERTS = TWO_LAYERS | dict(
 # Small models of the other families that have experts, by the name of their preset.
 MIXTURES = {
     "mixtral": initialise.PRESETS["mixtral"] | TWO_LAYERS | dict(intermediate_size=48),
+    "gpt_oss": initialise.PRESETS["gpt_oss"] | TWO_LAYERS | dict(intermediate_size=48),
     "glm4_moe": initialise.PRESETS["glm4_moe"] | TWO_LAYERS | dict(moe_intermediate_size=48, head_dim=32),
     "qwen2_moe": initialise.PRESETS["qwen2_moe"]
     | TWO_LAYERS

@@ -12,7 +12,7 @@ from zerokl.kernels.combine_experts import combine_experts
 from zerokl.kernels.expert_rows import ExpertRows
 from zerokl.kernels.given_softmax import given_softmax
 from zerokl.kernels.grad import GradBuffer
-from zerokl.kernels.grouped_linear import grouped_linear
+from zerokl.kernels.grouped_linear import add_grouped_columns, grouped_linear
 from zerokl.kernels.order import token_blocks
 from zerokl.kernels.passes import Pass
 from zerokl.kernels.topk_softmax import topk_of_logits, topk_softmax
@@ -116,6 +116,19 @@ def test_a_token_knows_no_other_and_gradients_are_sums_over_sequences(dtype, len
     if max(lengths) <= 128:  # each sequence is one token block, whose sum is added to those before
         # The biases' blocks are summed first, and then added; a matrix goes on in the sum so far.
         assert total_unequal([added[1], added[3]], [together[1], together[3]]) == 0
+
+
+def test_two_shards_in_one_pass_have_the_sums_of_two_passes():
+    """Their buffers lie in one memory of all weights, as the trainer's do."""
+    w, ids = weights(torch.float32), randint(0, E, 30, 1)
+    dy, rows, memory = randn(1, 30, D), ExpertRows(ids, E), torch.zeros(2, E * D + 7)
+    both = memory[:, : E * D].unflatten(1, (E, D))
+    dy_rows = dy[rows.tokens]
+    add_grouped_columns(GradBuffer(both), dy_rows, rows, token_blocks([10, 20], [0, 1]))
+    for shard, (lengths, part) in enumerate((([10], slice(0, 10)), ([20], slice(10, 30)))):
+        part_rows, alone = ExpertRows(ids[part], E), GradBuffer.like(w[3])
+        add_grouped_columns(alone, dy[part][part_rows.tokens], part_rows, token_blocks(lengths))
+        assert total_unequal([both[shard]], [alone.zeroed([0])[0]]) == 0
 
 
 def test_gradcheck_in_fp64():
