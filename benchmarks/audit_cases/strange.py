@@ -55,14 +55,14 @@ def _norm_over_half(model) -> None:
 
 def _base_of_a_layer(model) -> None:
     """Layer 1 rotates with another base."""
-    own = copy.deepcopy(model.model.rotary_emb)
-    D = 2 * len(own.inv_freq)
-    own.inv_freq = 1.0 / (300000.0 ** (torch.arange(0, D, 2).float() / D))
+    rotation = copy.deepcopy(model.model.rotary_emb)
+    D = 2 * len(rotation.inv_freq)
+    rotation.inv_freq = 1.0 / (300000.0 ** (torch.arange(0, D, 2).float() / D))
 
     def hook(_module, args, kwargs):
         x = kwargs.get("hidden_states", args[0] if args else None)
         places = kwargs["position_ids"]
-        return args, kwargs | {"position_embeddings": own(x, places)}
+        return args, kwargs | {"position_embeddings": rotation(x, places)}
 
     attention(layers(model)[1]).register_forward_pre_hook(hook, with_kwargs=True)
 
