@@ -67,7 +67,7 @@ ROOMS = {
     "verify",
 }
 # What a log is audited with: the dependencies of the wheel, and the standard library.
-WITHOUT_A_MODEL = {"numpy", "pydantic", "cyclopts", "rich", "filelock", "tomli_w", "tomli"}
+WITHOUT_A_MODEL = {"numpy", "pydantic", "pydantic_core", "cyclopts", "rich", "filelock", "tomli_w", "tomli"}
 # Blocks in which an import need not be the wheel's: file, and what the import is of.
 DOORS = {
     ("cli/__init__.py", "runs, models, checks"),

@@ -124,7 +124,7 @@ def explain(evidence: Evidence, faults: Sequence[Predicted], stage: Callable[[st
         tried=len(faults),
         need_a_model=predicted_count() - len(faults),
         best=nearest[0] if nearest else None,
-        also=[row.what for row in nearest[1:]],
+        also=list(dict.fromkeys(row.what for row in nearest[1:] if row.what != nearest[0].what)),
         rows=[*pairs, *sorted(_best(rows), key=lambda row: row.share_left)],
     )
 

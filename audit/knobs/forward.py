@@ -15,6 +15,7 @@ from ..hypotheses.judgement import MOST
 from ..hypotheses.noise import weight
 from ..hypotheses.scorable_lines import Line
 from .knob import Turn, turned
+from .prefix import Prefix, recorded
 
 # Tokens that a completion is cut to at least.
 _SHORTEST = 16
@@ -35,22 +36,32 @@ class Tokens:
     @cached_property
     def base(self) -> np.ndarray:
         """The model's own scores, [N] fp64."""
-        return self.scores(())
+        return self._recorded[0]
+
+    @cached_property
+    def _recorded(self) -> tuple[np.ndarray, Prefix]:
+        return recorded(self.model, self._scores)
 
     @cached_property
     def w(self) -> np.ndarray:
         """The weight of each token (hypotheses/noise.py), [N]."""
         return weight(self.base)
 
-    @torch.no_grad()
     def scores(self, turns: Sequence[Turn]) -> np.ndarray:
-        """The scores with some knobs, [N] fp64."""
+        """The scores with some knobs, [N] fp64. Layers before the first one of them compute nothing."""
+        if not turns:
+            return self.base
+        with self._recorded[1].before(turns), turned(turns):
+            return self._scores()
+
+    @torch.no_grad()
+    def _scores(self) -> np.ndarray:
+        """The scores of the model as it is, [N] fp64."""
         inputs = [[*x.prompt_ids, *x.completion_ids[:-1]] for x in self.lines]
         longest = max(map(len, inputs))
         ids = torch.tensor([[*x, *[0] * (longest - len(x))] for x in inputs], device=self.model.device)
         mask = torch.tensor([[1] * len(x) + [0] * (longest - len(x)) for x in inputs])
-        with turned(turns):
-            logits = self.model(ids, attention_mask=mask.to(ids.device), use_cache=False).logits
+        logits = self.model(ids, attention_mask=mask.to(ids.device), use_cache=False).logits
         scores = []
         for z, x, line in zip(logits, inputs, self.lines, strict=True):
             rows = z[len(line.prompt_ids) - 1 : len(x)].float()

@@ -38,3 +38,25 @@ def test_of_two_plants_both_must_be_told(word):
     first = f"{SCORES} 1.6 in all layers"
     assert word("qwen3 two at once", first) == "wrong"
     assert word("qwen3 two at once", f"{first}; and mlp.down_proj times 0.7 ± 0.1 in layer 2") == "located"
+
+
+def test_a_strange_plant_is_located_only_by_its_operation_and_layer(word):
+    import strange
+
+    plant = next(x for x in strange.plants() if x.name == "a norm's weight is lost")
+    sys.modules.pop("strange")
+
+    def judged(kind: str, text: str) -> str:
+        return strange.judged(plant, {"cause": {"kind": kind, "text": text}})
+
+    assert (
+        judged("knob: x", "the sampler computes with self_attn.q_norm times 0.9 in layer 2. It explains")
+        == "located"
+    )
+    assert (
+        judged("knob: x", "the sampler computes with self_attn.q_norm times 0.9 in layer 1. It explains")
+        == "wrong"
+    )
+    assert judged("another prompt", "the completions were drawn for other prompts") == "wrong"
+    assert judged("unknown", "none of 100 hypotheses fits. The nearest is q_norm in layer 2") == "seen"
+    assert judged("rounding", "rounding alone") == "missed"

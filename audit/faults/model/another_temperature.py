@@ -36,7 +36,8 @@ FAULT = Predicted(
     name="another temperature",
     order=70,
     predict=predict,
-    remedy="Give the sampler and the trainer the same temperature, top-p and top-k.",
+    remedy="Give the sampler and the trainer the same temperature, top-p and top-k. Where they are the same, "
+    "one scales its logits or its head: no log tells the two apart.",
     tries="a search for the value",
     is_second=True,
     perturb=("temperature",),

@@ -119,8 +119,10 @@ class AlteredCache(DynamicCache):
 
     def update(self, keys, values, layer_idx, *args, **kwargs):
         if self._store:
-            of_keys, of_values = self._largest.setdefault(layer_idx, (keys.abs().max(), values.abs().max()))
-            keys, values = self._store(keys, of_keys), self._store(values, of_values)
+            largest_key, largest_value = self._largest.setdefault(
+                layer_idx, (keys.abs().max(), values.abs().max())
+            )
+            keys, values = self._store(keys, largest_key), self._store(values, largest_value)
         keys, values = super().update(keys, values, layer_idx, *args, **kwargs)
         if self._window and keys.shape[2] > self._window:
             return keys[:, :, -self._window :], values[:, :, -self._window :]
