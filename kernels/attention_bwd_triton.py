@@ -31,7 +31,7 @@ from .attention_bwd_tma_triton import attention_bwd_tma
 from .attention_rule import WALK, AttentionRule
 from .attention_tables import Spans
 from .attention_tma_triton import supports_tma
-from .attention_triton import find_tile
+from .attention_triton import MOST_REGISTERS, find_tile
 from .launch import launch, next_power_of_2, rows_contiguous
 from .softcap_triton import tanh
 from .tiles import generation
@@ -265,6 +265,11 @@ def _tiles(dtype: torch.dtype, width: int, gpu: str) -> tuple[dict[str, int], di
     def tiles(queries: int, keys: int, num_warps: int) -> dict[str, int]:
         return {"BLOCK_M": queries, "BLOCK_N": keys, "num_warps": num_warps, "num_stages": 2}
 
+    if width > 128 and dtype == torch.float32:
+        return tiles(16, 16, 8), tiles(16, 16, 8) | {"num_stages": 1}
+    if width > 128:
+        registers = {} if gpu == "amd" else {"maxnreg": MOST_REGISTERS}
+        return tiles(32, 32, 8) | registers, tiles(16, 32, 8) | registers
     if dtype == torch.float32:
         # Without maxnreg the compiler stops at 64 to 96 registers on Hopper and Ampere, and spills.
         q_registers = {"maxnreg": 128} if gpu == "hopper" and width > 64 else {}

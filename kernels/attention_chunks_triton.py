@@ -188,12 +188,12 @@ def _launch(
         CHUNK=rule.chunk,
         SINGLE=longest <= rule.chunk,
         **rule.constants(scale),
-        **walk_options(q.dtype, k.dtype, gpu),
+        **walk_options(q.dtype, k.dtype, gpu, rule),
     )
     return o, lse
 
 
-def walk_options(dtype: torch.dtype, key_dtype: torch.dtype, gpu: str) -> dict[str, Any]:
+def walk_options(dtype: torch.dtype, key_dtype: torch.dtype, gpu: str, rule: AttentionRule) -> dict[str, Any]:
     """Warps and stages, so that nothing spills, and AMD's matrix instruction, which decides bits there.
 
     The compiler stops at 96 or 128 registers and spills, on Ampere, on Blackwell and in fp32, unless it is
@@ -204,6 +204,8 @@ def walk_options(dtype: torch.dtype, key_dtype: torch.dtype, gpu: str) -> dict[s
         return {"num_warps": 4, "num_stages": 1, "matrix_instr_nonkdim": 16}
     if dtype == torch.float32 or key_dtype != dtype:
         return {"num_warps": 4, "num_stages": 1, "maxnreg": 168}
+    if rule.cap and gpu == "hopper":
+        return {"num_warps": 8, "num_stages": 2}
     if gpu == "ampere":
         return {"num_warps": 4, "num_stages": 2, "maxnreg": 208}
     if gpu == "blackwell":

@@ -232,7 +232,7 @@ def split_paged(
         SINGLE=is_single,
         SHARED=items is not None,
         **rule.constants(scale),
-        **walk_options(q.dtype, k.dtype, gpu),
+        **walk_options(q.dtype, k.dtype, gpu, rule),
     )
     if not is_single:
         launch(

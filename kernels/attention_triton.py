@@ -35,6 +35,8 @@ from .tiles import generation, through_tma
 # Rows of one program (more only where a group has more heads), and its warps, which share the keys of a row.
 BLOCK_M = 16
 WARPS = 4
+# Of a thread in 16 bits, for wide heads, windows and caps: the compiler stops earlier, and spills.
+MOST_REGISTERS = 248
 _TRITON = tuple(int(n) for n in triton.__version__.split(".")[:2])
 
 
@@ -213,6 +215,8 @@ def _launch(
     lse = torch.empty(T, H, dtype=torch.float32, device=q.device) if want_lse else None
     table, key_starts = (spans.block_table, None) if page else (None, spans.cu_seqlens_k)
     options = _options(q.dtype, k.dtype, width, bool(page), many_rows, gpu)
+    if gpu != "amd" and (width > 128 or rule.window or rule.cap):
+        options = _options_of_more_registers(options, q.dtype, width, bool(page), gpu)
     launch(
         _forward,
         (T // (block_m // group) + sequences, kv_heads),
@@ -257,6 +261,15 @@ def _fills_many_rows(q: torch.Tensor, k: torch.Tensor, rows: float, gpu: str) ->
     group, D = q.shape[1] // k.shape[2], q.shape[2]
     fits = through_tma(q.dtype, gpu) and k.dtype == q.dtype and group <= BLOCK_M and D in WIDTHS
     return fits and rows >= TILE_ROWS
+
+
+def _options_of_more_registers(
+    options: dict[str, int], dtype: torch.dtype, width: int, paged: bool, gpu: str
+) -> dict[str, int]:
+    """Those of wide heads, windows and caps on NVIDIA's GPUs. In fp32 the compiler spills if it is told."""
+    if dtype != torch.float32:
+        return options | {"maxnreg": MOST_REGISTERS}
+    return {"num_stages": 2 if width > 128 and not paged and gpu != "ampere" else 1}
 
 
 def _options(
