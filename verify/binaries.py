@@ -14,7 +14,8 @@ not run Triton's interpreter.
 import re
 import subprocess
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 # Backend, compute capability (or AMD architecture) and width of a warp.
@@ -57,6 +58,15 @@ def compile_launch(kernel: Any, args: tuple[Any, ...], options: Mapping[str, Any
 
     source, parsed, gpu = specialised(kernel, args, options, target)
     return triton.compile(source, target=gpu, options=parsed.__dict__)
+
+
+def compile_all(launches: Iterable[tuple[Any, ...]], target: str, threads: int) -> Iterator[Any]:
+    """The compiled kernels of the launches, in their order. So many threads compile at once.
+
+    Each is a file of Triton's cache then, where a process on a machine with that GPU finds it.
+    """
+    with ThreadPoolExecutor(threads) as pool:
+        yield from pool.map(lambda launch: compile_launch(*launch, target), launches)
 
 
 def specialised(

@@ -7,6 +7,7 @@ table is tests/triton/binaries.json. Its versions are those that torch for CUDA 
 """
 
 import json
+import os
 from pathlib import Path
 
 from pydantic import TypeAdapter, ValidationError
@@ -16,7 +17,7 @@ from ....files.inputs import read_bytes
 from ....files.writing import write_whole
 from ....kernels.backend import INTERPRETED
 from ....kernels.compiled_cases import configurations
-from ....verify.binaries import TARGETS, Binary, as_table, compile_launch, faults, inspect
+from ....verify.binaries import TARGETS, Binary, as_table, compile_all, faults, inspect
 from ...display.progress import Display
 from ...display.terminal import console
 
@@ -63,6 +64,8 @@ def _sizes(binaries: list[Binary]) -> Table:
 def build(targets: tuple[str, ...]) -> list[Binary]:
     """Compile every configuration of kernels/compiled_cases.py for the targets, and read the binaries.
 
+    All cores compile.
+
     Raises ValueError for an unknown target, and where Triton is interpreted.
     """
     if INTERPRETED:
@@ -76,8 +79,10 @@ def build(targets: tuple[str, ...]) -> list[Binary]:
     for target in targets:
         launches = list(configurations(target))
         with Display(len(launches), target, transient=True) as display:
-            for name, launch in launches:
-                binaries.append(inspect(name, target, compile_launch(*launch, target)))
+            names = [name for name, _ in launches]
+            compiled = compile_all([launch for _, launch in launches], target, os.cpu_count() or 1)
+            for name, kernel in zip(names, compiled, strict=True):
+                binaries.append(inspect(name, target, kernel))
                 display.step([name])
     return binaries
 
