@@ -128,7 +128,7 @@ def test_verify_binaries_compiles_two_at_once_and_says_how_far_it_is(monkeypatch
         (n, target) for target in ("sm_80", "sm_90") for n in (1, 2)
     ]
     steps = [f"{target} {n}/2  {launches[n - 1][0]}\n" for target in ("sm_80", "sm_90") for n in (1, 2)]
-    assert capsys.readouterr().out == "".join(steps)
+    assert re.sub(r", \d+:\d\d left", "", capsys.readouterr().out) == "".join(steps)
 
 
 def test_a_table_is_written_as_it_was_read(tmp_path):
