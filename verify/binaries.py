@@ -60,15 +60,6 @@ def compile_launch(kernel: Any, args: tuple[Any, ...], options: Mapping[str, Any
     return triton.compile(source, target=gpu, options=parsed.__dict__)
 
 
-def compile_all(launches: Iterable[tuple[Any, ...]], target: str, threads: int) -> Iterator[Any]:
-    """The compiled kernels of the launches, in their order. So many threads compile at once.
-
-    Each is a file of Triton's cache then, where a process on a machine with that GPU finds it.
-    """
-    with ThreadPoolExecutor(threads) as pool:
-        yield from pool.map(lambda launch: compile_launch(*launch, target), launches)
-
-
 def specialised(
     kernel: Any, args: tuple[Any, ...], options: Mapping[str, Any], target: str
 ) -> tuple[Any, Any, Any]:
@@ -101,6 +92,17 @@ def inspect(name: str, target: str, compiled: Any) -> Binary:
     atomics = len(_ATOMIC_PTX.findall(asm["ptx"])) + len(_ATOMIC_SASS.findall(sass))
     pending = pending_register_products(asm["ptx"])
     return Binary(name, target, registers, compiled.metadata.shared, stack + local, atomics, pending)
+
+
+def inspect_all(
+    launches: Iterable[tuple[str, tuple[Any, ...]]], target: str, threads: int
+) -> Iterator[Binary]:
+    """The binaries of launches, each with its name, in their order. So many threads compile and read at once.
+
+    LLVM, ptxas and cuobjdump hold no lock of Python's.
+    """
+    with ThreadPoolExecutor(threads) as pool:
+        yield from pool.map(lambda x: inspect(x[0], target, compile_launch(*x[1], target)), launches)
 
 
 def pending_register_products(ptx: str) -> int:

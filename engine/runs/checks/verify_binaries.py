@@ -17,7 +17,7 @@ from ....files.inputs import read_bytes
 from ....files.writing import write_whole
 from ....kernels.backend import INTERPRETED
 from ....kernels.compiled_cases import configurations
-from ....verify.binaries import TARGETS, Binary, as_table, compile_all, faults, inspect
+from ....verify.binaries import TARGETS, Binary, as_table, faults, inspect_all
 from ...display.progress import Display
 from ...display.terminal import console
 
@@ -64,7 +64,7 @@ def _sizes(binaries: list[Binary]) -> Table:
 def build(targets: tuple[str, ...]) -> list[Binary]:
     """Compile every configuration of kernels/compiled_cases.py for the targets, and read the binaries.
 
-    All cores compile.
+    All cores do so at once.
 
     Raises ValueError for an unknown target, and where Triton is interpreted.
     """
@@ -79,11 +79,9 @@ def build(targets: tuple[str, ...]) -> list[Binary]:
     for target in targets:
         launches = list(configurations(target))
         with Display(len(launches), target, transient=True) as display:
-            names = [name for name, _ in launches]
-            compiled = compile_all([launch for _, launch in launches], target, os.cpu_count() or 1)
-            for name, kernel in zip(names, compiled, strict=True):
-                binaries.append(inspect(name, target, kernel))
-                display.step([name])
+            for binary in inspect_all(launches, target, os.cpu_count() or 1):
+                binaries.append(binary)
+                display.step([binary.name])
     return binaries
 
 
