@@ -34,6 +34,12 @@ MEMORY = 3.0e12
 SMALL_KERNEL = 4.7e-6
 # Passes over the logits of the head: forward, logits again, dh, and the weight gradient apart.
 HEAD_PASSES = 3
+# Launches of a layer that a decoding turn would not have, where another kernel did their work.
+FUSIONS = {
+    "silu in the product of gate and up": 1,
+    "q/k norm, rope and cache in the product of q, k, v": 1,
+    "both additions and norms in the products that read them": 2,
+}
 
 
 class Part(NamedTuple):
@@ -118,6 +124,13 @@ def main() -> None:
         print(
             f"{f'a decoding turn of 64 rows at {context} tokens':<43}{predicted * 1e3:>9.2f}   shown {shown}"
         )
+    launches = budget["turn"]["launches"]
+    today = turn(c, 64, 256, launches)
+    least = launches * SMALL_KERNEL
+    print(f"\nthat turn at 256 tokens: {launches} launches, of which {least * 1e3:.2f} ms are their least")
+    for name, n in [*FUSIONS.items(), ("all three", sum(FUSIONS.values()))]:
+        fused = turn(c, 64, 256, launches - n * c.layers)
+        print(f"{name:<57}{launches - n * c.layers:>5}{fused * 1e3:>6.2f}{fused / today:>6.2f}")
 
 
 if __name__ == "__main__":

@@ -14,7 +14,8 @@ not run Triton's interpreter.
 import re
 import subprocess
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 # Backend, compute capability (or AMD architecture) and width of a warp.
@@ -91,6 +92,17 @@ def inspect(name: str, target: str, compiled: Any) -> Binary:
     atomics = len(_ATOMIC_PTX.findall(asm["ptx"])) + len(_ATOMIC_SASS.findall(sass))
     pending = pending_register_products(asm["ptx"])
     return Binary(name, target, registers, compiled.metadata.shared, stack + local, atomics, pending)
+
+
+def inspect_all(
+    launches: Iterable[tuple[str, tuple[Any, ...]]], target: str, threads: int
+) -> Iterator[Binary]:
+    """The binaries of launches, each with its name, in their order. So many threads compile and read at once.
+
+    LLVM, ptxas and cuobjdump hold no lock of Python's.
+    """
+    with ThreadPoolExecutor(threads) as pool:
+        yield from pool.map(lambda x: inspect(x[0], target, compile_launch(*x[1], target)), launches)
 
 
 def pending_register_products(ptx: str) -> int:

@@ -287,11 +287,8 @@ class DecodeRows:
         memory.state[:, :n], memory.table[:n] = tensors
         if memory.shared is not None:
             # Rows that share pages have all their keys in the cache, so a chunk that is full stays as it is.
-            pages, lengths = (
-                self.decoder.numerics.attention.chunk // KEY_TILE,
-                memory.state[_Field.POSITION] + 1,
-            )
-            shared_chunks(memory.table[:n], lengths[:n], pages, KEY_TILE, memory.shared.of_rows(n))
+            lengths, chunk = memory.state[_Field.POSITION, :n] + 1, self.decoder.numerics.attention.chunk
+            shared_chunks(memory.table[:n], lengths, chunk // KEY_TILE, KEY_TILE, memory.shared.of_rows(n))
         self._rows, self._turns = list(rows), 0
 
     def _look(self, turns: int) -> Look:

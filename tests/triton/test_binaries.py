@@ -2,6 +2,7 @@
 
 import re
 from pathlib import Path
+from threading import Barrier
 from typing import Any
 
 import pytest
@@ -9,7 +10,8 @@ from zerokl import kernels
 from zerokl.cli import main
 from zerokl.engine.runs.checks import verify_binaries
 from zerokl.kernels.compiled_cases import configurations
-from zerokl.verify.binaries import TARGETS
+from zerokl.verify import binaries
+from zerokl.verify.binaries import TARGETS, Binary
 
 from tests.triton.ahead_of_time import TABLE
 from tests.triton.compiling import TRITONS, reports, some_configurations, targets
@@ -108,14 +110,27 @@ def test_an_interpreting_process_refuses_to_compile(capsys):
     assert "TRITON_INTERPRET (1) must be unset" in capsys.readouterr().err
 
 
-def test_verify_binaries_says_how_far_it_is(monkeypatch, capsys):
+def test_verify_binaries_compiles_two_at_once_and_says_how_far_it_is(monkeypatch, capsys):
+    both = Barrier(2)
+
+    def compile_launch(number: int, target: str) -> int:
+        both.wait(60)  # control: it raises where one waits for the other
+        return number
+
+    def inspect(name: str, target: str, number: int) -> Binary:
+        return Binary(name, target, number, 0, 0, 0)
+
+    launches = [("rms_norm: fwd", (1,)), ("rms_norm: bwd", (2,))]
     monkeypatch.setattr(verify_binaries, "INTERPRETED", False)
-    monkeypatch.setattr(verify_binaries, "configurations", lambda target: iter([("rms_norm: fwd", (1,))]))
-    monkeypatch.setattr(verify_binaries, "compile_launch", lambda *launch: launch)
-    monkeypatch.setattr(verify_binaries, "inspect", lambda *launch: launch)
+    monkeypatch.setattr(verify_binaries, "configurations", lambda target: iter(launches))
+    monkeypatch.setattr(verify_binaries.os, "cpu_count", lambda: 2)
+    monkeypatch.setattr(binaries, "compile_launch", compile_launch)
+    monkeypatch.setattr(binaries, "inspect", inspect)
     built = verify_binaries.build(("sm_80", "sm_90"))
-    assert len(built) == 2
-    assert capsys.readouterr().out == "sm_80 1/1  rms_norm: fwd\nsm_90 1/1  rms_norm: fwd\n"
+    places = [(target, n, name) for target in ("sm_80", "sm_90") for name, (n,) in launches]
+    assert [(b.target, b.registers, b.name) for b in built] == places
+    steps = [f"{target} {n}/2  {name}\n" for target, n, name in places]
+    assert re.sub(r", \d+:\d\d left", "", capsys.readouterr().out) == "".join(steps)
 
 
 def test_a_table_is_written_as_it_was_read(tmp_path):

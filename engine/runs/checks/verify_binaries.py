@@ -7,6 +7,7 @@ table is tests/triton/binaries.json. Its versions are those that torch for CUDA 
 """
 
 import json
+import os
 from pathlib import Path
 
 from pydantic import TypeAdapter, ValidationError
@@ -16,7 +17,7 @@ from ....files.inputs import read_bytes
 from ....files.writing import write_whole
 from ....kernels.backend import INTERPRETED
 from ....kernels.compiled_cases import configurations
-from ....verify.binaries import TARGETS, Binary, as_table, compile_launch, faults, inspect
+from ....verify.binaries import TARGETS, Binary, as_table, faults, inspect_all
 from ...display.progress import Display
 from ...display.terminal import console
 
@@ -63,6 +64,8 @@ def _sizes(binaries: list[Binary]) -> Table:
 def build(targets: tuple[str, ...]) -> list[Binary]:
     """Compile every configuration of kernels/compiled_cases.py for the targets, and read the binaries.
 
+    All cores do so at once.
+
     Raises ValueError for an unknown target, and where Triton is interpreted.
     """
     if INTERPRETED:
@@ -76,9 +79,9 @@ def build(targets: tuple[str, ...]) -> list[Binary]:
     for target in targets:
         launches = list(configurations(target))
         with Display(len(launches), target, transient=True) as display:
-            for name, launch in launches:
-                binaries.append(inspect(name, target, compile_launch(*launch, target)))
-                display.step([name])
+            for binary in inspect_all(launches, target, os.cpu_count() or 1):
+                binaries.append(binary)
+                display.step([binary.name])
     return binaries
 
 
