@@ -1,4 +1,4 @@
-"""Processes of tests as forks of one that has imported: that of torch takes two seconds, that of vLLM nine.
+"""Processes of tests as forks of one that has done the imports: torch's take two seconds, vLLM's nine.
 
 Workers of runs are forks here, most ranks, and the scripts of tests/vllm. Fresh processes are those of
 tests/engine/train/parallel/test_workers.py, of the first run over ranks in test_ranks.py, of each test in
