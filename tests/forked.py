@@ -1,4 +1,4 @@
-"""Processes of tests as forks of one that has imported: that of torch takes two seconds, that of vLLM nine.
+"""Processes of tests as forks of one that has done the imports: torch's take two seconds, vLLM's nine.
 
 Workers of runs are forks here, most ranks, and the scripts of tests/vllm. Fresh processes are those of
 tests/engine/train/parallel/test_workers.py, of the first run over ranks in test_ranks.py, of each test in
@@ -104,9 +104,16 @@ def run_python(*words: str, stdin: str = "", preload: str = IMPORTS) -> subproce
 
 
 def run_ranks(n: int, words: Sequence[str], folder: Path, preload: str = IMPORTS) -> str:
-    """What `torchrun --nproc-per-node N WORDS` prints in a folder, over ranks of one thread each.
+    """What `torchrun --nproc-per-node N WORDS` prints in a folder. Fails where a rank does."""
+    failed, text = ended_ranks(n, words, folder, preload)
+    assert not failed, text
+    return text
 
-    Fails where a rank does; the others are ended then.
+
+def ended_ranks(n: int, words: Sequence[str], folder: Path, preload: str = IMPORTS) -> tuple[int, str]:
+    """How many of N ranks failed, of one thread each, and what all printed.
+
+    As with torchrun, the others are ended once a rank has failed.
     """
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = str(free.getsockname()[1])
@@ -124,5 +131,4 @@ def run_ranks(n: int, words: Sequence[str], folder: Path, preload: str = IMPORTS
         running = [rank for rank in running if rank not in ended]
     text = output.read_text()
     output.unlink()
-    assert not failed, text
-    return text
+    return failed, text

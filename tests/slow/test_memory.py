@@ -26,8 +26,8 @@ if not (folder / "model").exists():
     decoder = random_decoder("tiny", 64, 0)
     character_tokenizer().save_pretrained(folder / "tokenizer")
     write_checkpoint(folder / "model", decoder.layout, decoder.flat.detach(), companions=folder / "tokenizer")
-overrides = {"steps": "2"} | dict(word.split("=") for word in sys.argv[3:])
-overrides |= {"model": str(folder / "model"), "evaluation.every": "0"}
+overrides = dict(word.split("=") for word in sys.argv[3:])
+overrides |= {"model": str(folder / "model"), "steps": "2", "evaluation.every": "0"}
 train(load_config(None, "demo", overrides), sys.argv[2])
 print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20)
 """
@@ -35,7 +35,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20)
 
 @pytest.fixture
 def peak_gib(tmp_path):
-    """peak_gib(**overrides) is the peak memory in GiB of two steps or `steps`, in a process of its own."""
+    """peak_gib(**overrides) is the peak memory in GiB of two steps, in a process of its own."""
     runs = iter(range(100))
     write_letters_reward(tmp_path)
 
@@ -56,7 +56,6 @@ def test_a_step_of_the_demo_stays_under_2_gib(peak_gib):
 def test_memory_is_bounded_by_the_micro_batch_not_by_the_batch(peak_gib):
     # This reward differs between samples, so every micro-batch has a backward pass that holds memory.
     long = dict(sampling__max_tokens=200, virtual_shards=1, workers=1, task__reward="letters_reward:reward")
-    long["steps"] = 1
     small, large = peak_gib(prompts=8, micro_batch=4, **long), peak_gib(prompts=48, micro_batch=4, **long)
     unbounded = peak_gib(prompts=8, micro_batch=64, **long)
     assert large - small < 0.25 * (unbounded - small), (small, large, unbounded)

@@ -1,6 +1,8 @@
 """Scripts and commands of these tests, as forks of a process that has imported vLLM."""
 
 import subprocess
+from contextlib import suppress
+from importlib import import_module
 from pathlib import Path
 
 from zerokl.engine.rollout.vllm.sampler import prepare_vllm
@@ -10,11 +12,22 @@ from tests import forked
 IMPORTS = f"{__name__}:imports"
 
 
+# What an engine imports as it starts. Another release may have it elsewhere, and then each fork imports it.
+_LATER = (
+    "v1.engine.llm_engine",
+    "v1.worker.cpu_worker",
+    "model_executor.layers.quantization.compressed_tensors.compressed_tensors",
+)
+
+
 def imports() -> None:
-    """What starts an engine imports, also later than `import vllm` does."""
+    """What the forks share."""
     prepare_vllm(False)
     from vllm import LLM  # noqa: F401
 
+    for name in _LATER:
+        with suppress(ImportError):
+            import_module(f"vllm.{name}")
     forked.imports()
 
 

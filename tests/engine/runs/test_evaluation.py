@@ -97,6 +97,7 @@ def test_training_problems_are_evaluated_where_asked(config, tmp_path, read_json
     assert not {"eval/sampler_reward", "eval/sampler_training_reward"} & last.keys()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("gain", "warned"), [(60.0, 1), (0.0, 0)])
 def test_a_difference_beyond_chance_is_said_once_before_the_end(config, tmp_path, capsys, gain, warned):
     """The sampler's weights are junk, or the trainer's: with a gain of 0 nothing is moved."""

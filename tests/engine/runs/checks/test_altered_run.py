@@ -299,6 +299,7 @@ def skipping(config, tmp_path_factory) -> Path:
     return path
 
 
+@pytest.mark.full
 def test_counters_of_a_run_with_skipped_updates_are_bound(skipping, tmp_path):
     assert failed(verify_run(skipping, STEPS, 0, {})) == []
     updates = [line.updates for line in read_ledger(skipping / "ledger.jsonl").lines]
@@ -396,6 +397,7 @@ def unhashed(config, tmp_path_factory) -> Path:
     return path
 
 
+@pytest.mark.full
 def test_what_no_hash_binds_is_said_and_is_no_ok(run, unhashed):
     message = "not checked: weights, optimizer's moments"
     assert [r for w, r in notes(unhashed, 0).items() if w.startswith("step-")] == [message] * 3
@@ -493,6 +495,7 @@ FOREIGN = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("what", FOREIGN)
 def test_what_a_loader_would_read_of_a_checkpoint_is_bound(run, tmp_path, what):
     path = tmp_path / "run"

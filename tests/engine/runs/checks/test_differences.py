@@ -236,6 +236,7 @@ def test_bad_input_of_diff_is_one_line_and_exit_code_2(good, tmp_path, capsys, w
     assert len(capsys.readouterr().err.splitlines()) == 1
 
 
+@pytest.mark.full
 def test_replay_repeats_every_step_from_the_nearest_checkpoint(good, capsys):
     settings = ["--workers", "2", "--micro_batch", "2"]
     assert main(["replay", str(good), "--step", "0", "--until", "4", *settings]) == 0
@@ -317,6 +318,7 @@ def in_flight(config, tmp_path_factory) -> Path:
     return path
 
 
+@pytest.mark.full
 def test_traces_are_equal_whatever_is_computed_together(in_flight, tmp_path, capsys):
     """Settings that decide no bit decide no row of a trace either, and each update has its own trace."""
     a = _trace(in_flight, tmp_path / "a.safetensors")

@@ -26,7 +26,7 @@ from zerokl.engine.train.parallel.scorer import frozen
 from zerokl.model.checkpoint import load_decoder
 from zerokl.model.weights import VALUE_HEAD_TENSOR
 
-from tests.forked import run_ranks
+from tests.forked import ended_ranks, run_ranks
 from tests.helpers import needs_gpus, torchrun, total_unequal
 from tests.random_model import EXPERTS, random_model
 
@@ -419,9 +419,8 @@ def test_more_ranks_than_gpus_run_on_the_cpu(brief, tmp_path, device, message):
     (tmp_path / "config.toml").write_text(to_toml(brief.model_copy(update={"device": device, "steps": 1})))
     (tmp_path / "pretended.py").write_text(_ONE_GPU)
     words = ("train", "config.toml", "--run_dir", str(tmp_path / "run"))
-    process = _process(torchrun(2, "pretended.py", *words), tmp_path, {"OMP_NUM_THREADS": "1"})
-    output, _ = process.communicate()
-    assert (process.returncode == 0) == (device == "cpu"), output
+    failed, output = ended_ranks(2, ["pretended.py", *words], tmp_path)
+    assert (failed == 0) == (device == "cpu"), output
     assert message in " ".join(output.split()), output
 
 
@@ -435,8 +434,8 @@ BAD = [
 @pytest.mark.parametrize(("ranks", "words", "message"), BAD)
 def test_bad_input_is_said_by_rank(brief, tmp_path, ranks, words, message):
     (tmp_path / "config.toml").write_text(to_toml(brief))
-    process = _launch(ranks, ["config.toml", "--run_dir", str(tmp_path / "run"), *words], tmp_path)
-    output, _ = process.communicate()
-    assert process.returncode != 0
+    train_words = ["-m", "zerokl", "train", "config.toml", "--run_dir", str(tmp_path / "run"), *words]
+    failed, output = ended_ranks(ranks, train_words, tmp_path)
+    assert failed
     assert re.search(rf"^zerokl: rank \d: .*{re.escape(message)}", output, re.MULTILINE), output
     assert "zerokl/engine" not in output, "no traceback of ours"

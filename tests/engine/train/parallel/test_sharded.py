@@ -14,10 +14,9 @@ from zerokl.engine.train.parallel.spread import _overlap
 from zerokl.model.checkpoint_writing import write_checkpoint
 from zerokl.model.weights import Layout
 
-from tests.engine.train.parallel.test_ranks import _process
 from tests.engine.train.parallel.zero_process import CONFIG
 from tests.forked import run_ranks
-from tests.helpers import needs_gpus, randn, torchrun
+from tests.helpers import needs_gpus, randn
 
 
 @pytest.fixture(scope="module")
@@ -65,10 +64,7 @@ def test_a_run_leaves_no_thread_of_gloo(config, tmp_path):
     plain = config(steps=1, parallel=ParallelConfig(engine="fsdp"))
     (tmp_path / "config.toml").write_text(to_toml(plain))
     (tmp_path / "watched.py").write_text(_WATCHED)
-    words = ("train", "config.toml", "--run_dir", str(tmp_path / "run"))
-    process = _process(torchrun(2, "watched.py", *words), tmp_path, {"OMP_NUM_THREADS": "1"})
-    output, _ = process.communicate()
-    assert process.returncode == 0, output
+    run_ranks(2, ["watched.py", "train", "config.toml", "--run_dir", str(tmp_path / "run")], tmp_path)
     for rank in "01":
         during, after = json.loads((tmp_path / rank).read_text())
         assert (len(during), after) == (3, [])
