@@ -83,9 +83,9 @@ def tensor_engine(run: EngineInputs, micro_batch: int, stopwatch: Stopwatch) -> 
     ref_policy = critic = None
     if run.ref_model is not None:
         folder, ref_config = run.ref_model
-        of_ref = TensorParts(Layout(ref_config), ranks)
-        reference = _shared_decoder(run, of_ref, read_weights(folder, of_ref.layout))
-        ref_policy = SharedScorer(Workers(reference, config.virtual_shards), micro_batch, of_ref)
+        ref_parts = TensorParts(Layout(ref_config), ranks)
+        reference = _shared_decoder(run, ref_parts, read_weights(folder, ref_parts.layout))
+        ref_policy = SharedScorer(Workers(reference, config.virtual_shards), micro_batch, ref_parts)
     if config.loss.has_critic:
         critic = Scorer(workers, micro_batch)
     parallel = TensorWorkers(workers, parts, config.virtual_shards)

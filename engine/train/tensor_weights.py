@@ -31,10 +31,10 @@ class TensorWeights(MasterWeights):
         entries, flat = self._parts.part.trained, self.decoder.flat.detach()
         starts = accumulate((entry.numel for entry in entries), initial=0)
         for entry, start in zip(entries, starts, strict=False):
-            at = slice(entry.offset, entry.offset + entry.numel)
-            rounded = None if self._in_place else flat[at]
+            in_flat = slice(entry.offset, entry.offset + entry.numel)
+            rounded = None if self._in_place else flat[in_flat]
             place = slice(start, start + entry.numel)
-            yield Piece(self._master[at], place, entry.name == VALUE_HEAD, rounded)
+            yield Piece(self._master[in_flat], place, entry.name == VALUE_HEAD, rounded)
 
     def matrices(self) -> Iterator[torch.Tensor]:
         views = self._parts.part.views(self._master)
