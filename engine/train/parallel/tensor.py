@@ -19,7 +19,7 @@ from .data_parallel import ReplicatedWorkers
 from .pieces import WayToSlices
 from .process_group import Ranks
 from .scorer import Scorer
-from .spread import Range, length
+from .spread import Range, length, merged
 from .workers import Workers
 from .zero import Slices
 
@@ -43,7 +43,7 @@ class TensorParts(WayToSlices):
         ]
         super().__init__(owned, ranks)
         self.find_slices(layout)
-        self._in_own = [x for _, x in self._places(ranks.tensor_parallel.rank, self.own.own)]
+        self._in_own = merged([x for _, x in self._places(ranks.tensor_parallel.rank, self.own.own)])
 
     def _places(self, tensor_rank: int, own: slice) -> Iterator[tuple[Range, Range]]:
         """The ranges of a rank's slice `own` in the whole flat tensor; each with its place in the slice."""
