@@ -65,16 +65,16 @@ ALONE = _Alone()
 class Leaves:
     """The leaves of each sum, and the ranks that share them.
 
-    count: a power of two, G. Raises ValueError where the ranks do not divide it.
+    count: G, which is 1, 2, 4 or 8. Raises ValueError for another one, and where the ranks do not divide it.
     """
 
     count: int = 1
     ranks: Carrier = ALONE
 
     def __post_init__(self) -> None:
-        if self.count < 1 or self.count & (self.count - 1) or self.count % self.ranks.size:
+        if self.count not in (1, 2, 4, 8) or self.count % self.ranks.size:
             raise ValueError(
-                f"leaves ({self.count}) must be a power of two and a multiple of the ranks "
+                f"leaves ({self.count}) must be 1, 2, 4 or 8, and a multiple of the ranks "
                 f"({self.ranks.size}) that share them"
             )
 
