@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 
 from .grad import accumulate_dtype
-from .matmul import matmul, matmul_leaves
+from .matmul import matmul_leaves
 from .order import join_pairs, sum_row
 from .tile_tables import DEFAULT_TABLE, TileTable
 
@@ -65,16 +65,16 @@ ALONE = _Alone()
 class Leaves:
     """The leaves of each sum, and the ranks that share them.
 
-    count: a power of two, G. Raises ValueError where the ranks do not divide it.
+    count: G, which is 1, 2, 4 or 8. Raises ValueError for another one, and where the ranks do not divide it.
     """
 
     count: int = 1
     ranks: Carrier = ALONE
 
     def __post_init__(self) -> None:
-        if self.count < 1 or self.count & (self.count - 1) or self.count % self.ranks.size:
+        if self.count not in (1, 2, 4, 8) or self.count % self.ranks.size:
             raise ValueError(
-                f"leaves ({self.count}) must be a power of two and a multiple of the ranks "
+                f"leaves ({self.count}) must be 1, 2, 4 or 8, and a multiple of the ranks "
                 f"({self.ranks.size}) that share them"
             )
 
@@ -179,14 +179,13 @@ class Cut(NamedTuple):
         """x w^T by the leaves of all ranks, not rounded. K is cut. pack, tiles: see matmul."""
         dtype = accumulate_dtype(x_TK.dtype)
         mine, x, w = self.leaves.mine, x_TK.to(dtype), w_NK.to(dtype)
-        if len(self.widths) == 1:
-            packed = pack if w_NK.dtype == dtype else None
-            return self.leaves.join([matmul_leaves(x, w, mine, packed, tiles)])
-        # One copy of each operand puts the pieces of a leaf side by side: [leaves, T, K of a leaf] of x, and
-        # [leaves, K of a leaf, N] of w, whose rows in memory are mostly along N here.
-        x = torch.cat([part.unflatten(1, (mine, -1)) for part in x.split(self.widths, 1)], 2).transpose(0, 1)
-        w = torch.cat([part.unflatten(0, (mine, -1)) for part in w.t().split(self.widths)], 1)
-        return self.leaves.join([matmul(*pair, tiles=tiles) for pair in zip(x, w.mT, strict=True)])
+        packed = pack if w_NK.dtype == dtype and len(self.widths) == 1 else None
+        if len(self.widths) > 1:
+            # One copy of each operand puts the pieces of a leaf side by side; w's rows lie along N here.
+            x = torch.cat([part.unflatten(1, (mine, -1)) for part in x.split(self.widths, 1)], 2).flatten(1)
+            parts = w.t().split(self.widths)
+            w = torch.cat([part.unflatten(0, (mine, -1)) for part in parts], 1).flatten(0, 1).t()
+        return self.leaves.join([matmul_leaves(x, w, mine, packed, tiles)])
 
 
 UNCUT = WHOLE.inputs()

@@ -62,8 +62,9 @@ class ParallelConfig(Section, head=_SPREAD):
             )
 
     tensor: int = setting(1, ge=1, le=8)
-    """Ranks that share each layer and its weights (tensor parallelism): all ranks of the run. They draw and
-    train every token together. It divides precision.leaves, which decides the bits; this decides none.
+    """Neighbouring ranks that share each layer and its weights (tensor parallelism). They draw and train
+    every token of their prompts together. It divides the ranks of the run, and precision.leaves, which
+    decides the bits; this decides none.
     """
 
     @rule
@@ -75,10 +76,10 @@ class ParallelConfig(Section, head=_SPREAD):
                 f"parallel.tensor ({self.tensor}) must divide precision.leaves ({leaves}), the parts of the "
                 "sums that ranks cut; raise precision.leaves"
             )
-        if self.tensor > 1 and run.ranks > 1 and run.ranks != self.tensor:
+        if run.ranks > 1 and run.ranks % self.tensor:
             return (
-                f"parallel.tensor ({self.tensor}) with {run.ranks} ranks: data-parallel ranks beside those "
-                "that share layers are not built; start as many ranks as parallel.tensor"
+                f"parallel.tensor ({self.tensor}) must divide the ranks ({run.ranks}); start a multiple "
+                "of it, or set it to 1"
             )
         if self.tensor > 1 and self.engine == "fsdp":
             return (

@@ -73,21 +73,22 @@ class EngineInputs(NamedTuple):
 
 
 def tensor_engine(run: EngineInputs, micro_batch: int, stopwatch: Stopwatch) -> Engine:
-    """Ranks that share each layer (parallel/tensor.py). Each rank draws, scores and trains all tokens."""
-    config, ranks, recompute = run.config, run.ranks, run.config.recompute == "layer"
-    weights, parts = read_weights(run.folder, run.layout), TensorParts(run.layout, ranks)
-    policy = _shared_decoder(run, parts, weights, recompute)
-    workers = Workers(policy, config.virtual_shards, 1, config.native, stopwatch=stopwatch)
+    """Ranks that share each layer (parallel/tensor.py), in as many rows as there are data-parallel ranks."""
+    config, data = run.config, run.ranks.data_parallel
+    weights, parts = read_weights(run.folder, run.layout), TensorParts(run.layout, run.ranks, run.device)
+    policy = _shared_decoder(run, parts, weights, config.recompute == "layer")
+    workers = Workers(policy, config.virtual_shards // data.size, 1, config.native, stopwatch=stopwatch)
     optimizer = Optimizer(TensorWeights(policy, weights, parts), config.optimizer, run.updates)
-    sampler = WorkersSampler(workers, micro_batch)
+    sampler = RankedSampler(WorkersSampler(workers, micro_batch), data)
     ref_policy = critic = None
     if run.ref_model is not None:
         folder, ref_config = run.ref_model
-        of_ref = TensorParts(Layout(ref_config), ranks)
-        reference = _shared_decoder(run, of_ref, read_weights(folder, of_ref.layout))
-        ref_policy = SharedScorer(Workers(reference, config.virtual_shards), micro_batch, of_ref)
+        ref_parts = TensorParts(Layout(ref_config), run.ranks, run.device)
+        reference = _shared_decoder(run, ref_parts, read_weights(folder, ref_parts.layout))
+        shared = SharedScorer(Workers(reference, config.virtual_shards), micro_batch, ref_parts)
+        ref_policy = RankedScorer(shared, data)
     if config.loss.has_critic:
-        critic = Scorer(workers, micro_batch)
+        critic = RankedScorer(Scorer(workers, micro_batch), data)
     parallel = TensorWorkers(workers, parts, config.virtual_shards)
     return Engine(policy, optimizer, parallel, Samplers(sampler, sampler), ref_policy, critic)
 
@@ -97,7 +98,7 @@ def _shared_decoder(
 ) -> Decoder:
     """A decoder over this rank's part of `weights`."""
     numerics = numerics_of(run.config)
-    numerics = numerics._replace(leaves=Leaves(numerics.leaves.count, parts.ranks))
+    numerics = numerics._replace(leaves=Leaves(numerics.leaves.count, run.ranks.tensor_parallel))
     flat = parts.cut(weights).to(run.device, run.dtype)
     return Decoder(parts.part.config, flat, parts.part, numerics, recompute)
 

@@ -123,7 +123,7 @@ def _go_on(path: Path, overrides: Mapping[str, Any], ranks: Ranks, profile: int 
 def _ranks(config: Config) -> Iterator[Ranks]:
     """The ranks of this run. From now on only rank 0 prints."""
     check_settings(config, ranks=world_size())
-    with join_ranks(on_gpu(config), config.parallel.engine == "fsdp") as ranks:
+    with join_ranks(on_gpu(config), config.parallel.engine == "fsdp", config.parallel.tensor) as ranks:
         console.quiet = not ranks.first
         yield ranks
 

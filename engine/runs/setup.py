@@ -137,16 +137,15 @@ def make_state(
 def _data_ranks(config: Config, ranks: Ranks) -> int:
     """The ranks of which each has a part of the prompts.
 
-    Raises ValueError where there are not parallel.tensor ranks to share the layers.
+    Raises ValueError for a process that has no ranks to share layers with.
     """
-    if config.parallel.tensor == 1:
-        return ranks.size
-    if ranks.size != config.parallel.tensor:
+    n = config.parallel.tensor
+    if ranks.tensor_parallel.size != n:
         raise ValueError(
-            f"config: parallel.tensor ({config.parallel.tensor}) with {ranks.size} ranks: start so many, by "
-            f"torchrun --nproc-per-node {config.parallel.tensor} -m zerokl train"
+            f"config: parallel.tensor ({n}) with {ranks.size} ranks: start a multiple of {n} ranks, by "
+            f"torchrun --nproc-per-node {n} -m zerokl train"
         )
-    return 1
+    return ranks.data_parallel.size
 
 
 def _replicated_engine(run: EngineInputs, sizes: PassSizes, stopwatch: Stopwatch) -> Engine:

@@ -1,7 +1,6 @@
 """The master weights of a model whose ranks share its layers (parallel/tensor.py)."""
 
 from collections.abc import Iterator
-from itertools import accumulate
 
 import torch
 
@@ -14,33 +13,50 @@ from .parallel.zero import Slices
 
 
 class TensorWeights(MasterWeights):
-    """The weights of one rank's part, [parts.part.numel] fp32; the decoder computes with them, rounded."""
+    """The weights in one rank's slice of its part, in fp32; the decoder computes with the part, rounded."""
 
     def __init__(self, decoder: Decoder, weights: torch.Tensor, parts: TensorParts):
         """weights: the first master weights of the whole model, [parts.layout.numel] fp32."""
         self.decoder, self._parts = decoder, parts
         self.slices = Slices(parts.layout, parts.ranks, decoder.device)
         self._in_place = decoder.dtype == torch.float32
-        self._master = decoder.flat.detach() if self._in_place else parts.cut(weights).to(decoder.device)
+        self._master = self._own if self._in_place else parts.cut(weights)[parts.own.own].to(decoder.device)
+
+    @property
+    def _own(self) -> torch.Tensor:
+        """This rank's slice of what is computed with."""
+        return self.decoder.flat.detach()[self._parts.own.own]
 
     @property
     def numel(self) -> int:
         return self._parts.numel
 
+    def _pieces_of(self, own: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+        """The part of each weight in a slice `own` [own], by the weight's name."""
+        place = self._parts.own.own
+        for entry in self._parts.part.trained:
+            first, last = max(entry.offset, place.start), min(entry.offset + entry.numel, place.stop)
+            if first < last:
+                yield entry.name, own[first - place.start : last - place.start]
+
     def pieces(self) -> Iterator[Piece]:
-        entries, flat = self._parts.part.trained, self.decoder.flat.detach()
-        starts = accumulate((entry.numel for entry in entries), initial=0)
-        for entry, start in zip(entries, starts, strict=False):
-            at = slice(entry.offset, entry.offset + entry.numel)
-            rounded = None if self._in_place else flat[at]
-            place = slice(start, start + entry.numel)
-            matrices = [slice(0, entry.numel)] if len(entry.shape) > 1 else []
-            whole = self._parts.layout.entries[entry.name].shape == entry.shape
-            is_copy, is_head = whole and not self.slices.ranks.first, entry.name == VALUE_HEAD
-            yield Piece(self._master[at], place, is_head, rounded, matrices=matrices, is_copy=is_copy)
+        start, shares_layers = 0, self.slices.ranks.tensor_parallel.rank > 0
+        part, whole = self._parts.part.entries, self._parts.layout.entries
+        for (name, weights), (_, own) in zip(
+            self._pieces_of(self._master), self._pieces_of(self._own), strict=True
+        ):
+            place, start = slice(start, start + len(weights)), start + len(weights)
+            yield Piece(
+                weights,
+                place,
+                is_critic_head=name == VALUE_HEAD,
+                rounded=None if self._in_place else own,
+                matrices=[slice(0, len(weights))] if len(part[name].shape) > 1 else [],
+                is_copy=shares_layers and part[name].shape == whole[name].shape,
+            )
 
     def changed(self) -> int | None:
-        """Do nothing: AdamW rounds a piece when it has changed it."""
+        self._parts.own.share(self.decoder.flat.detach())
         return None
 
     def to_slice(self, vector: torch.Tensor) -> torch.Tensor:
@@ -63,7 +79,7 @@ class TensorWeights(MasterWeights):
         if self._in_place:
             return None
         # They travel in fp32, which holds them exactly.
-        own_slice = self._slice_of(self.decoder.flat.detach().float()).to(self.decoder.dtype)
+        own_slice = self._slice_of(self._own.float()).to(self.decoder.dtype)
         return self.slices.hash_tree(self.slices.hashing(own_slice))
 
     def whole_policy(self) -> tuple[Layout, torch.Tensor]:
@@ -75,8 +91,8 @@ class TensorWeights(MasterWeights):
         part = self._parts.cut(weights)
         self.decoder.flat.copy_(part)
         if not self._in_place:
-            self._master.copy_(part)
+            self._master.copy_(part[self._parts.own.own])
 
-    def _slice_of(self, flat: torch.Tensor) -> torch.Tensor:
-        """This rank's slice of what is flat over the parts."""
-        return self._parts.to_slice(self._parts.vector(flat))
+    def _slice_of(self, own: torch.Tensor) -> torch.Tensor:
+        """This rank's slice of the whole model, of what each rank has for its slice of its part."""
+        return self._parts.to_slice(self._parts.vector(own))

@@ -1,6 +1,7 @@
 """Sums by leaves: equal to the same computed by slices, other orders are seen, and fp64 judges them."""
 
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -101,9 +102,9 @@ def test_one_leaf_and_packed_weights_change_no_bit():
 
 
 def test_control_leaves_that_the_ranks_do_not_divide_are_refused():
-    for count in (0, 3):
-        with pytest.raises(ValueError, match=rf"leaves \({count}\) must be a power of two"):
-            Leaves(count)
+    for count, size in ((0, 1), (3, 1), (16, 1), (2, 4)):
+        with pytest.raises(ValueError, match=rf"leaves \({count}\) must be 1, 2, 4 or 8, and a multiple"):
+            Leaves(count, SimpleNamespace(size=size))
 
 
 @pytest.mark.parametrize("count", COUNTS)

@@ -5,7 +5,7 @@ group. Today the mesh has one dimension. Along it, each rank has its own part of
 virtual shards (data_parallel.py). The gradient is the root of one tree (gradient.py) over the shards of all
 ranks. The ranks' shards of a round are neighbours in this tree, and zero.py adds their sums in the tree's
 order. Each rank updates its own slice of the weights and sends this slice to all ranks. With parallel.tensor
-the ranks share each layer in place of the prompts (tensor.py). Only rank 0 writes files.
+the ranks are a grid, along whose second dimension they share layers (tensor.py). Only rank 0 writes files.
 """
 
 import gc
@@ -25,8 +25,9 @@ from ...processes.keeper import end_with
 
 X = TypeVar("X")
 
-# The data-parallel dimension of the mesh, along which prompts, virtual shards and slices are spread.
-DATA_PARALLEL = "dp"
+# The data-parallel dimension of the mesh, along which prompts, virtual shards and slices are spread; and that
+# along which ranks share layers.
+DATA_PARALLEL, TENSOR_PARALLEL = "dp", "tp"
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,18 @@ class Ranks:
     """
 
     mesh: DeviceMesh | None = None
+    # Of a grid: those with another part of the prompts, and those that share this one's layers (tensor.py).
+    grid: "tuple[Ranks, Ranks] | None" = None
+
+    @property
+    def data_parallel(self) -> "Ranks":
+        """Those that have other parts of the prompts: all, without a grid."""
+        return self.grid[0] if self.grid else self
+
+    @property
+    def tensor_parallel(self) -> "Ranks":
+        """Those that share the layers with this one: it alone, without a grid."""
+        return self.grid[1] if self.grid else ALONE
 
     @property
     def rank(self) -> int:
@@ -197,11 +210,12 @@ def _take_gpu() -> None:
 
 
 @contextmanager
-def join_ranks(on_gpu: bool = False, always: bool = False) -> Iterator[Ranks]:
+def join_ranks(on_gpu: bool = False, always: bool = False, tensor: int = 1) -> Iterator[Ranks]:
     """The ranks among which torchrun started this process; one rank without torchrun.
 
     on_gpu: each rank computes on a GPU of its own. Raises ValueError where there are too few. always: a
-    single rank too has a mesh, for FSDP. compatibility.py says which settings ranks can be used with.
+    single rank too has a mesh, for FSDP. tensor: neighbouring ranks that share each layer; they divide the
+    ranks. compatibility.py says which settings ranks can be used with.
     """
     size, backend = world_size(), "cpu:gloo,cuda:nccl" if on_gpu else "gloo"
     if size == 1:
@@ -214,7 +228,7 @@ def join_ranks(on_gpu: bool = False, always: bool = False) -> Iterator[Ranks]:
     if on_gpu:
         _take_gpu()
     _init(backend)
-    with _mesh(size, on_gpu) as ranks:
+    with _mesh(size, on_gpu, tensor) as ranks:
         yield ranks
 
 
@@ -226,7 +240,7 @@ def _init(backend: str, **options: Any) -> None:
 
 
 @contextmanager
-def _mesh(size: int, on_gpu: bool) -> Iterator[Ranks]:
+def _mesh(size: int, on_gpu: bool, tensor: int = 1) -> Iterator[Ranks]:
     """The ranks of the process group, which ends with this context.
 
     The group's destructor waits for the threads of gloo. One that lets go of a tensor while the interpreter
@@ -234,12 +248,18 @@ def _mesh(size: int, on_gpu: bool) -> Iterator[Ranks]:
     may keep the group.
     """
     try:
-        mesh = init_device_mesh("cuda" if on_gpu else "cpu", (size,), mesh_dim_names=(DATA_PARALLEL,))
+        device, grid = "cuda" if on_gpu else "cpu", None
+        meshes = [init_device_mesh(device, (size,), mesh_dim_names=(DATA_PARALLEL,))]
+        if tensor > 1:
+            names = (DATA_PARALLEL, TENSOR_PARALLEL)
+            meshes.append(init_device_mesh(device, (size // tensor, tensor), mesh_dim_names=names))
+            grid = tuple(Ranks(meshes[1][name]) for name in names)
         try:
-            yield Ranks(mesh[DATA_PARALLEL])
+            yield Ranks(meshes[0][DATA_PARALLEL], grid)
         finally:
             # DTensor's caches keep a mesh for good, and the mesh its groups. torch 2.11 has no such registry.
-            getattr(mesh, "_pg_registry", {}).clear()
+            for mesh in meshes:
+                getattr(mesh, "_pg_registry", {}).clear()
     finally:
         dist.destroy_process_group()
         gc.collect()  # the modules of FSDP, which are cycles, keep it too

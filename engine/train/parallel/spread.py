@@ -81,6 +81,17 @@ def length(ranges: Sequence[Range]) -> int:
     return sum(b - a for a, b in ranges)
 
 
+def merged(ranges: Sequence[Range]) -> list[Range]:
+    """The same elements in as few ranges: a matrix whose columns are shared has one for each row."""
+    fewer: list[Range] = []
+    for a, b in ranges:
+        if fewer and fewer[-1][1] == a:
+            fewer[-1] = fewer[-1][0], b
+        else:
+            fewer.append((a, b))
+    return fewer
+
+
 def _overlap(ranges: Sequence[Range], other: Sequence[Range]) -> list[Range]:
     """What two lists of ranges have in common, as places in the vector of the first, in ascending order."""
     places, start, j = [], 0, 0
@@ -93,4 +104,4 @@ def _overlap(ranges: Sequence[Range], other: Sequence[Range]) -> list[Range]:
             if (first := max(a, c)) < (last := min(b, d)):
                 places.append((start + first - a, start + last - a))
         start += b - a
-    return places
+    return merged(places)

@@ -1,53 +1,75 @@
 """Tensor parallelism: ranks that share each layer, and its weights, as kernels/leaves.py cuts sums.
 
-A rank has whole heads, and columns of the MLP and of the vocabulary. It computes every token with them, and
-joins the sums that are cut with those of the other ranks. So all ranks see the same rows, draw the same
-tokens and know all scores. Of a vector that no rank cuts, such as a norm, each rank has all.
+The ranks are a grid. Along "tp" they share layers: a rank has whole heads, and columns of the MLP and of the
+vocabulary. It computes every token of its row with them, and joins the sums that are cut with those of the
+other ranks. So these see the same rows, draw the same tokens and know all scores. Of a vector that no rank
+cuts, such as a norm, each has all. Along "dp" they have parts of the prompts and of the virtual shards, as
+ranks with whole weights do, and one slice each of their part of the weights (zero.py).
 
-The gradient of a rank's part is the root of the tree over all virtual shards (gradient.py). For the norm and
-the ledger its parts travel to the slices of zero.py, and back for AdamW: where an element lies decides no
-bit.
+For the norm and the ledger these slices travel to those of the whole model, and back for AdamW: where an
+element lies decides no bit.
 """
 
-from collections.abc import Sequence
-from typing import TypeVar
+from collections.abc import Iterator
 
 import torch
 
 from ....model.weights import Layout, fingerprint
-from .data_parallel import RankedWorkers
-from .gradient import ShardsWork
+from .data_parallel import ReplicatedWorkers
 from .pieces import WayToSlices
 from .process_group import Ranks
 from .scorer import Scorer
-from .spread import length
+from .spread import Range, length, merged
 from .workers import Workers
-
-X = TypeVar("X")
-Y = TypeVar("Y")
+from .zero import Slices
 
 
 class TensorParts(WayToSlices):
-    """The parts of a model that ranks share, of which a vector that no rank cuts is in each.
+    """What each rank of a grid owns of a model, of which a vector that no rank cuts is in several.
 
-    layout: of the whole model. part: of this rank's part. A vector [numel] holds its weights one after
-    another, without what lies between them in the flat tensor.
+    layout: of the whole model. part: of the part that ranks along "dp" have in common. own: this rank's slice
+    of that, over these ranks. A vector [numel] holds the weights in `own` one after another, without what
+    lies between them in the flat tensor.
     """
 
-    def __init__(self, layout: Layout, ranks: Ranks):
-        self.layout, self.part = layout, layout.of_rank(ranks.size)
-        super().__init__([layout.ranges_of_rank(rank, ranks.size) for rank in range(ranks.size)], ranks)
-        assert self.numel == sum(entry.numel for entry in self.part.trained)
+    def __init__(self, layout: Layout, ranks: Ranks, device: torch.device | None = None):
+        self.layout, self.part = layout, layout.of_rank(ranks.tensor_parallel.size)
+        self.own = Slices(self.part, ranks.data_parallel, device)
+        n = ranks.tensor_parallel.size
+        owned = [
+            [place for place, _ in self._places(tensor_rank, own)]
+            for own in self.own.parts
+            for tensor_rank in range(n)
+        ]
+        super().__init__(owned, ranks)
         self.find_slices(layout)
+        self._in_own = merged([x for _, x in self._places(ranks.tensor_parallel.rank, self.own.own)])
 
-    def vector(self, flat: torch.Tensor) -> torch.Tensor:
-        """The weights of a flat tensor [part.numel] as a vector [numel]."""
-        return torch.cat([flat[e.offset : e.offset + e.numel] for e in self.part.trained])
+    def _places(self, tensor_rank: int, own: slice) -> Iterator[tuple[Range, Range]]:
+        """The ranges of a rank's slice `own` in the whole flat tensor; each with its place in the slice."""
+        ranges = self.layout.ranges_of_rank(tensor_rank, self.part.config.ranks)
+        for (a, b), start in zip(ranges, self._starts(ranges), strict=True):
+            first, last = max(start, own.start), min(start + b - a, own.stop)
+            if first < last:
+                yield (a + first - start, a + last - start), (first - own.start, last - own.start)
+
+    def _starts(self, ranges: list[Range]) -> Iterator[int]:
+        """Where each of a rank's ranges lies in the flat tensor of its part."""
+        remaining = iter(ranges)
+        for entry in self.part.trained:
+            start, stop = entry.offset, entry.offset + entry.numel
+            while start < stop:
+                yield start
+                start += length([next(remaining)])
+
+    def vector(self, own: torch.Tensor) -> torch.Tensor:
+        """The weights in this rank's slice as a vector [numel]. own: the slice, or more after it."""
+        return torch.cat([own[:0], *(own[a:b] for a, b in self._in_own)])
 
     def cut(self, whole: torch.Tensor) -> torch.Tensor:
         """This rank's part of a flat tensor [layout.numel], as a new flat tensor [part.numel]."""
-        vector = torch.cat([whole[a:b] for a, b in self.ranges])
-        flat = whole.new_zeros(self.part.numel)
+        ranges = self.layout.ranges_of_rank(self.ranks.tensor_parallel.rank, self.part.config.ranks)
+        vector, flat = torch.cat([whole[a:b] for a, b in ranges]), whole.new_zeros(self.part.numel)
         sizes = [entry.numel for entry in self.part.trained]
         for entry, x in zip(self.part.trained, vector.split(sizes), strict=True):
             flat[entry.offset : entry.offset + entry.numel] = x
@@ -56,34 +78,23 @@ class TensorParts(WayToSlices):
     def joined(self, flat: torch.Tensor) -> torch.Tensor:
         """The whole flat tensor [layout.numel] in every rank, from the part of each. All ranks call it."""
         whole = flat.new_zeros(self.layout.numel)
-        parts = self.ranks.all_gather(self.vector(flat))
-        for ranges, vector in zip(self.ranges_of, parts, strict=True):
-            for (a, b), x in zip(ranges, vector.split([length([r]) for r in ranges]), strict=True):
-                whole[a:b] = x
+        self.gather_into(whole, self.vector(flat[self.own.own]))
         return whole
 
 
-class TensorWorkers(RankedWorkers):
-    """The one worker of a rank that shares the model. Every rank computes all virtual shards."""
+class TensorWorkers(ReplicatedWorkers):
+    """ReplicatedWorkers along "dp", of ranks that share the model along "tp"."""
 
     def __init__(self, workers: Workers, parts: TensorParts, virtual_shards: int):
-        super().__init__(virtual_shards, virtual_shards)
-        self._workers, self._parts = workers, parts
-
-    def _sum_round(
-        self, work: ShardsWork, shards: Sequence[X | None]
-    ) -> tuple[list[Y | None], torch.Tensor | None]:
-        return self._workers.sum_shards(work, shards)
+        super().__init__(workers, parts.own, virtual_shards)
+        self._parts = parts
 
     def _slice_of(self, root: torch.Tensor | None) -> torch.Tensor | None:
         return None if root is None else self._parts.to_gradient_slice(self._parts.vector(root))
 
-    def close(self) -> None:
-        self._workers.close()
-
 
 class SharedScorer(Scorer):
-    """A Scorer whose decoder has this rank's part of a model. Every rank scores all rollouts."""
+    """A Scorer whose decoder has this rank's part of a model. Ranks along "tp" score the same rollouts."""
 
     def __init__(self, workers: Workers, micro_batch: int, parts: TensorParts):
         super().__init__(workers, micro_batch)

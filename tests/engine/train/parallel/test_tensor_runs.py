@@ -38,11 +38,12 @@ def alone(plain, tmp_path_factory) -> Path:
     return path
 
 
-@pytest.mark.parametrize(
-    "ranks", [2, pytest.param(4, marks=pytest.mark.proof), pytest.param(8, marks=pytest.mark.proof)]
-)
-def test_any_number_of_ranks_has_one_ledger(plain, alone, tmp_path, ranks):
-    _run(ranks, plain, tmp_path / "run", "--parallel.tensor", str(ranks))
+GRIDS = [(2, 2), *(pytest.param(*grid, marks=pytest.mark.proof) for grid in ((4, 4), (8, 8), (4, 2), (8, 2)))]
+
+
+@pytest.mark.parametrize(("ranks", "tensor"), GRIDS)
+def test_any_grid_of_ranks_has_one_ledger(plain, alone, tmp_path, ranks, tensor):
+    _run(ranks, plain, tmp_path / "run", "--parallel.tensor", str(tensor))
     _same(tmp_path / "run", alone)
     _same_metrics(tmp_path / "run", alone)
 
