@@ -159,20 +159,18 @@ void outputs(const Plan& p, const Keys<T>& keys, const int64_t* first, int64_t f
 
 }  // namespace
 
-#define DEFINE(T, NAME)                                                                                    \
-  extern "C" void attention_scores_##NAME(const Plan* p, const T* q, int64_t q_stride, const T* k,         \
-                                          int64_t stride, float scale, const int64_t* first, int64_t from, \
-                                          int64_t to, int64_t chunk_tiles, int64_t window, float* out,     \
-                                          float* joins, float* m) {                                        \
-    const Keys<T> keys{k, nullptr, stride};                                                                \
-    scores(*p, q, q_stride, keys, scale, first, from, to, chunk_tiles, window, out, joins, m);             \
-  }                                                                                                        \
-  extern "C" void attention_outputs_##NAME(const Plan* p, const T* k, const T* v, int64_t stride,          \
-                                           const int64_t* first, int64_t from, int64_t to,                 \
-                                           int64_t chunk_tiles, int64_t window, const float* e,            \
-                                           const float* joins, const float* sinks, int64_t lanes, T* o,    \
-                                           float* l) {                                                     \
-    outputs(*p, Keys<T>{k, v, stride}, first, from, to, chunk_tiles, window, e, joins, sinks, lanes, o,    \
-            l);                                                                                            \
+#define DEFINE(T, NAME)                                                                                      \
+  extern "C" void attention_scores_##NAME(const Plan* p, const T* q, int64_t q_stride, const T* k,           \
+                                          int64_t stride, float scale, const int64_t* first, int64_t from,   \
+                                          int64_t to, int64_t chunk_tiles, int64_t window, float* out,       \
+                                          float* joins, float* m) {                                          \
+    const Keys<T> keys{k, nullptr, stride};                                                                  \
+    scores(*p, q, q_stride, keys, scale, first, from, to, chunk_tiles, window, out, joins, m);               \
+  }                                                                                                          \
+  extern "C" void attention_outputs_##NAME(                                                                  \
+      const Plan* p, const T* k, const T* v, int64_t stride, const int64_t* first, int64_t from, int64_t to, \
+      int64_t chunk_tiles, int64_t window, const float* e, const float* joins, const float* sinks,           \
+      int64_t lanes, T* o, float* l) {                                                                       \
+    outputs(*p, Keys<T>{k, v, stride}, first, from, to, chunk_tiles, window, e, joins, sinks, lanes, o, l);  \
   }
 FOR_DTYPES(DEFINE)

@@ -20,8 +20,8 @@ void copy_columns(const float* x, int64_t row, float* out, int64_t T) {
 constexpr int64_t LEAF_ROWS = 12, MOST_LEAVES = 8;
 
 // A few rows of y, from one panel: the sums of the leaves, and their tree.
-void leaf_rows(const float* x, const float* panel, float* y, int64_t rows, int64_t N, int64_t width, int64_t K,
-               int64_t leaves) {
+void leaf_rows(const float* x, const float* panel, float* y, int64_t rows, int64_t N, int64_t width,
+               int64_t K, int64_t leaves) {
   alignas(64) float sums[MOST_LEAVES * LEAF_ROWS * PANEL];
   const int64_t part = K / leaves, size = rows * width;
   for (int64_t leaf = 0; leaf < leaves; ++leaf)

@@ -19,9 +19,6 @@ class _Fields(Fields):
     num_experts_per_tok: PositiveInt = 4
     swiglu_alpha: FiniteFloat = 1.702
     swiglu_limit: FiniteFloat = 7.0
-    # What older files say twice.
-    experts_per_token: PositiveInt | None = None
-    initial_context_length: PositiveInt | None = None
 
 
 def layers(config: ConfigFile) -> list[Layer]:
@@ -30,16 +27,6 @@ def layers(config: ConfigFile) -> list[Layer]:
     rope = common.rope_parameters or common.rope_scaling
     if not rope:
         config.wrong("rope_parameters and rope_scaling are missing; libraries differ in what they then take")
-    repeated = {
-        "experts_per_token": fields.num_experts_per_tok,
-        "initial_context_length": rope.get("original_max_position_embeddings"),
-    }
-    for name, value in repeated.items():
-        if getattr(fields, name) not in (None, value):
-            config.refuse(name, getattr(fields, name), f"another field says {value}")
-    for name in ("swiglu_alpha", "swiglu_limit"):
-        if not getattr(fields, name) > 0.0:
-            config.wrong(f"{name} ({getattr(fields, name)}) must be positive")
     decided = {
         "num_experts": fields.num_local_experts,
         "num_experts_per_tok": fields.num_experts_per_tok,
@@ -48,6 +35,16 @@ def layers(config: ConfigFile) -> list[Layer]:
         "decoder_sparse_step": 1,
         "mlp_only_layers": [],
     }
+    repeated = {
+        "experts_per_token": fields.num_experts_per_tok,
+        "initial_context_length": rope.get("original_max_position_embeddings"),
+    }
+    for name, value in (decided | repeated).items():
+        if (given := config.raw.get(name)) not in (None, value):
+            config.refuse(name, given, f"{value} is what the architecture, or another field, says")
+    for name in ("swiglu_alpha", "swiglu_limit"):
+        if not getattr(fields, name) > 0.0:
+            config.wrong(f"{name} ({getattr(fields, name)}) must be positive")
     mixture = ClampedExperts(
         read_experts(config, decided), alpha=fields.swiglu_alpha, limit=fields.swiglu_limit
     )

@@ -107,6 +107,8 @@ PUBLISHED: list[tuple[str, dict[str, Any]]] = [
     ("smollm3", {"pretraining_tp": 2, "max_window_layers": 28, "use_sliding_window": False}),
     ("gemma2", {"cache_implementation": "hybrid", "hidden_act": "gelu_pytorch_tanh"}),
     ("gemma3_text", {"cache_implementation": "hybrid", "attn_logit_softcapping": None, "rope_scaling": None}),
+    ("gpt_oss", {"experts_per_token": 2, "initial_context_length": 64, "router_aux_loss_coef": 0.9}),
+    ("gpt_oss", {"quantization_config": {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}}),
     ("olmo3", {"rope_scaling": None, "use_cache": False}),
     ("phi3", {"auto_map": {"AutoConfig": "a.b"}, "embd_pdrop": 0.0, "_name_or_path": "Phi-3"}),
 ]

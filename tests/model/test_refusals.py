@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from zerokl.engine.runs.init import preset_config
 from zerokl.files.bitwise import equal
+from zerokl.kernels.attention_sinks import refuse_sinks_on_triton
 from zerokl.kernels.sampling_params import SamplingParams
 from zerokl.model.checkpoint import check_values, check_weights, load_decoder, read_rows
 from zerokl.model.config import ModelConfig
@@ -222,6 +223,16 @@ OLMO3 = OLMO3 | {"hidden_act": "silu"}
 ROPES = {"full_attention": {"rope_theta": 1e6}, "sliding_attention": {"rope_theta": 2e4}}
 
 
+# In the form of the published files.
+GPT_OSS = QWEN2 | {
+    "architectures": ["GptOssForCausalLM"],
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "head_dim": 16,
+    "rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128},
+}
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -253,6 +264,12 @@ ROPES = {"full_attention": {"rope_theta": 1e6}, "sliding_attention": {"rope_thet
             "sliding_attention: beta = 1 is not supported",
         ),
         (OLMO3 | {"rope_theta": 1e4}, r"rope_theta \(10000\): in layers of sliding_attention"),
+        (GPT_OSS | {"experts_per_token": 3}, "experts_per_token = 3 is not supported; 2 is what"),
+        (GPT_OSS | {"initial_context_length": 4096}, "initial_context_length = 4096 is not supported"),
+        (GPT_OSS | {"rope_scaling": None}, "rope_parameters and rope_scaling are missing"),
+        (GPT_OSS | {"swiglu_limit": 0.0}, r"swiglu_limit \(0.0\) must be positive"),
+        (GPT_OSS | {"n_shared_experts": 1}, "n_shared_experts = 1 is not supported"),
+        (GPT_OSS | {"norm_topk_prob": False}, "norm_topk_prob = False is not supported"),
     ],
 )
 def test_what_a_family_with_windows_does_not_compute_is_refused(change, message):
@@ -271,6 +288,10 @@ def test_what_no_gpu_computes_is_refused_by_name():
         ValueError, match=r'device \("cuda"\): Qwen3_5ForCausalLM has gated delta nets, .*cpu'
     ):
         hybrid.refuse_on_triton()
+    with pytest.raises(ValueError, match=r'device \("cuda"\): the attention sinks of a GptOssForCausalLM'):
+        ModelConfig.from_dict(GPT_OSS).refuse_on_triton()
+    with pytest.raises(ValueError, match=r"attention: sinks \(3, 2\) are not computed on a GPU"):
+        refuse_sinks_on_triton(torch.zeros(3, 2))
     for raw in (QWEN2, GEMMA2, OLMO3):
         ModelConfig.from_dict(raw).refuse_on_triton()
 
