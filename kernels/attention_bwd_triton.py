@@ -268,7 +268,9 @@ def _tiles(dtype: torch.dtype, width: int, gpu: str) -> tuple[dict[str, int], di
     if width > 128 and dtype == torch.float32:
         return tiles(16, 16, 8), tiles(16, 16, 8) | {"num_stages": 1}
     if width > 128:
-        registers = {} if gpu == "amd" else {"maxnreg": MOST_REGISTERS}
+        if gpu == "amd":
+            return tiles(32, 32, 4), tiles(16, 32, 8)
+        registers = {"maxnreg": MOST_REGISTERS}
         return tiles(32, 32, 8) | registers, tiles(16, 32, 8) | registers
     if dtype == torch.float32:
         # Without maxnreg the compiler stops at 64 to 96 registers on Hopper and Ampere, and spills.
