@@ -269,6 +269,8 @@ def _options_of_more_registers(
     """Those of wide heads, windows and caps on NVIDIA's GPUs. In fp32 the compiler spills if it is told."""
     if dtype != torch.float32:
         return options | {"maxnreg": MOST_REGISTERS}
+    if width <= 128 and gpu == "hopper":
+        return {"num_stages": 3 if paged else 2}
     return {"num_stages": 2 if width > 128 and not paged and gpu != "ampere" else 1}
 
 

@@ -120,7 +120,6 @@ def cases() -> Iterator[Case]:
         yield from _chunked_attention(dtype, *ATTENTION_SHAPES[0])
     for shape in RULED_SHAPES:
         yield from _attention_of(*shape, wants_lse=(True,))
-    yield from _chunked_attention_with_a_window(BF16)
     blocks, keys = _meta(torch.int64, 8, 2), _meta(torch.int64, LANES, BLOCK)
     for dtype in (FP32, BF16):  # any dtype of 4 bytes, and any of 2
         yield (
@@ -401,16 +400,6 @@ def _chunked_attention(dtype: torch.dtype, D: int, group: int) -> Iterator[Case]
         split_paged(q[:2], cache, cache, spans, scale, rule)
 
     yield f"{name}, shared chunks", shared
-
-
-def _chunked_attention_with_a_window(dtype: torch.dtype) -> Iterator[Case]:
-    """At the widths of Gemma-2-27B."""
-    rule = RULES["chunked-512"]._replace(window=4096, cap=50.0)
-    q, k, cache = _meta(dtype, 256, 16, 128), _meta(dtype, 256, 8, 128), _meta(dtype, 32, KEY_TILE, 8, 128)
-    spans, name = _spans(pages=32), f"attention in chunks {_name(dtype)} 128, groups of 2{_mask_name(rule)}"
-    yield name, lambda: walk_packed(q, k, k, _spans(), 128**-0.5, rule, True, 1024)
-    yield f"{name}, paged", lambda: walk_paged(q, cache, cache, spans, 128**-0.5, rule)
-    yield f"{name}, decode", lambda: split_paged(q[:2], cache, cache, spans, 128**-0.5, rule)
 
 
 def _spans(pages: int = 0) -> Spans:

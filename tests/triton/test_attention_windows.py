@@ -22,7 +22,9 @@ from tests.kernels.test_attention_windows import WINDOWS, plain
 from tests.triton.test_attention import _paged
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-dtypes = pytest.mark.parametrize("dtype", DTYPES)
+dtypes = pytest.mark.parametrize(
+    "dtype", [pytest.param(torch.float32, marks=pytest.mark.full), torch.bfloat16, torch.float16]
+)
 rules = st.builds(
     AttentionRule,
     chunk=st.sampled_from([0, 0, 64]),
@@ -63,8 +65,17 @@ def test_rows_know_their_sequence_only_and_have_the_gradients_of_the_whole(dtype
     assert total_unequal(*after_contexts(case, [int(n * part) for n in case.lengths], dy, rule)) == 0
 
 
-@pytest.mark.parametrize("window", WINDOWS)
-@pytest.mark.parametrize(("dtype", "chunk"), [(torch.float32, 0), (torch.bfloat16, 0), (torch.bfloat16, 64)])
+@pytest.mark.parametrize(
+    "window", [x if x in (33, 64) else pytest.param(x, marks=pytest.mark.full) for x in WINDOWS]
+)
+@pytest.mark.parametrize(
+    ("dtype", "chunk"),
+    [
+        (torch.bfloat16, 0),
+        pytest.param(torch.float32, 0, marks=pytest.mark.full),
+        pytest.param(torch.bfloat16, 64, marks=pytest.mark.full),
+    ],
+)
 def test_a_row_has_the_bits_of_a_walk_over_the_keys_of_its_window(window, dtype, chunk):
     """From the edge of the tile where it begins; hidden keys before it are far away."""
     case, rule = make_case([150], 2, 1, 64, dtype, seed=window), AttentionRule(chunk, window)

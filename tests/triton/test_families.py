@@ -29,14 +29,15 @@ def attentions(config: ModelConfig) -> list[tuple[int, float]]:
     return [(row.window, row.cap) for row in rows if row.equation is Equation.ATTENTION]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("model_type", "dtype", "rule"),
     [
         ("gemma2", torch.bfloat16, AttentionRule()),
-        pytest.param("gemma2", torch.float32, AttentionRule(), marks=pytest.mark.full),
-        pytest.param("gemma2", torch.float16, AttentionRule(64), marks=pytest.mark.full),
-        pytest.param("gemma3_text", torch.bfloat16, AttentionRule(), marks=pytest.mark.full),
-        pytest.param("olmo3", torch.float16, AttentionRule(), marks=pytest.mark.full),
+        ("gemma2", torch.float32, AttentionRule()),
+        ("gemma2", torch.float16, AttentionRule(64)),
+        ("gemma3_text", torch.bfloat16, AttentionRule()),
+        ("olmo3", torch.float16, AttentionRule()),
     ],
 )
 def test_the_law(model_type, dtype, rule):
