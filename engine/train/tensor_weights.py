@@ -31,21 +31,21 @@ class TensorWeights(MasterWeights):
     def numel(self) -> int:
         return self._parts.numel
 
-    def _pieces_of(self, own: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-        """The part of each weight in a slice `own` [own], by the weight's name."""
+    def _pieces_of(self, x: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+        """The part of each weight in x, which has this rank's slice, by the weight's name."""
         place = self._parts.own.own
         for entry in self._parts.part.trained:
             first, last = max(entry.offset, place.start), min(entry.offset + entry.numel, place.stop)
             if first < last:
-                yield entry.name, own[first - place.start : last - place.start]
+                yield entry.name, x[first - place.start : last - place.start]
 
     def pieces(self) -> Iterator[Piece]:
         start = 0
-        for (name, weights), (_, own) in zip(
+        for (name, weights), (_, rounded) in zip(
             self._pieces_of(self._master), self._pieces_of(self._own), strict=True
         ):
             place, start = slice(start, start + len(weights)), start + len(weights)
-            yield Piece(weights, place, name == VALUE_HEAD, None if self._in_place else own)
+            yield Piece(weights, place, name == VALUE_HEAD, None if self._in_place else rounded)
 
     def matrices(self) -> Iterator[torch.Tensor]:
         entries = self._parts.part.entries
@@ -88,6 +88,6 @@ class TensorWeights(MasterWeights):
         if not self._in_place:
             self._master.copy_(part[self._parts.own.own])
 
-    def _slice_of(self, own: torch.Tensor) -> torch.Tensor:
+    def _slice_of(self, x: torch.Tensor) -> torch.Tensor:
         """This rank's slice of the whole model, of what each rank has for its slice of its part."""
-        return self._parts.to_slice(self._parts.vector(own))
+        return self._parts.to_slice(self._parts.vector(x))
