@@ -31,18 +31,18 @@ class TensorWeights(MasterWeights):
     def numel(self) -> int:
         return self._parts.numel
 
-    def _pieces_of(self, own: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-        """The part of each weight in a slice `own` [own], by the weight's name."""
+    def _pieces_of(self, x: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+        """The part of each weight in x, which has this rank's slice, by the weight's name."""
         place = self._parts.own.own
         for entry in self._parts.part.trained:
             first, last = max(entry.offset, place.start), min(entry.offset + entry.numel, place.stop)
             if first < last:
-                yield entry.name, own[first - place.start : last - place.start]
+                yield entry.name, x[first - place.start : last - place.start]
 
     def pieces(self) -> Iterator[Piece]:
         start, shares_layers = 0, self.slices.ranks.tensor_parallel.rank > 0
         part, whole = self._parts.part.entries, self._parts.layout.entries
-        for (name, weights), (_, own) in zip(
+        for (name, weights), (_, rounded) in zip(
             self._pieces_of(self._master), self._pieces_of(self._own), strict=True
         ):
             place, start = slice(start, start + len(weights)), start + len(weights)
@@ -50,7 +50,7 @@ class TensorWeights(MasterWeights):
                 weights,
                 place,
                 is_critic_head=name == VALUE_HEAD,
-                rounded=None if self._in_place else own,
+                rounded=None if self._in_place else rounded,
                 matrices=[slice(0, len(weights))] if len(part[name].shape) > 1 else [],
                 is_copy=shares_layers and part[name].shape == whole[name].shape,
             )
@@ -93,6 +93,6 @@ class TensorWeights(MasterWeights):
         if not self._in_place:
             self._master.copy_(part[self._parts.own.own])
 
-    def _slice_of(self, own: torch.Tensor) -> torch.Tensor:
+    def _slice_of(self, x: torch.Tensor) -> torch.Tensor:
         """This rank's slice of the whole model, of what each rank has for its slice of its part."""
-        return self._parts.to_slice(self._parts.vector(own))
+        return self._parts.to_slice(self._parts.vector(x))

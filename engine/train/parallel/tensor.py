@@ -37,21 +37,21 @@ class TensorParts(WayToSlices):
         self.own = Slices(self.part, ranks.data_parallel, device)
         n = ranks.tensor_parallel.size
         owned = [
-            [place for place, _ in self._places(tensor_rank, own)]
-            for own in self.own.parts
+            [place for place, _ in self._places(tensor_rank, part)]
+            for part in self.own.parts
             for tensor_rank in range(n)
         ]
         super().__init__(owned, ranks)
         self.find_slices(layout)
         self._in_own = merged([x for _, x in self._places(ranks.tensor_parallel.rank, self.own.own)])
 
-    def _places(self, tensor_rank: int, own: slice) -> Iterator[tuple[Range, Range]]:
-        """The ranges of a rank's slice `own` in the whole flat tensor; each with its place in the slice."""
+    def _places(self, tensor_rank: int, part: slice) -> Iterator[tuple[Range, Range]]:
+        """The ranges of a rank's slice `part` in the whole flat tensor; each with its place in the slice."""
         ranges = self.layout.ranges_of_rank(tensor_rank, self.part.config.ranks)
         for (a, b), start in zip(ranges, self._starts(ranges), strict=True):
-            first, last = max(start, own.start), min(start + b - a, own.stop)
+            first, last = max(start, part.start), min(start + b - a, part.stop)
             if first < last:
-                yield (a + first - start, a + last - start), (first - own.start, last - own.start)
+                yield (a + first - start, a + last - start), (first - part.start, last - part.start)
 
     def _starts(self, ranges: list[Range]) -> Iterator[int]:
         """Where each of a rank's ranges lies in the flat tensor of its part."""
@@ -62,9 +62,9 @@ class TensorParts(WayToSlices):
                 yield start
                 start += length([next(remaining)])
 
-    def vector(self, own: torch.Tensor) -> torch.Tensor:
-        """The weights in this rank's slice as a vector [numel]. own: the slice, or more after it."""
-        return torch.cat([own[:0], *(own[a:b] for a, b in self._in_own)])
+    def vector(self, x: torch.Tensor) -> torch.Tensor:
+        """The weights in this rank's slice as a vector [numel]. x: the slice, or more after it."""
+        return torch.cat([x[:0], *(x[a:b] for a, b in self._in_own)])
 
     def cut(self, whole: torch.Tensor) -> torch.Tensor:
         """This rank's part of a flat tensor [layout.numel], as a new flat tensor [part.numel]."""
