@@ -255,6 +255,7 @@ def _products(dtype: torch.dtype) -> Iterator[Case]:
             )
     if dtype != FP32:
         yield from _products_of_many_rows(dtype)
+        yield from _unrounded_products(dtype)
         yield from _decoding_of_wide_outputs(dtype)
 
 
@@ -264,6 +265,15 @@ def _products_of_many_rows(dtype: torch.dtype) -> Iterator[Case]:
     yield f"linear {name} many rows", lambda: matmul(x, w)
     yield f"linear {name} many rows with a bias", lambda: matmul(x, w, bias)
     yield f"input gradient {name} many rows", lambda: matmul(x, _transposed(dtype, 2048, 1024))
+
+
+def _unrounded_products(dtype: torch.dtype) -> Iterator[Case]:
+    """Those with weights whose adapters are not merged (linear.Adapted)."""
+    name, w, dy = _name(dtype), _meta(dtype, 1024, 2048), _meta(dtype, _ROWS["prefill"], 1024)
+    for phase, rows in _ROWS.items():
+        x = _meta(dtype, rows, 2048)
+        yield f"linear {name} unrounded {phase}", lambda x=x: matmul(x, w, rounded=False)
+    yield f"input gradient {name} unrounded", lambda: matmul(dy, w.t(), rounded=False)
 
 
 def _decoding_of_wide_outputs(dtype: torch.dtype) -> Iterator[Case]:

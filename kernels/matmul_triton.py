@@ -153,6 +153,8 @@ def matmul(
     if rounded and tma and N * x_MK.itemsize % 16 == 0 and readable(x_MK, w):
         return matmul_tma(x_MK, w, b_N, transposed, tma, programs)
     t = matmul_tiles(M, N, K, x_MK.dtype, gpu, tiles)
+    if y.dtype != x_MK.dtype:  # a tile of fp32 results needs more registers, which spill on Blackwell
+        t = t._replace(num_warps=2 * t.num_warps)
     launch(
         _matmul,
         (min(programs, ceil_div(M, t.block_m) * ceil_div(N, t.block_n)),),
