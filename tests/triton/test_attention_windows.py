@@ -8,11 +8,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from zerokl.kernels import attention_split_triton, attention_triton
+from zerokl.kernels import attention_triton
 from zerokl.kernels.attention import varlen_plan
 from zerokl.kernels.attention_rule import AttentionRule
-from zerokl.kernels.attention_split_triton import split_paged
-from zerokl.kernels.attention_tables import SharedChunks, shared_chunks
+from zerokl.kernels.attention_split_triton import no_chunks, split_paged
+from zerokl.kernels.attention_tables import shared_chunks
 from zerokl.kernels.attention_triton import attention_paged
 from zerokl.kernels.softcap import softcap
 
@@ -121,8 +121,9 @@ def test_chunks_that_samples_share_have_the_same_bits_under_a_window(dtype):
     assert total_unequal([split_paged(q, k, v, spans, case.scale, rule)], [expected]) == 0
     table = spans.block_table.clone()
     table[1, :4] = table[0, :4]
-    width = attention_split_triton.slots(2, 1, dtype, q.device)
-    shared = SharedChunks(*map(torch.from_numpy, shared_chunks(table.tolist(), case.lengths, 2, 32, width)))
+    shared = no_chunks(3, 2, 1, dtype, q.device)
+    shared_chunks(table, torch.tensor(case.lengths), 2, 32, shared)
+    assert (shared.items[:3, 2] > 0).any(), "control: two samples share chunks"
     spans = spans._replace(block_table=table, shared=shared)
     assert total_unequal([split_paged(q, k, v, spans, case.scale, rule)], [expected]) == 0
 

@@ -31,7 +31,7 @@ from tests.helpers import contents, property_settings
 
 # Fields and metrics that only a replay can derive. Those that are measured cannot be derived at all.
 REPLAYED = {"weight_version", "loss", "entropy", "grad_norm", "lr", "eval/reward", "advantage"}
-REPLAYED |= {"eval/base_reward"}
+REPLAYED |= {"eval/base_reward", "update/moved"}
 MEASURED = ("time/", "perf/")
 STEPS = 5
 # Of the steps that are done again.
