@@ -78,11 +78,30 @@ class Judged(NamedTuple):
     transformers: Callable[[torch.dtype], list[dict[str, torch.Tensor]]]
 
 
+def _away_from_clamps(folder: Path) -> bool:
+    """Whether no input of a clamp of gpt-oss's experts lies within 1e-5 of its limit.
+
+    There its derivative jumps, so a rounding of 3e-7 before it changes gradients by all that they are. The
+    edge itself is judged in tests/kernels/test_clamped_experts.py.
+    """
+    if ModelConfig.from_file(folder).architecture != "GptOssForCausalLM":
+        return True
+    model, inputs = judge(folder), []
+    experts = [module for module in model.modules() if hasattr(module, "_apply_gate")]
+    for module in experts:
+        apply = module._apply_gate
+        module._apply_gate = lambda x, apply=apply: inputs.append(x.detach()) or apply(x)
+    logprobs_and_gradients(model, PAIRS, DY)
+    return all(float((x.abs() - experts[0].limit).abs().min()) > 1e-5 for x in inputs)
+
+
 @pytest.fixture(scope="module", params=JUDGED_FAMILIES)
 def judged(request, tmp_path_factory) -> Judged:
     folders = [
         save_random(request.param, tmp_path_factory.mktemp(request.param), seed, "200KB") for seed in SEEDS
     ]
+    folders = [folder for folder in folders if _away_from_clamps(folder)]
+    assert len(folders) >= 4
     return Judged(
         folders,
         [logprobs_and_gradients(judge(folder), PAIRS, DY) for folder in folders],
