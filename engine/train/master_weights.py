@@ -21,6 +21,7 @@ from ...model.quantisation import Quantisation
 from ...model.weights import VALUE_HEAD, FlatLayout, Layout
 from ...verify.ledger import Tree
 from .parallel.gathered import WholeWeights
+from .parallel.pieces import WayToSlices
 from .parallel.sharded_adapters import ShardedAdapters
 from .parallel.tree_hash import hash_tree
 from .parallel.zero import Slices
@@ -131,6 +132,31 @@ class MasterWeights(ABC):
     def whole_policy(self) -> tuple[Layout, torch.Tensor]:
         """The layout of the whole model, and what is computed with, [numel]. Called inside `gathered`."""
         return self.decoder.layout, self.decoder.flat.detach()
+
+
+class SpreadWeights(MasterWeights):
+    """Weights of which a rank has others than its slice. way: from these to the slices, and back."""
+
+    def __init__(self, way: WayToSlices, slices: Slices):
+        self._way, self.slices = way, slices
+
+    @property
+    def numel(self) -> int:
+        return self._way.numel
+
+    def to_slice(self, vector: torch.Tensor) -> torch.Tensor:
+        return self._way.to_slice(vector)
+
+    def from_slice(self, own_slice: torch.Tensor) -> torch.Tensor:
+        place = self.slices.own
+        return self._way.from_slice(own_slice[: place.stop - place.start].to(self.decoder.device))
+
+    def hash(self) -> Tree:
+        return self.slices.hash_tree(self.slices.hashing(self._own_slice()))
+
+    @abstractmethod
+    def _own_slice(self) -> torch.Tensor:
+        """This rank's slice of the master weights."""
 
 
 class SlicedWeights(MasterWeights):

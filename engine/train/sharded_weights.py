@@ -16,7 +16,7 @@ import torch
 from ...model.buffers import as_numbers
 from ...model.weights import VALUE_HEAD_TENSOR
 from ...verify.ledger import Tree
-from .master_weights import MasterWeights, Piece
+from .master_weights import Piece, SpreadWeights
 from .parallel.gathered import WholeWeights
 from .parallel.sharded_model import ShardedModel, placed_like
 from .parallel.zero import Slices
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
 
-class ShardedWeights(MasterWeights):
+class ShardedWeights(SpreadWeights):
     """The weights of a ShardedModel.
 
     whole: of the model. Its decoder is the sampler's, and has its weights only while it draws.
@@ -34,11 +34,7 @@ class ShardedWeights(MasterWeights):
     def __init__(self, model: ShardedModel, whole: WholeWeights):
         self._model, self._pieces, self._whole = model, model.pieces, whole
         self.decoder = whole.decoder
-        self.slices = Slices(self.decoder.layout, model.ranks, self.decoder.device)
-
-    @property
-    def numel(self) -> int:
-        return self._pieces.numel
+        super().__init__(model.pieces, Slices(self.decoder.layout, model.ranks, self.decoder.device))
 
     def pieces(self) -> Iterator[Piece]:
         locals_ = self._model.locals()
@@ -52,13 +48,6 @@ class ShardedWeights(MasterWeights):
     def changed(self) -> int | None:
         """Do nothing: a layer rounds its weights when it gathers them."""
         return None
-
-    def to_slice(self, vector: torch.Tensor) -> torch.Tensor:
-        return self._pieces.to_slice(vector)
-
-    def from_slice(self, own_slice: torch.Tensor) -> torch.Tensor:
-        place = self.slices.own
-        return self._pieces.from_slice(own_slice[: place.stop - place.start].to(self.decoder.device))
 
     def collect(self) -> torch.Tensor | None:
         """In rank 0 alone. Each weight is gathered in its turn."""
@@ -79,9 +68,6 @@ class ShardedWeights(MasterWeights):
             if name in frozen:
                 yield name, tensor.full_tensor().cpu()
 
-    def hash(self) -> Tree:
-        return self.slices.hash_tree(self.slices.hashing(self._own_slice()))
-
     def hash_compute(self) -> Tree | None:
         """What a layer computes with is the master weights, rounded once."""
         if self.decoder.dtype == torch.float32:
@@ -93,7 +79,6 @@ class ShardedWeights(MasterWeights):
         return self._whole.gathered()
 
     def _own_slice(self) -> torch.Tensor:
-        """This rank's slice of the master weights."""
         return self._pieces.to_slice(self._model.master())
 
     def tensors(self) -> dict[str, torch.Tensor]:

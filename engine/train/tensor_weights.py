@@ -7,18 +7,18 @@ import torch
 from ...model.decoder import Decoder
 from ...model.weights import VALUE_HEAD, Layout
 from ...verify.ledger import Tree
-from .master_weights import MasterWeights, Piece
+from .master_weights import Piece, SpreadWeights
 from .parallel.tensor import TensorParts
 from .parallel.zero import Slices
 
 
-class TensorWeights(MasterWeights):
+class TensorWeights(SpreadWeights):
     """The weights in one rank's slice of its part, in fp32; the decoder computes with the part, rounded."""
 
     def __init__(self, decoder: Decoder, weights: torch.Tensor, parts: TensorParts):
         """weights: the first master weights of the whole model, [parts.layout.numel] fp32."""
         self.decoder, self._parts = decoder, parts
-        self.slices = Slices(parts.layout, parts.ranks, decoder.device)
+        super().__init__(parts, Slices(parts.layout, parts.ranks, decoder.device))
         self._in_place = decoder.dtype == torch.float32
         self._master = self._own if self._in_place else parts.cut(weights)[parts.own.own].to(decoder.device)
 
@@ -26,10 +26,6 @@ class TensorWeights(MasterWeights):
     def _own(self) -> torch.Tensor:
         """This rank's slice of what is computed with."""
         return self.decoder.flat.detach()[self._parts.own.own]
-
-    @property
-    def numel(self) -> int:
-        return self._parts.numel
 
     def _pieces_of(self, x: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
         """The part of each weight in x, which has this rank's slice, by the weight's name."""
@@ -59,21 +55,14 @@ class TensorWeights(MasterWeights):
         self._parts.own.share(self.decoder.flat.detach())
         return None
 
-    def to_slice(self, vector: torch.Tensor) -> torch.Tensor:
-        return self._parts.to_slice(vector)
-
-    def from_slice(self, own_slice: torch.Tensor) -> torch.Tensor:
-        place = self.slices.own
-        return self._parts.from_slice(own_slice[: place.stop - place.start].to(self.decoder.device))
-
     def collect(self) -> torch.Tensor | None:
-        return self.slices.collect(self._slice_of(self._master))
+        return self.slices.collect(self._own_slice())
 
     def frozen_views(self) -> Iterator[tuple[str, torch.Tensor]]:
         return iter(())
 
-    def hash(self) -> Tree:
-        return self.slices.hash_tree(self.slices.hashing(self._slice_of(self._master)))
+    def _own_slice(self) -> torch.Tensor:
+        return self._slice_of(self._master)
 
     def hash_compute(self) -> Tree | None:
         if self._in_place:
