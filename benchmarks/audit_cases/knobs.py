@@ -21,7 +21,7 @@ from pathlib import Path
 
 import torch
 from models import world
-from run import SOUND_KINDS, UNKNOWN_KINDS
+from run import without_a_name
 from sound_logs import Kind, Models, rows_of, untried
 from transformers import AttentionInterface
 from zerokl.audit.as_json import as_json
@@ -274,11 +274,9 @@ def plants() -> Iterator[Plant]:
 
 def judged(plant: Plant, report: dict) -> str:
     """The word for a report."""
-    kind, text = report["cause"]["kind"], report["cause"]["text"]
-    if kind in SOUND_KINDS:
-        return "missed"
-    if kind in UNKNOWN_KINDS:
-        return "seen"
+    if word := without_a_name(report):
+        return word
+    text = report["cause"]["text"]
     text, brackets = text.split(" It explains")[0], r" \(([^()]*)\)"
     known = [x for x in re.findall(brackets, text) if not x.startswith("e4m3")]
     text = re.sub(brackets, "", text)

@@ -112,6 +112,12 @@ def _finite(row: dict) -> dict:
     return row
 
 
+def without_a_name(report: dict) -> str:
+    """The word for a report on a plant whose cause names none; empty where it names one."""
+    kind = report["cause"]["kind"]
+    return "missed" if kind in SOUND_KINDS else "seen" if kind in UNKNOWN_KINDS else ""
+
+
 def judged(case: dict, report: dict) -> str:
     """The word of the table for a report."""
     kind, text = report["cause"]["kind"], report["cause"]["text"]

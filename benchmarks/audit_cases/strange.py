@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 from knobs import attention, layers
 from models import world
-from run import SOUND_KINDS, UNKNOWN_KINDS
+from run import without_a_name
 from torch.nn import functional
 from transformers import AttentionInterface
 from zerokl.audit.as_json import as_json
@@ -234,11 +234,9 @@ def plants() -> Iterator[Plant]:
 
 def judged(plant: Plant, report: dict) -> str:
     """The word for a report."""
-    kind, text = report["cause"]["kind"], report["cause"]["text"]
-    if kind in SOUND_KINDS:
-        return "missed"
-    if kind in UNKNOWN_KINDS:
-        return "seen"
+    if word := without_a_name(report):
+        return word
+    text = report["cause"]["text"]
     text = text.split(" It explains")[0]
     return "located" if any(re.search(x, text) for x in plant.told) else "wrong"
 
