@@ -1,14 +1,14 @@
 """Training steps of a random model in this process, without a run's folder."""
 
 import gc
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from zerokl.benchmarks.letters import characters
-from zerokl.benchmarks.machine import Machine
+from zerokl.benchmarks.machine import Machine, Row
 from zerokl.engine.config.run_config import Config
 from zerokl.engine.runs.ledger_head import run_head
 from zerokl.engine.runs.setup import make_state
@@ -42,6 +42,12 @@ class Run:
     def unequal(self) -> int:
         """Tokens whose trainer logprob is not the sampler's."""
         return sum(round(m["tokens"] * (1 - m["mismatch/frac_equal"])) for m in self.steps)
+
+    def beside(self, first: "Run", what: str) -> Iterator[Row]:
+        """The rows of a run that repeats `first`: its mismatch, and whether its ledger is another."""
+        yield {"what": f"{what}: {self.tokens} tokens, trainer against sampler", "unequal": self.unequal}
+        unequal = int((self.fingerprint, self.weights) != (first.fingerprint, first.weights))
+        yield {"what": f"{what}: a fingerprint that is not the first run's", "unequal": unequal}
 
 
 def write_model(
