@@ -155,8 +155,8 @@ def table(counts: Sequence[Scale], elements: int, scales: Sequence[int]) -> str:
         lines.append([name, *("" if x is None else f"{x}" for x in row)])
         first = i + 1
     headings = ("scale", "differ", "subnormal", "lost", "overflow")
-    of_all = f"of {counts[0].gradient.numel()} and {elements} elements:"
-    return f"{of_all}\n\n{markdown_table(headings, lines)}"
+    totals = f"of {counts[0].gradient.numel()} and {elements} elements:"
+    return f"{totals}\n\n{markdown_table(headings, lines)}"
 
 
 def run_config(model: str, dtype: str, head: str) -> Config:
