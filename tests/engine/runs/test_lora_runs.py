@@ -22,6 +22,7 @@ from zerokl.files.bitwise import count_unequal
 from zerokl.files.writing import MANIFEST, write_manifest
 from zerokl.verify.compare_runs import open_run
 
+from tests.engine.runs.exact_runs import faults, train_exactly
 from tests.forged_run import forge_file
 from tests.helpers import fingerprint
 
@@ -50,8 +51,7 @@ def lora(request, config, base) -> Config:
 @pytest.fixture(scope="module")
 def run(lora, tmp_path_factory) -> Path:
     path = tmp_path_factory.mktemp("lora") / "run"
-    summary = train(lora, path)
-    assert (summary.tokens_unequal, summary.mismatch_max_abs) == (0, 0.0)
+    train_exactly(lora, path)
     return path
 
 
@@ -138,7 +138,7 @@ def test_off_is_the_run_without_the_section(config, base, tmp_path):
 
 
 def test_a_run_goes_on_is_replayed_traced_and_verified(run, cut, tmp_path):
-    assert [f"{f.what}: {f.result}" for f in verify_run(cut, 2, 0, {}) if not f.holds] == []
+    assert faults(cut) == []
     command = ["replay", str(cut), "--step", "1", "--trace", str(tmp_path / "t.safetensors")]
     assert main(command) == 0
     names = load_file(tmp_path / "t.safetensors").keys()
@@ -148,7 +148,7 @@ def test_a_run_goes_on_is_replayed_traced_and_verified(run, cut, tmp_path):
     resume(cut, {"workers": 2, "micro_batch": 2})
     assert [line.chain for line in open_run(cut).lines] == [line.chain for line in open_run(run).lines]
     assert fingerprint(cut) == fingerprint(run)
-    assert [f"{f.what}: {f.result}" for f in verify_run(cut, 0, 0, {}) if not f.holds] == []
+    assert faults(cut, 0) == []
 
 
 def moved_model(path: Path, model: Path) -> None:
@@ -180,7 +180,7 @@ def test_another_base_is_refused_by_name(cut, tmp_path, name):
 )
 def test_what_a_loader_reads_beside_the_adapter_is_bound(cut, file, field, value):
     forge_file(cut / "checkpoints" / "step-000002", file, lambda x: x.update({field: value}))
-    lines = [f"{f.what}: {f.result}" for f in verify_run(cut, 0, 0, {}) if not f.holds]
+    lines = faults(cut, 0)
     assert [line.startswith("step-000002: ") for line in lines] == [True]
     named = {"base_model_name_or_path": f"the base of its adapter, which it calls {value!r}"}
     assert named.get(field, f"{file.split('/')[-1]}: {field} is {value!r}, and must be ") in lines[0]
