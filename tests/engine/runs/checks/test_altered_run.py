@@ -22,12 +22,20 @@ from zerokl.engine.runs.intact_checkpoints import open_checkpoint
 from zerokl.engine.runs.resume import derived_summary
 from zerokl.engine.runs.run import resume, train
 from zerokl.engine.runs.summary import write_summary
-from zerokl.files.writing import MANIFEST, hash_json, write_manifest
+from zerokl.files.writing import hash_json
 from zerokl.verify.difference import Mark
 from zerokl.verify.ledger import read_ledger
 
 from tests.engine.runs.exact_runs import faults, forget_end
-from tests.forged_run import all_solved, chain_again, forge_file, forge_head, forge_rollouts, forge_weight
+from tests.forged_run import (
+    all_solved,
+    chain_again,
+    forge_file,
+    forge_head,
+    forge_manifest,
+    forge_rollouts,
+    forge_weight,
+)
 from tests.helpers import contents, property_settings
 
 # Fields and metrics that only a replay can derive. Those that are measured cannot be derived at all.
@@ -492,8 +500,7 @@ def test_what_a_loader_would_read_of_a_checkpoint_is_bound(run, tmp_path, what):
     shutil.copytree(run, path)
     folder = path / "checkpoints" / "step-000004"
     FOREIGN[what](folder)
-    (folder / MANIFEST).unlink(missing_ok=True)
-    write_manifest(folder)
+    forge_manifest(folder)
     lines = faults(path, 0)
     assert [what in line and line.startswith("step-000004: ") for line in lines] == [True]
 
