@@ -8,8 +8,9 @@ from zerokl.engine.config.run_config import Config
 from zerokl.engine.runs.run import resume, train
 from zerokl.model.families import MODEL_TYPES
 
+from tests.engine.runs.exact_runs import forget_end
 from tests.engine.runs.test_leaf_runs import EIGHT_HEADS
-from tests.engine.train.parallel.test_ranks import _forget_the_end, _launch, _run, _same, _same_metrics
+from tests.engine.train.parallel.test_ranks import _launch, _run, _same, _same_metrics
 from tests.random_model import random_model
 
 DTYPES = [
@@ -93,12 +94,12 @@ def test_a_run_goes_on_with_another_number_of_ranks(config, eight, tmp_path):
         x / "checkpoints/step-000003/model.safetensors" for x in (tmp_path / "run", tmp_path / "alone")
     ]
     assert weights[0].read_bytes() == weights[1].read_bytes()
-    _forget_the_end(tmp_path / "run", 3)
+    forget_end(tmp_path / "run")
     process = _launch(4, ["--resume", "run", "--parallel.tensor", "4"], tmp_path)
     output, _ = process.communicate()
     assert process.returncode == 0, output
     _same(tmp_path / "run", tmp_path / "alone")
-    _forget_the_end(tmp_path / "run", 3)
+    forget_end(tmp_path / "run")
     resume(tmp_path / "run", {"parallel.tensor": "1"})
     _same(tmp_path / "run", tmp_path / "alone")
 
