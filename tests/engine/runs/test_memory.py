@@ -57,10 +57,12 @@ def kept_bytes(decoder: Decoder, rows: int) -> int:
         storages[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
         return x
 
-    prompts = Prompts(decoder, [[3, 4]])
+    # Where a layer keeps a state, the prompt is read with the sample.
+    prompt = [3] if decoder.config.states else [3, 4]
+    prompts = Prompts(decoder, [prompt])
     weights = {decoder.flat.untyped_storage().data_ptr()}
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
-        logp, _ = logprobs(decoder, pack([([3, 4], [5] * rows)], [0]), SamplingParams(), prompts=prompts)
+        logp, _ = logprobs(decoder, pack([(prompt, [5] * rows)], [0]), SamplingParams(), prompts=prompts)
     assert logp.requires_grad
     return sum(n for address, n in storages.items() if address not in weights)
 

@@ -321,8 +321,8 @@ def test_a_scale_that_is_forged_in_checkpoint_and_ledger_is_found_by_the_replay(
     lines[4]["notes"]["scaler"]["scale"] = 2.0
     lines[4]["sum"] = hash_json({name: value for name, value in lines[4].items() if name != "sum"})
     (path / "ledger.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    found = faults(path, STEPS)
-    assert any(line.startswith("replay of step 3: the ledger's notes: scaler is ") for line in found), found
+    wrong = faults(path, STEPS)
+    assert any(line.startswith("replay of step 3: the ledger's notes: scaler is ") for line in wrong), wrong
 
 
 @pytest.mark.full
@@ -341,9 +341,9 @@ def test_held_out_rewards_of_a_run_that_was_evaluated_in_several_ways_are_checke
         values = json.loads(lines[step])
         lines[step] = json.dumps(values | {name: math.nextafter(values[name], 2.0)})
         (forged / "metrics.jsonl").write_text("\n".join(lines) + "\n")
-        found = faults(forged, STEPS)
-        assert any(line.startswith(f"replay of step {step}: metrics.jsonl: {name} is") for line in found), (
-            found
+        wrong = faults(forged, STEPS)
+        assert any(line.startswith(f"replay of step {step}: metrics.jsonl: {name} is") for line in wrong), (
+            wrong
         )
 
 
@@ -524,6 +524,6 @@ def test_evaluations_that_vanish_are_no_ok(run, tmp_path):
         path = tmp_path / str(setting)
         shutil.copytree(run, path)
         without_evaluations(path, setting)
-        found = faults(path, 0)
-        assert found == ([] if setting else ["evaluations: step 0 lacks eval/base_reward in metrics.jsonl"])
+        wrong = faults(path, 0)
+        assert wrong == ([] if setting else ["evaluations: step 0 lacks eval/base_reward in metrics.jsonl"])
         assert notes(path, 0).get("evaluations", "").startswith("none: evaluation is off" if setting else "")
