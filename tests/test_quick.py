@@ -94,9 +94,11 @@ def test_quick_keeps_as_few_cases_as_hold_every_value(tmp_path):
         "test_fixture[y-2]",
         "test_fixture[z-2]",
     ]
-    assert len([name for name in kept if "rows" in name]) == 4
+    listed = ["test_rows[1-True]", "test_rows[2-True]", "test_rows[1-False]"]
+    assert [name for name in kept if "rows" in name] == listed, "the first, the middle and the last"
     assert not any("long" in name for name in kept)
     assert "test_partly[short]" in kept
+    assert set(_collected(tmp_path, "--diagonal")) == {*kept, "test_rows[2-False]"}, "every row of a list"
 
 
 @pytest.mark.full

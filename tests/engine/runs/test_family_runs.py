@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from zerokl.engine.config.run_config import ParallelConfig
-from zerokl.engine.runs.init import PRESETS, random_decoder
+from zerokl.engine.runs.init import PRESETS, preset_config, random_decoder
 from zerokl.engine.runs.memory import activation_bytes
 from zerokl.engine.runs.run import train
 from zerokl.engine.runs.samplers import refuse_uncompared
@@ -60,7 +60,7 @@ def preset(name: str) -> Decoder:
 
 def test_every_family_is_a_preset_of_init_that_has_its_fields():
     for name, family in MODEL_TYPES.items():
-        raw = preset(name).config.raw
+        raw = preset_config(name, 40).raw
         assert raw["architectures"] == [family.architecture]
         assert {key: raw[key] for key in family.small} == dict(family.small)
         assert name in PRESETS
