@@ -173,6 +173,7 @@ class Layout(FlatLayout):
         self.fused: dict[str, tuple[str, tuple[int, ...]]] = {}
         shapes: dict[str, Shape] = {}
         self.unpackable: set[str] = set()
+        self.cut_inputs: set[str] = set()  # whose products ranks cut along K (Weight.shared_columns)
         self._weights: dict[str, Weight] = {}
         buffers: set[str] = set()
         frozen = {*frozen}
@@ -186,6 +187,8 @@ class Layout(FlatLayout):
                 self.fused[hf + name] = prefix + weight.name, shape
             if not weight.packable:
                 self.unpackable.add(prefix + weight.name)
+            if weight.shared_columns:
+                self.cut_inputs.add(prefix + weight.name)
             if weight.is_buffer:
                 buffers |= {name for name, _ in parts}
                 frozen.add(prefix + weight.name)
