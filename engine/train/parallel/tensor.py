@@ -82,8 +82,7 @@ class TensorParts(WayToSlices):
         self.gather_into(whole, self.vector(flat[self.own.own]))
         ranks, place = self.ranks.tensor_parallel, slice(self.part.trained_numel, None)
         frozen = [list(self._places(rank, slice(place.start, self.part.numel))) for rank in range(ranks.size)]
-        own = [x for _, x in frozen[ranks.rank]]
-        vector = torch.cat([flat[:0], *(flat[place][a:b] for a, b in own)])
+        vector = torch.cat([flat[:0], *(flat[place][a:b] for _, (a, b) in frozen[ranks.rank])])
         Spread([[x for x, _ in places] for places in frozen], ranks).gather_into(whole, vector)
         return whole
 
