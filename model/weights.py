@@ -198,9 +198,8 @@ class Layout(FlatLayout):
         super().__init__(shapes, frozen)
 
     def of_rank(self, ranks: int) -> "Layout":
-        """The layout of the part that one of `ranks` has. All of it is trained."""
-        assert not self.frozen, "frozen weights are not shared"
-        return Layout(self.config.of_rank(ranks), (), self.value_head)
+        """The layout of the part that one of `ranks` has, with the same weights trained."""
+        return Layout(self.config.of_rank(ranks), self.frozen, self.value_head)
 
     def ranges_of_rank(self, rank: int, ranks: int) -> list[tuple[int, int]]:
         """Where the elements of a rank's part lie in this layout: [start, stop) each, in their order."""

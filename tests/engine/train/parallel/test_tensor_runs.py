@@ -61,6 +61,8 @@ WORKS = {
     "turns": {"task__name": "nim", "task__options": {}, "task__reward": "", "prompts": 4},
     "windows": {"dtype": "bfloat16"},
     "tied, biases": {"dtype": "bfloat16"},
+    "frozen": {"frozen": ("model.layers.0.*", "*.norm.*"), "dtype": "bfloat16"},
+    "frozen, in place": {"frozen": ("model.embed_tokens.*", "*.down_proj.*"), "checkpoint__every": 1},
 }
 MODELS = {
     "windows": {"model_type": "gemma2"} | dict(MODEL_TYPES["gemma2"].small),
@@ -107,7 +109,6 @@ def test_a_run_goes_on_with_another_number_of_ranks(config, eight, tmp_path):
 REFUSED = {
     "leaves": {"precision__leaves": 1},
     "fsdp": {"parallel__engine": "fsdp"},
-    "frozen": {"frozen": ("model.layers.0.*",)},
     "adapters": {"lora__rank": 2},
     "quantised weights": {"precision__weights": "int8/row"},
     "older weights": {"max_staleness": 1},
