@@ -23,8 +23,8 @@ struct Parts {
 
 // The sums of two neighbouring pieces of K numbers, together: AVX-512 has registers for both.
 template <int R, int V>
-static inline void add_two_products(Vector (&left)[R][V], Vector (&right)[R][V], const float* x, int64_t x_row,
-                                    const float* panel, int64_t K) {
+static inline void add_two_products(Vector (&left)[R][V], Vector (&right)[R][V], const float* x,
+                                    int64_t x_row, const float* panel, int64_t K) {
   constexpr int W = Vector::WIDTH;
   for (int64_t k = 0; k < K; ++k) {
     Vector a[V], b[V];
@@ -95,7 +95,8 @@ extern "C" void pack_panels(const float* w, int64_t row, int64_t column, float* 
   }
 }
 
-// y [T, N] = x [T, K] w, with w in panels. K lies in parts and is cut in leaves, which a tree adds (leaves.py).
+// y [T, N] = x [T, K] w, with w in panels. K lies in parts and is cut in leaves, which a tree adds
+// (leaves.py).
 extern "C" void matmul_panels(const float* x, const float* panels, float* y, int64_t T, int64_t N, int64_t K,
                               const int64_t* pieces, int64_t parts, int64_t leaves) {
   const int64_t step = std::max<int64_t>(6, NUMBERS / K / 6 * 6);
