@@ -3,12 +3,12 @@
 `make test` is pytest --quick. It leaves tests out in two ways:
 
 - the marker `full`, on a test or on one of its parameters;
-- of every other test, few cases: one diagonal of a matrix, the first, middle and last of a list, and a fifth
-  of the examples of a property.
+- of every other test, few cases: of a matrix the first three and the last of one diagonal, of a list the
+  first, middle and last, and of a property a fifth of its examples.
 
 `make test-rest` is pytest --rest: all that was left out, and every property with another fifth of its
 examples. `make test-full` has all of them. In CI the environments of their own, which no test-rest follows,
-run with --diagonal: --quick, but every case of a list.
+run with --diagonal: --quick, but every case of a list and of the diagonal.
 """
 
 import os
@@ -31,14 +31,16 @@ settings.register_profile("rest", settings.get_profile("quick"))
 
 # The profile of each option that chooses tests.
 SHARES = {"quick": "quick", "diagonal": "quick", "rest": "rest"}
-# Cases of a test with one axis in `make test`.
+# Cases of a test with one axis in `make test`. A matrix has one more: its dtypes are the first ones.
 LISTED = 3
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     help = "no test marked full, and few cases of every other one"
     parser.addoption("--quick", action="store_true", help=help)
-    parser.addoption("--diagonal", action="store_true", help="--quick, but every case of a list")
+    parser.addoption(
+        "--diagonal", action="store_true", help="--quick, but every case of a list and of the diagonal"
+    )
     parser.addoption("--rest", action="store_true", help="what --quick leaves out, and every property again")
 
 
@@ -77,13 +79,15 @@ def _is_property(item: pytest.Item) -> bool:
 
 
 def few(items: list[pytest.Item], listed: int) -> list[pytest.Item]:
-    """Cases of one test, none marked full: one diagonal; of one axis `listed` from the first to the last."""
+    """Cases of one test, none marked full: `listed` of a list, from first to last; one more of a diagonal."""
     cases = _places(items)
-    if len(cases[0]) > 1:
-        return [item for item in _diagonal(items, cases) if not item.get_closest_marker("full")]
-    quick = [item for item in items if not item.get_closest_marker("full")]
-    if len(quick) <= listed:
+    is_matrix = len(cases[0]) > 1
+    chosen = _diagonal(items, cases) if is_matrix else items
+    quick = [item for item in chosen if not item.get_closest_marker("full")]
+    if len(quick) <= listed + is_matrix:
         return quick
+    if is_matrix:
+        return quick[:listed] + quick[-1:]
     return [quick[i * (len(quick) - 1) // (listed - 1)] for i in range(listed)]
 
 

@@ -132,6 +132,7 @@ def test_settings_that_decide_bits_are_refused_by_name(config, tmp_path):
         assert contents(path) == before
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "older",
     [pytest.param({"max_staleness": 2}, marks=pytest.mark.full), {"perturb__delay": 2, "exact": False}],

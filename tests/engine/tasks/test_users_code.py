@@ -220,6 +220,7 @@ def _table(name: str, texts: list[str], say=print, **settings: object) -> np.nda
         return reward.values([Problem(7, "1=", "1")], [texts])
 
 
+@pytest.mark.full
 def test_a_reward_changes_no_bit_of_the_run(config, tmp_path, capfd):
     expected = train(config(), tmp_path / "toy")
     capfd.readouterr()
