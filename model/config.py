@@ -17,6 +17,7 @@ from .blocks.block import Block
 from .blocks.delta_net import DeltaNet
 from .blocks.embedding import Embedding, Head
 from .blocks.experts import MixtureOfExperts
+from .blocks.latent_attention import LatentAttention
 from .blocks.residual import Layer, Residual, layer_operations
 from .blocks.rope import Rope, frequencies, read_rope
 from .config_file import ConfigFile, UnsupportedError
@@ -95,12 +96,22 @@ class ModelConfig(Sizes):
             for layer in self.blocks
         )
 
+    @property
+    def is_latent(self) -> bool:
+        """Whether keys and values come of a latent (blocks/latent_attention.py)."""
+        return any(isinstance(block, LatentAttention) for block in self.distinct_blocks)
+
     def refuse_on_triton(self) -> None:
         """Raise ValueError for what has no Triton kernels."""
         if self.states:
             raise ValueError(
                 f'device ("cuda"): {self.architecture} has gated delta nets, which have no kernels for a GPU '
                 'yet; set device = "cpu"'
+            )
+        if self.is_latent:
+            raise ValueError(
+                f'device ("cuda"): the latent attention of a {self.architecture} is not computed on a GPU; '
+                'set device = "cpu"'
             )
         if any(row.sinks for rows in self.layer_operations for row in rows):
             # Its sinks are computed; the only family that has them has these experts.
@@ -214,6 +225,9 @@ def _sizes(family: Family, file: ConfigFile) -> dict[str, Any]:
     c = file.fields
     heads, rope = c.num_attention_heads, _read_rope(family, file)
     head_dim = c.head_dim or c.hidden_size // heads
+    rotary_dim = int(head_dim * rope.share)
+    if family.head_widths:
+        head_dim, rotary_dim = family.head_widths(file)
     return {
         "architecture": family.architecture,
         "vocab_size": c.vocab_size,
@@ -221,13 +235,13 @@ def _sizes(family: Family, file: ConfigFile) -> dict[str, Any]:
         "intermediate_size": c.intermediate_size,
         "layers": c.num_hidden_layers,
         "heads": heads,
-        "kv_heads": c.num_key_value_heads or heads,
+        "kv_heads": heads if family.head_widths else c.num_key_value_heads or heads,
         "head_dim": head_dim,
         "max_positions": c.max_position_embeddings,
         "eps": c.rms_norm_eps,
         "rope_theta": rope.theta,
         "rope_scaling": rope.scaling,
-        "rotary_dim": int(head_dim * rope.share),
+        "rotary_dim": rotary_dim,
         "norm_plus_one": family.norm_plus_one,
         "tied": c.tie_word_embeddings,
         "raw": dict(file.raw),

@@ -81,6 +81,7 @@ _COMPUTE_NOTHING = frozenset(
     return_dict_in_generate torchscript use_bfloat16 tf_legacy_loss pruned_heads tie_encoder_decoder
     id2label label2id num_labels problem_type finetuning_task task_specific_params prefix
     initializer_range router_aux_loss_coef router_z_loss_coef chunk_size_feed_forward
+    aux_loss_alpha seq_aux ep_size
     cache_implementation
     attn_implementation _attn_implementation _attn_implementation_autoset _attn_implementation_internal
     experts_implementation _experts_implementation _experts_implementation_internal use_flash_attn
@@ -95,6 +96,7 @@ _OFF: dict[str, tuple[object, ...]] = {
     "attention_dropout": (0, None),
     "mlp_bias": (False, None),
     "pretraining_tp": (1, None),
+    "moe_layer_freq": (1, None),
     "rope_interleaved": (False,),
     "is_llama_config": (True, False),
     "use_mrope": (False,),

@@ -23,6 +23,7 @@ class Family:
         the default of CommonFields (config_file.py) or of the family's own fields.
     rope_types: other names that the family has for a type of rotary embedding.
     partial_rotary: whether partial_rotary_factor may be below 1.
+    head_widths: the width of a head's keys, and of the rotated part, where head_dim does not say it.
     layer_types: of config.json, those that `layers` reads (windows: blocks/attention.py::read_windows).
     rope_by_layer_type: whether layers of sliding_attention have a rotary embedding of their own.
     norm_plus_one: whether a norm multiplies by 1 + its weight.
@@ -37,6 +38,7 @@ class Family:
     defaults: Mapping[str, Any] = field(default_factory=lambda: _NONE)
     rope_types: Mapping[str, str] = field(default_factory=lambda: _NONE)
     partial_rotary: bool = False
+    head_widths: Callable[[ConfigFile], tuple[int, int]] | None = None
     layer_types: frozenset[str] = frozenset({"full_attention"})
     rope_by_layer_type: bool = False
     norm_plus_one: bool = False

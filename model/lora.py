@@ -8,6 +8,9 @@ TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down
 FUSED_TARGETS = {"qkv_proj": TARGETS[:3], "gate_up_proj": TARGETS[4:6]}
 # Matrices that a family has under another name, and what they are: Mixtral's experts.
 _OTHER_NAMES = FUSED_TARGETS | {"w1": ("gate_proj",), "w2": ("down_proj",), "w3": ("up_proj",)}
+# Latent attention: the matrices of queries, and those of which keys and values come together.
+_OTHER_NAMES |= dict.fromkeys(("q_a_proj", "q_b_proj"), TARGETS[:1])
+_OTHER_NAMES |= dict.fromkeys(("kv_a_proj_with_mqa", "kv_b_proj"), TARGETS[1:3])
 
 
 def matrix_kinds(tensor: str) -> tuple[str, ...]:

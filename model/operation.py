@@ -26,7 +26,9 @@ class Equation(Enum):
     NORM = "RMS norm over the width of its weight"
     LINEAR = "x w^T + bias"
     ROPE = "rotary embedding of each head"
+    LATENT_ROPE = "rotary embedding of the last part of each head, which keys share"
     ATTENTION = "causal attention"
+    LATENT_ATTENTION = "causal attention, with values beside parts of keys"
     SUM = "x + factor y"
     SILU_MUL = "silu(x) y"
     GELU_MUL = "gelu(x) y, of the tanh form"
@@ -81,6 +83,7 @@ class Operation:
     kept_fp32: int = 0
     # The scale of an attention's scores; or what a sum's second part, an embedding or logits are times.
     factor: float = 1.0
+    eps: float | None = None  # of a norm, where it is not the model's
     window: int = 0  # the last keys that a row of an attention sees; 0 is all
     sinks: bool = False  # whether each row of an attention has a logit more, of its head
     cap: float = 0.0  # of an attention's scores, or of logits: x becomes cap tanh(x / cap); 0.0 is none

@@ -20,6 +20,7 @@ from .blocks.delta_net import DeltaNet
 from .blocks.embedding import Embedding, Head
 from .blocks.experts import MixtureOfExperts
 from .blocks.gated_attention import GatedAttention
+from .blocks.latent_attention import LatentAttention
 from .blocks.mlp import GatedMlp
 from .blocks.residual import Layer, layer_operations, post_norm, pre_norm
 from .config import ModelConfig
@@ -37,6 +38,7 @@ KINDS_OF_LAYERS = (
 OTHER_KINDS = (
     post_norm(Attention(wide_qk_norm=True), GatedMlp(activation="gelu_tanh")),
     pre_norm(GatedAttention(), GatedMlp()),
+    pre_norm(LatentAttention(1, 1, 1.0, q_rank=1), GatedMlp()),
     pre_norm(DeltaNet(StateShape(1, 1, 1, 1)), GatedMlp()),
     pre_norm(DeltaNet(StateShape(1, 1, 1, 1), fused_names=True), GatedMlp()),
 )

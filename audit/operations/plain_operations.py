@@ -26,7 +26,7 @@ from ...model.checkpoint import load_decoder
 from ...model.config import ModelConfig
 from ...model.decoder import Decoder
 from ...model.lora import FUSED_TARGETS
-from ...model.operation import Equation
+from ...model.operation import Equation, Operation
 from ...model.operations import input_names, layer_of, operation, split_name
 from . import plain_delta_net
 
@@ -145,7 +145,9 @@ class Operations:
                 return softcap(y if row.factor == 1.0 else y * row.factor, row.cap)
             case Equation.NORM:
                 return self.norm(
-                    self.norm_input(op, x[0]), self.weight(name) + config.norm_plus_one, config.eps
+                    self.norm_input(op, x[0]),
+                    self.weight(name) + config.norm_plus_one,
+                    config.eps if row.eps is None else row.eps,
                 )
             case Equation.ROPE:
                 rotating = config.rotating(layer_of(op))
@@ -153,6 +155,10 @@ class Operations:
             case Equation.ATTENTION:
                 rule = AttentionRule(0, row.window, row.cap)
                 return self.attention(*x, row.factor, rule=rule, sinks=self.sinks(op))
+            case Equation.LATENT_ROPE:
+                return self.latent_rope(op, x)
+            case Equation.LATENT_ATTENTION:
+                return self.latent_attention(row, x, row.factor)
             case Equation.SILU_MUL:
                 return F.silu(x[0]) * x[1]
             case Equation.GELU_MUL:
@@ -183,7 +189,10 @@ class Operations:
 
     def norm_input(self, op: str, x: Tensor) -> Tensor:
         """What a norm reads of x. Where a gate lies beside each query head, x is twice as wide."""
-        width = operation(op, self.checkpoint.config).width
+        row = operation(op, self.checkpoint.config)
+        width = row.width
+        if row.eps is not None:  # the norm of a latent, which a rotated key may follow
+            return x[:, :width]
         return x if x.shape[1] == width else self.query_and_gate(x)[0]
 
     def delta_net(self, op: str) -> tuple[DeltaNet, Callable[[str], Tensor]]:
@@ -231,6 +240,30 @@ class Operations:
             return torch.cat([pairs, rest], dim=2).reshape(x.shape)
         a, b = heads.chunk(2, dim=2)
         return torch.cat([a * cos - b * sin, b * cos + a * sin, rest], dim=2).reshape(x.shape)
+
+    def latent_attention(self, row: Operation, x: Sequence[Tensor], scale: float) -> Tensor:
+        """Attention [T, H * V] of queries, keys, and what has each head's k' and v."""
+        c, (q, k, kv) = self.checkpoint.config, x
+        width = row.width // c.heads
+        v = F.pad(kv.reshape(len(kv), c.heads, -1)[..., -width:], (0, c.head_dim - width))
+        o = self.attention(q, k, v, scale).reshape(len(q), c.heads, -1)
+        return o[..., :width].flatten(1)
+
+    def latent_rope(self, op: str, x: Sequence[Tensor], exchanged: bool = False) -> Tensor:
+        """Queries or keys [T, H * D] of latent attention: of q; or of the latent with r, and of k' and v.
+
+        exchanged: halves are rotated in place of neighbours, or neighbours in place of halves.
+        """
+        c = self.checkpoint.config
+        block = c.blocks[layer_of(op)][0].block
+        unrotated = c.head_dim - c.rotary_dim
+        heads = x[-1].reshape(len(x[-1]), c.heads, -1)
+        rotated = heads[..., unrotated:] if len(x) == 1 else x[0][:, None, -c.rotary_dim :]
+        if block.interleaved != exchanged:
+            rotated = torch.cat([rotated[..., ::2], rotated[..., 1::2]], dim=-1)
+        both = torch.cat([rotated.expand(-1, c.heads, -1), heads[..., :unrotated]], dim=-1)
+        y = self.rope(both.flatten(1), c.frequencies, factor=attention_factor(c.rope_scaling))
+        return y.reshape(both.shape).roll(-c.rotary_dim, dims=-1).flatten(1)
 
     def attention(
         self,

@@ -81,6 +81,11 @@ def make_samplers(
         )
     if model_config.states:
         refuse_states(config, model_config.architecture)
+    if model_config.is_latent and config.sampler == "vllm-zerokl":
+        raise ValueError(
+            f'sampler ("vllm-zerokl"): {model_config.architecture}: vLLM plans a cache of latents for latent '
+            'attention, and zerokl\'s decoder keeps whole keys and values; set sampler = "native"'
+        )
     if not model_config.experts:
         _refuse_without_experts(config, model_config.architecture)
     shared = WorkersSampler(workers, micro_batch)

@@ -94,7 +94,7 @@ def test_every_family_has_adapters_of_its_linear_weights_and_of_nothing_else(arc
     whole = Layout(config)
     shapes = {name: x.shape for name, x in whole.checkpoint_views(torch.empty(whole.numel)).items()}
     adapted = {f"{adapter.module}.weight" for adapter in layout.adapters}
-    linear = ("_proj.weight", ".w1.weight", ".w2.weight", ".w3.weight")
+    linear = ("_proj.weight", "_with_mqa.weight", ".w1.weight", ".w2.weight", ".w3.weight")
     in_states = {name for name in shapes if ".linear_attn." in name}  # gated delta nets have no adapters
     assert adapted == {name for name in shapes if name.endswith(linear)} - in_states
     c, is_fused = config.experts, "fused_names" in config.values
@@ -102,7 +102,9 @@ def test_every_family_has_adapters_of_its_linear_weights_and_of_nothing_else(arc
     matrices = 3 * (c.number + (c.shared > 0)) if c and architecture != "GptOssForCausalLM" else 0
     sparse = len(c.layers) if c else 0
     dense = 4 if is_fused else 4 + 3
-    all_mixers = 2 * dense if not c else 2 * 4 + sparse * matrices + (2 - sparse) * 3
+    all_mixers = (
+        2 * dense if not c else 2 * (5 if config.is_latent else 4) + sparse * matrices + (2 - sparse) * 3
+    )
     assert len(adapted) == all_mixers - 4 * len(config.states)
     for module, weight, rows, a, b in layout.adapters:
         assert (b.shape[0], a.shape[1]) == shapes[f"{module}.weight"]
