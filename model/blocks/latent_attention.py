@@ -36,7 +36,7 @@ SMALL_LATENT = {
     "kv_lora_rank": 32,
     "qk_nope_head_dim": 16,
     "qk_rope_head_dim": 16,
-    "v_head_dim": 16,
+    "v_head_dim": 24,  # narrower than a key, as the published ones
     "head_dim": 16,  # of the rotated part, as transformers writes it
     "num_key_value_heads": None,
 }

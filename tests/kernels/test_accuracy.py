@@ -31,6 +31,7 @@ SMALL = {
     "gelu_mul": ((5, 14),),
     "rms_norm plus one": ((5, 7), (7,)),
     "scale": ((5, 7),),
+    "share_key": ((5, 7),),
     "rope": ((4, 2, 32),),
     "embedding": ((10, 3),),
     "attention": ((6, 2, 16), (6, 1, 16), (6, 1, 16)),

@@ -20,6 +20,7 @@ from zerokl.kernels.rms_norm import add_rms_norm, rms_norm
 from zerokl.kernels.rope import rope, rope_frequencies, rope_table
 from zerokl.kernels.sampling_params import SamplingParams
 from zerokl.kernels.scale import scale
+from zerokl.kernels.share_key import share_key
 from zerokl.kernels.silu_mul import silu_mul
 from zerokl.kernels.softcap import softcap
 from zerokl.kernels.value_head import value_head
@@ -173,6 +174,7 @@ OPS = {
         lambda x, w: F.rms_norm(x, (x.shape[1],), 1.0 + w, EPS),
     ),
     "scale": Op(((150, 200),), lambda x: scale(x, 0.22), lambda x: x * 0.22),
+    "share_key": Op(((150, 64),), lambda x: share_key(x, 5), lambda x: x.unsqueeze(1).expand(-1, 5, -1)),
     "rope": Op(
         ((150, 3, 32),), lambda x: rope(x, COS[: len(x)].to(x.dtype), SIN[: len(x)].to(x.dtype)), _plain_rope
     ),

@@ -16,6 +16,7 @@ from zerokl.kernels.rms_norm import add_rms_norm, rms_norm
 from zerokl.kernels.rope import rope, rope_table
 from zerokl.kernels.sampling_params import SamplingParams
 from zerokl.kernels.scale import scale
+from zerokl.kernels.share_key import share_key
 from zerokl.kernels.silu_mul import silu_mul
 from zerokl.kernels.value_head import value_head
 
@@ -135,6 +136,7 @@ OPS = {
         lambda T, width, dtype, seed: (randn(seed, T, width, dtype=dtype),),
         lambda r, *_: (scale(r[0], 0.22),),
     ),
+    "share_key": Op(_x(None), lambda rows, *_: (share_key(rows[0], 5),)),
     "rope": Op(_rope_rows, lambda rows, *_: (rope(*rows),)),
     "embedding": Op(
         lambda T, width, dtype, seed: (randint(seed, 50, T),),

@@ -115,6 +115,11 @@ def gpt_oss(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
+def deepseek_v3(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_random("deepseek_v3 yarn", tmp_path_factory.mktemp("deepseek_v3"))
+
+
+@pytest.fixture(scope="module")
 def hybrid(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A gated delta net and gated attention. dt_bias, which begins at 0, is random."""
     folder = save_random("qwen3_5_text", tmp_path_factory.mktemp("hybrid"))
