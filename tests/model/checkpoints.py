@@ -134,8 +134,8 @@ FAMILIES: dict[str, PretrainedConfig] = {
     "qwen2 yarn": Qwen2Config(**_SIZE, tie_word_embeddings=False, rope_parameters=_YARN),
     "llama linear": LlamaConfig(**_SIZE, rope_parameters={"rope_type": "linear", "factor": 4.0}),
     "qwen3 bias": Qwen3Config(**_SIZE, head_dim=32, attention_bias=True, tie_word_embeddings=True),
-    # Moonlight's queries have no latent. Halves are rotated, biases stand where they may, values are as wide as
-    # keys, and no layer has experts: without their choices it is judged in bf16, too.
+    # Moonlight's queries have no latent. Halves are rotated, biases stand where they may, values are as wide
+    # as keys, and no layer has experts: without their choices it is judged in bf16, too.
     "deepseek_v3 yarn": DeepseekV3Config(
         **_SIZE
         | MODEL_TYPES["deepseek_v3"].small
