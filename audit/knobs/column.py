@@ -13,7 +13,7 @@ from ...engine.rollout.hf import load_model
 from ...model.checkpoint import DTYPES
 from ...model.weight_files import stored_tensors
 from ..hypotheses.evidence import Evidence
-from ..hypotheses.judgement import FEWEST_TOKENS, FP32, FP32_OF_BF16
+from ..hypotheses.judgement import FEWEST_TOKENS, FP32, FP32_OF_BF16, SECOND, TIMES
 from ..hypotheses.noise import Noise, measured
 from ..hypotheses.scorable_lines import Line
 from ..hypotheses.tried import Row, Tried
@@ -70,12 +70,14 @@ class KnobModel:
 def with_knobs(
     tried: Tried, evidence: Evidence, knob_model: KnobModel, stage: Callable[[str], None] = silent
 ) -> Tried:
-    """What was tried on a column, and its knobs: where no hypothesis fits, and where they are asked for.
+    """What was tried on a column, and its knobs: where no hypothesis leaves rounding, and where asked for.
 
-    A knob that fits is the best row where there is none yet. Others are rows that do not fit. The search is
-    no part of what an audit promises: where a library fails in it, the report says so.
+    A knob that fits is the best row where there is none yet, or where it leaves clearly less than that.
+    Others are rows that do not fit. The search is no part of what an audit promises: where a library fails in
+    it, the report says so.
     """
-    wanted = knob_model.always or (tried.best is None and not tried.is_within_rounding)
+    is_open = tried.best is None or tried.best.left > TIMES * tried.rounding
+    wanted = knob_model.always or (is_open and not tried.is_within_rounding)
     if not wanted or not tried.distance or tried.tokens < FEWEST_TOKENS:
         return tried
     stage("trying a number at every operation")
@@ -101,7 +103,9 @@ def _searched(tried: Tried, evidence: Evidence, knob_model: KnobModel, stage: Ca
     rows, count = _fitted(lines, few, most, evidence.side, knob_model, stage)
     best = next((x for x in rows if x.fits), None)
     rows = sorted([*rows, *tried.rows], key=lambda x: (not x.fits, x.share_left))
-    return replace(tried, tried=tried.tried + count, best=tried.best or best, rows=rows)
+    if not tried.best or (best and best.left <= SECOND * tried.best.left):
+        return replace(tried, tried=tried.tried + count, best=best, also=[], rows=rows)
+    return replace(tried, tried=tried.tried + count, rows=rows)
 
 
 def _fitted(
@@ -202,7 +206,7 @@ def _one(fit: Fitted, turn: Turn, config: object, lm_head: str) -> str:
 
 def _where(turn: Turn) -> str:
     """The layers of a knob, as a part of a sentence; empty for what is in no layer."""
-    if turn.layers == (-1,):
+    if turn.layers == (-1,) or turn.knob.names_layers:
         return ""
     if turn.is_everywhere:
         return " in all layers"

@@ -9,6 +9,7 @@ A knob fits where the difference follows what it predicts with a slope of 1, far
 what is left is what bf16 rounds and the smaller part of the difference.
 """
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
@@ -19,15 +20,19 @@ from ...engine.display.progress import silent
 from ..hypotheses.judgement import ERRORS, SECOND, SLOPE
 from ..hypotheses.noise import Noise, is_rounding
 from ..hypotheses.slope import slope
-from .forward import Tokens
+from .forward import Tokens, chosen
 from .knob import Knob, Turn
 from .knob_fit import REFUSALS, Fitted, effect_on, refined, screened
 from .knobs import knobs_of
 from .module_places import Places
+from .swaps import swaps_of
 
 # Classes that are refined in all layers, and that are looked at by layer; leads by layer that are refined;
 # leads that are fitted on all tokens; first and second knobs of pairs.
 _REFINED, _LOOKED_AT, _BY_LAYER, _FINAL, _FIRSTS, _SECONDS = 4, 12, 6, 3, 2, 3
+# Other operations that are fitted on all tokens; for the trial of them on very few: seconds of a processor,
+# tokens, and those that are tried on few tokens after it.
+_SWAPS, _SWAP_S, _SWAP_TOKENS, _SWAP_LEADS = 5, 90.0, 300, 24
 # Layers up to which each is tried; of more, quarters are tried first.
 _FEW_LAYERS = 8
 # The cosine of two effects from which two knobs do the same; the share of what noise leaves up to which two
@@ -67,7 +72,8 @@ class Knobs:
         """The best knobs, those that fit first, and how many were tried."""
         longest = max(len(x.prompt_ids) + len(x.completion_ids) for x in self.tokens.lines)
         rounds = self.few.left(self.few.base) <= _ROUNDS * self.noise.size
-        knobs = list(knobs_of(self.places, longest, rounds))
+        swaps = list(swaps_of(self.places))
+        knobs = [*knobs_of(self.places, longest, rounds), *(x for x in swaps if x.step)]
         fits = []
         for knob in knobs:
             self.stage(f"trying a number at every operation: {knob.name}")
@@ -79,11 +85,38 @@ class Knobs:
         )
         small = sorted(self._all_refined(self.few, leads), key=lambda x: x.left)
         finalists = [x.last for x in _each_once(small)[:_FINAL]]
+        others = self._swapped([*swaps, *(x for x in knobs if x.what == "clamp")])
+        finalists += [x.last for x in others[:_SWAPS]]
         best = sorted(self._all_refined(self.tokens, finalists), key=lambda x: x.left)
-        answers = self._answers(best, classes, knobs, small)
+        answers = self._answers(best, classes, [*knobs, *swaps], small)
         if small and not rounds and not any(x.fits for x in answers):
             answers += self._pairs(small, fits, min((x.left for x in best), default=np.inf))
-        return sorted(answers, key=lambda x: (not x.fits, len(x.fit.turns), x.fit.left)), len(knobs)
+        answers.sort(key=lambda x: (not x.fits, len(x.fit.turns), x.fit.left))
+        return answers, len(knobs) + len(swaps)
+
+    # --- another operation ---
+
+    def _swapped(self, knobs: Sequence[Knob]) -> list[Fitted]:
+        """Knobs at their values in all layers and in each, the best first: on very few tokens, then on few.
+
+        A model of many layers ends it before all are tried.
+        """
+        tiny, end = (
+            Tokens(self.few.model, chosen(self.few.lines, _SWAP_TOKENS)),
+            time.process_time() + _SWAP_S,
+        )
+        leads: list[tuple[float, Turn]] = []
+        for knob in knobs:
+            self.stage(f"trying another operation: {knob.name}")
+            layers = knob.place.layers
+            groups = [layers] if knob.names_layers or len(layers) == 1 else [(i,) for i in layers]
+            groups += [layers] if knob.what in ("swap", "mask") and groups != [layers] else []
+            for turn in (Turn(knob, value, group) for group in groups for value in knob.values):
+                if time.process_time() < end and (fit := _at(tiny, turn)):
+                    leads.append((fit.left, turn))
+        leads.sort(key=lambda x: x[0])
+        fits = [fit for _, turn in leads[:_SWAP_LEADS] if (fit := _at(self.few, turn))]
+        return sorted(fits, key=lambda x: x.left)
 
     # --- one knob ---
 
@@ -294,6 +327,15 @@ def leaves_rounding(noise: Noise, scored: Sequence[tuple[Tokens, np.ndarray]]) -
                 base.append(logp)
     is_small = total <= _LEAVES * noise.size * tokens
     return bool(left and is_small and is_rounding(noise, left, base, signed=False))
+
+
+def _at(tokens: Tokens, turn: Turn) -> Fitted | None:
+    """A turn as it is; None where the model's modules do not take it."""
+    try:
+        scores = tokens.scores((turn,))
+    except REFUSALS:
+        return None
+    return Fitted((turn,), tokens.left(scores), scores)
 
 
 def _quarters(layers: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
