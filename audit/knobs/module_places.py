@@ -101,7 +101,8 @@ def places_of(model: torch.nn.Module) -> Places:
         x for x in all_places if list(x.first.children()) and "." not in x.kind and -1 not in x.modules
     ]
     config = model.config.get_text_config()
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    heads = getattr(config, "num_attention_heads", 1)
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
     return Places(
         tuple(computing), tuple(attention), tuple(rotations), lm_head, layers, tuple(blocks), head_dim
     )
