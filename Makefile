@@ -13,7 +13,7 @@ RUN    ?= runs/demo
 help:
 	@echo "make demo           train a small model to add, exactly on-policy; ends with reward curve, mismatch and fingerprint"
 	@echo "make demo-turns     the same model learns to use a calculator, in trajectories of three turns"
-	@echo "make test           the tests: one diagonal of each matrix (minutes)"
+	@echo "make test           the tests: four cases of each matrix, three of each list (minutes)"
 	@echo "make test-full      all of them; make test-rest: what make test leaves out, and every property again;"
 	@echo "                    test-rest-numerics, test-rest-engine and test-rest-others are its parts"
 	@echo "make test-slow      the long proofs: 200-step runs, real vocabularies and head counts, memory, the demo twice"
@@ -75,7 +75,7 @@ demo-turns: $(STAMP)
 
 # One process a core, each with one OpenMP thread: threads of torch's wait for each other where cores are shared.
 JOBS   ?= $(shell nproc)
-# CASES=--quick: one diagonal of each matrix and a fifth of a property's examples, as in `make test`. For the targets that follow it.
+# CASES=--diagonal: one diagonal of each matrix and a fifth of a property's examples. For the targets that follow it.
 CASES  ?=
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest \
   -m "not (slow or vllm or proof or trl or peft or browser or trackers or worlds or ray or nodes or real or verl or titan or notebooks)"
@@ -101,8 +101,10 @@ test-rest-engine: $(STAMP)
 test-rest-others: $(STAMP)
 	$(PYTEST) --rest --durations=15 $(addprefix --ignore=,$(NUMERICS) tests/engine) tests
 
+# The files that have such tests: to collect all others takes as long as one of them.
+SLOW = $(shell grep -rlE 'mark\.slow\b' tests --include='test_*.py')
 test-slow: $(STAMP)
-	$(BIN)/python -m pytest $(CASES) --durations=10 -m "slow and not proof"
+	$(BIN)/python -m pytest $(CASES) --durations=10 -m "slow and not proof" $(SLOW)
 
 # The Triton that torch 2.13 for CUDA comes with, and so vLLM 0.32 on a GPU; the CPU environment has 3.9.0. Kernels are compiled by both.
 TRITON_OF_CUDA := .venv-vllm/triton-3.7.1
@@ -114,7 +116,7 @@ $(TRITON_OF_CUDA)/.installed $(FLOAT_TRITONS:=/.installed): .venv-vllm/.installe
 TRITONS := $(TRITON_OF_CUDA)/.installed $(FLOAT_TRITONS:=/.installed)
 # Triton's interpreter is chosen when Triton is imported, so interpreted kernels have a process of their own.
 empty :=
-ENVIRONMENT_OF_TRITON := ONE_BINARY_IN=$(if $(CASES),5,1) OTHER_TRITONS=$(TRITON_OF_CUDA) FLOAT_TRITONS=$(subst $(empty) $(empty),:,$(FLOAT_TRITONS)) TRITON_INTERPRET=1
+ENVIRONMENT_OF_TRITON := ONE_BINARY_IN=$(if $(CASES),7,1) OTHER_TRITONS=$(TRITON_OF_CUDA) FLOAT_TRITONS=$(subst $(empty) $(empty),:,$(FLOAT_TRITONS)) TRITON_INTERPRET=1
 
 test-proofs: $(STAMP) $(TRITONS) .venv-ray/.installed .venv-vllm/trl/.made
 	$(BIN)/python -m pytest -m "proof and not (vllm or ray)"

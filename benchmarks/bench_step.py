@@ -21,29 +21,14 @@ import by_turns
 HERE = Path(__file__).parent
 
 
-def make_model(folder: Path, positions: int = 512) -> None:
-    """The benchmark's model and tokenizer, in Hugging Face format."""
+def make_model(folder: Path, positions: int = 512) -> str:
+    """Write the benchmark's model, with random weights, and a tokenizer. Returns the model's folder."""
     import torch
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-    from zerokl.engine.tasks.tokenizer import character_tokenizer
+    from zerokl.benchmarks.device.runs import write_decoder
+    from zerokl.benchmarks.machine import Machine, model_config
 
-    torch.manual_seed(0)
-    config = Qwen3Config(
-        hidden_size=256,
-        intermediate_size=512,
-        num_hidden_layers=4,
-        num_attention_heads=8,
-        num_key_value_heads=2,
-        head_dim=32,
-        vocab_size=128,
-        max_position_embeddings=positions,
-        tie_word_embeddings=True,
-        pad_token_id=0,
-        eos_token_id=1,
-    )
-    Qwen3ForCausalLM(config).save_pretrained(folder)
-    letters = "".join(map(chr, range(32, 127))) + "".join(map(chr, range(0xC0, 0xC0 + 30)))
-    character_tokenizer(letters).save_pretrained(folder)
+    config = model_config("Qwen3", 256, 512, 8, 2, 32, layers=4, vocab=128, context=positions)
+    return str(write_decoder(Machine("cpu", small=False).random_decoder(config, torch.float32), folder))
 
 
 def sides(args: argparse.Namespace, model: str, dtype: str, scratch: Path) -> dict[str, by_turns.Side]:
@@ -140,8 +125,7 @@ def main() -> None:
         "threads": args.threads,
     }
     with tempfile.TemporaryDirectory() as scratch:
-        model = str(Path(scratch) / "model")
-        make_model(Path(model))
+        model = make_model(Path(scratch))
         for dtype in args.dtypes:
             result[dtype] = compare(args, model, dtype, Path(scratch))
     result["linear"] = linear_rates(args.threads)

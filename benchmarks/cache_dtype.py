@@ -33,8 +33,7 @@ class Wide(Decoder):
 def main() -> None:
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as scratch:
-        make_model(Path(scratch) / "model")
-        plain = load_decoder(Path(scratch) / "model", torch.float32)
+        plain = load_decoder(Path(make_model(Path(scratch))), torch.float32)
     parts, narrow = (plain.config, plain.flat.detach(), plain.layout), Numerics(cache=torch.bfloat16)
     ways = {
         "stored in bf16": Decoder(*parts, narrow),

@@ -16,20 +16,19 @@ import tempfile
 from pathlib import Path
 
 import by_turns
-from random_models import make_model
+from zerokl.benchmarks.device.runs import write_preset
 
 SIDES, STATIONS = ("moe", "tiny"), ("step_s", "sample_s", "train_s")
 
 
-def compare(args: argparse.Namespace, folder: Path, dtype: str) -> dict:
+def compare(args: argparse.Namespace, models: dict[str, Path], folder: Path, dtype: str) -> dict:
     """Let the sides take turns. Returns every turn, and the spread of the ratios over the turns."""
     shared = ["--turns", str(args.turns), "--threads", str(args.threads)]
     sides = {
         name: by_turns.Side(
-            [sys.executable, __file__, *shared, "--side", str(folder / name), dtype],
-            folder / f"{dtype}_{name}.log",
+            [sys.executable, __file__, *shared, "--side", str(model), dtype], folder / f"{dtype}_{name}.log"
         )
-        for name in SIDES
+        for name, model in models.items()
     }
     rows = by_turns.alternate(sides, args.turns, args.warmup)
     ratios = {
@@ -55,10 +54,9 @@ def main() -> None:
         return
     result = {"machine": platform.processor() or platform.machine(), "threads": args.threads}
     with tempfile.TemporaryDirectory() as folder:
-        for name in SIDES:
-            make_model(name, Path(folder))
+        models = {name: write_preset(name, Path(folder) / name) for name in SIDES}
         for dtype in ("float32", "bfloat16"):
-            result[dtype] = compare(args, Path(folder), dtype)
+            result[dtype] = compare(args, models, Path(folder), dtype)
     by_turns.write(result, args.out)
 
 

@@ -16,6 +16,7 @@ from zerokl.engine.runs.offloading import beside, placed_into
 from zerokl.model.adapters import AdapterLayout, adapted_layout
 from zerokl.model.cache import BlockCache
 from zerokl.model.weights import Layout
+from zerokl.pages.markdown import table
 
 GIB = 1 << 30
 CARDS = {"24 GB": 23.5, "80 GB": 79.1, "141 GB": 139.8}  # GiB that are free
@@ -63,21 +64,18 @@ def place(run: RunShape, gib: float) -> str:
     return "card" if name == "none" else f"{name} {sum(beside(chosen, sizes)) / GIB:.0f}"
 
 
-def row(name: str, lora: bool) -> str:
-    """A line of the table."""
+def row(name: str, lora: bool) -> list[str]:
+    """The cells of a line of the table."""
     cells = [
         ", ".join(place(run_of(name, tokens, lora, AT_ONCE[card]), gib) for tokens in LENGTHS)
         for card, gib in CARDS.items()
     ]
-    return f"| {name} | {'LoRA 16' if lora else 'all'} | {' | '.join(cells)} |"
+    return [name, "LoRA 16" if lora else "all", *cells]
 
 
 def main() -> None:
     heads = ["model", "trained", *(f"{card} at 8k, 16k, 32k" for card in CARDS)]
-    print("|", " | ".join(heads), "|\n" + "| --- " * len(heads) + "|")
-    for name in MODELS:
-        for lora in (False, True):
-            print(row(name, lora))
+    print(table(heads, (row(name, lora) for name in MODELS for lora in (False, True))))
 
 
 if __name__ == "__main__":

@@ -35,15 +35,16 @@ from zerokl.engine.tasks.loading import load_task
 from zerokl.engine.tasks.perfectible import task_of
 from zerokl.engine.tasks.rewards import open_reward
 from zerokl.engine.train.collect import collect
-from zerokl.engine.train.losses.advantage import advantages, of_tokens
-from zerokl.engine.train.losses.policy_loss import policy_loss, sequence_weights
+from zerokl.engine.train.losses.policy_loss import policy_loss
 from zerokl.engine.train.parallel.gradient import ShardSum
+from zerokl.engine.train.prepare import prepare
 from zerokl.engine.train.shard import Shard
 from zerokl.files.bitwise import count_unequal
 from zerokl.model.context import Buffers
 from zerokl.model.decoder import Decoder
 from zerokl.model.prompts import Prompts, prompt_passes
 from zerokl.model.scoring import logprobs, pack
+from zerokl.pages.markdown import table as markdown_table
 
 SCALES = range(25)
 
@@ -69,18 +70,8 @@ class Step:
             open_reward(task, config.task.reward_settings) as reward,
             closing(make_state(config, model, task, reward)) as state,
         ):
-            batch = collect(state)
+            self.shards = prepare(state, collect(state)).shard.cut(config.virtual_shards)
         self.config, self.loss, self.decoder = config, config.loss, state.policy
-        weights = sequence_weights(
-            [len(r.completion_ids) for r in batch.rollouts],
-            self.loss.loss_agg_mode,
-            config.sampling.max_tokens,
-        )
-        A = advantages(batch.rewards, self.loss.advantage).reshape(-1)
-        step_shard = Shard(
-            batch.rollouts, of_tokens(A, [len(r.logprobs) for r in batch.rollouts]), np.array(weights)
-        )
-        self.shards = step_shard.cut(config.virtual_shards)
         # Elements that were not zero at some scale, by place (see _backward) and operation.
         self.nonzero: dict[tuple[int, int, str, str], torch.Tensor] = {}
 
@@ -154,20 +145,18 @@ def measure(config: Config, model: Path, scales: Sequence[int] = SCALES) -> tupl
 def table(counts: Sequence[Scale], elements: int, scales: Sequence[int]) -> str:
     """The counts in Markdown. Neighbouring scales with equal counts share a line."""
     rows = [(s.differ, sum(s.subnormal.values()), s.lost, sum(s.overflow.values())) for s in counts]
-    lines = [
-        f"of {counts[0].gradient.numel()} and {elements} elements:\n",
-        "| scale | differ | subnormal | lost | overflow |",
-        "|---|---|---|---|---|",
-    ]
+    lines = []
     first = 0
     for i, row in enumerate(rows):
         if i + 1 < len(rows) and rows[i + 1][1:] == row[1:] and rows[i + 1][0] in (row[0], None):
             rows[i + 1] = row  # the last scale has no next one to differ from: it takes this row's number
             continue
         name = f"2^{scales[first]}" + (f" to 2^{scales[i]}" if i > first else "")
-        lines.append(f"| {name} | " + " | ".join("" if x is None else f"{x}" for x in row) + " |")
+        lines.append([name, *("" if x is None else f"{x}" for x in row)])
         first = i + 1
-    return "\n".join(lines)
+    headings = ("scale", "differ", "subnormal", "lost", "overflow")
+    totals = f"of {counts[0].gradient.numel()} and {elements} elements:"
+    return f"{totals}\n\n{markdown_table(headings, lines)}"
 
 
 def run_config(model: str, dtype: str, head: str) -> Config:

@@ -69,9 +69,9 @@ def main() -> None:
     dtype = getattr(torch, options.dtype)
     prompts = [[20 + (7 * i + 3 * j + i * j) % 90 for j in range(options.prompt)] for i in range(PROMPTS)]
     with tempfile.TemporaryDirectory() as name:
-        make_model(Path(name), positions=options.prompt + NEW_TOKENS)
+        model = Path(make_model(Path(name), positions=options.prompt + NEW_TOKENS))
         sides = {"zerokl": ours, "transformers": theirs}
-        calls = {side: make(Path(name), dtype, prompts) for side, make in sides.items()}
+        calls = {side: make(model, dtype, prompts) for side, make in sides.items()}
     seconds: dict[str, list[float]] = {side: [] for side in calls}
     for turn in range(options.turns + 1):
         for side in list(calls)[:: 1 if turn % 2 else -1]:

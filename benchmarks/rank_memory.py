@@ -16,8 +16,9 @@ import sys
 import tempfile
 from pathlib import Path
 
-from random_models import make_model
-from zerokl.engine.runs import init
+import torch
+from zerokl.benchmarks.device.runs import write_decoder
+from zerokl.benchmarks.machine import Machine, model_config
 
 _PEAK = """
 import atexit, os, sys, threading, time
@@ -35,24 +36,8 @@ if "-m" in sys.orig_argv and "RANK" in os.environ:  # a rank; not torchrun
     threading.Thread(target=look, daemon=True).start()
     atexit.register(write)
 """
-WIDTHS = {
-    "large": dict(
-        hidden_size=576,
-        intermediate_size=1536,
-        num_hidden_layers=30,
-        num_attention_heads=9,
-        num_key_value_heads=3,
-        head_dim=64,
-    ),
-    "small": dict(
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=32,
-    ),
-}
+# Widths and layers, as machine.model_config has them.
+MODELS = {"large": ((576, 1536, 9, 3, 64), 30), "small": ((64, 128, 2, 1, 32), 1)}
 _MIB = 1 << 20
 
 
@@ -78,7 +63,7 @@ def peaks(folder: Path, model: str, ranks: int, values: dict[str, str]) -> list[
     place = Path(tempfile.mkdtemp(dir=folder))
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     command = [sys.executable, *torchrun, "-m", "zerokl", "train", "--run_dir", str(place / "run")]
-    for key, value in (values | {"model": str(folder / model)}).items():
+    for key, value in (values | {"model": str(folder / model / "model")}).items():
         command += [f"--{key}", value]
     environment = os.environ | {"PYTHONPATH": str(folder), "PEAKS": str(place)}
     process = subprocess.run(command, env=environment, capture_output=True, text=True)
@@ -90,15 +75,15 @@ def peaks(folder: Path, model: str, ranks: int, values: dict[str, str]) -> list[
 
 def predicted(folder: Path, ranks: int, values: dict[str, str]) -> float:
     """MiB of a rank, by what the run itself predicts."""
-    import torch
     from zerokl.benchmarks.letters import Letters
     from zerokl.engine.config.config_file import load_config
     from zerokl.engine.runs.memory import RunShape, fit, footprint
     from zerokl.model.config import ModelConfig
     from zerokl.model.weights import Layout
 
-    config = load_config(None, None, values | {"model": str(folder / "large")})
-    layout = Layout(ModelConfig.from_file(folder / "large"))
+    large = folder / "large" / "model"
+    config = load_config(None, None, values | {"model": str(large)})
+    layout = Layout(ModelConfig.from_file(large))
     longest = max(len(problem.prompt) for problem in Letters().problems("train"))
     run = RunShape(config, layout, ranks, longest)
     sizes = fit(run, torch.device("cpu"))
@@ -114,14 +99,14 @@ def main() -> None:
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--engines", nargs="+", default=["replicated", "fsdp"])
     args = parser.parse_args()
-    init.PRESETS.update(WIDTHS)
     print("| engine | ranks | predicted, MiB | measured, MiB | rank 0, MiB |")
     print("| --- | --- | --- | --- | --- |")
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "sitecustomize.py").write_text(_PEAK)  # Python runs it when it starts
-        for model in WIDTHS:
-            make_model(model, folder)
+        for model, (widths, layers) in MODELS.items():
+            config = model_config("Qwen3", *widths, layers=layers, vocab=128)
+            write_decoder(Machine("cpu", small=False).random_decoder(config, torch.float32), folder / model)
         for engine in args.engines:
             values = settings(args.dtype, engine)
             for ranks in args.ranks:

@@ -14,7 +14,7 @@ import time
 from contextlib import closing
 from pathlib import Path
 
-from random_models import make_model
+from zerokl.benchmarks.device.runs import write_preset
 from zerokl.engine.config.config_file import load_config
 from zerokl.engine.runs.setup import make_state, settled
 from zerokl.engine.tasks.loading import load_task
@@ -33,8 +33,7 @@ def main() -> None:
     import mytask
 
     with tempfile.TemporaryDirectory() as scratch:
-        make_model("tiny", Path(scratch))
-        model = Path(scratch, "tiny")
+        model = write_preset("tiny", Path(scratch))
         config = settled(load_config(None, "demo", {"model": str(model), "task.reward": REWARD}))
         task = load_task(config.task.name, config.task.options)
         began_s = time.perf_counter()

@@ -16,6 +16,7 @@ import time
 from pathlib import Path
 
 import by_turns
+from bench_step import make_model
 
 PROMPTS, SAMPLES, NEW_TOKENS, PROMPT_TOKENS = 8, 8, 64, 16
 CACHE_BYTES = 1 << 29
@@ -98,11 +99,7 @@ def main() -> None:
         serve(side, Path(model), dtype, args.turns)
     result = {}
     with tempfile.TemporaryDirectory() as scratch:
-        model = args.model or str(Path(scratch) / "model")
-        if not args.model:
-            from bench_step import make_model
-
-            make_model(Path(model))
+        model = args.model or make_model(Path(scratch))
         for dtype in ("float32", "bfloat16"):
             result[dtype] = compare(model, dtype, args, Path(scratch))
     by_turns.write(result, args.out)

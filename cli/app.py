@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal, TypeVar
 from cyclopts import App, Group, Parameter
 
 from ..engine.display.output import PipedConsole
-from .command_line import version_line
+from .command_line import RUN_COMMANDS, version_line
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 Device = Literal["auto", "cpu", "cuda"]
@@ -26,10 +26,8 @@ app = App(
 
 
 app["--help"].group = app["--version"].group = Group("Help", sort_key=2)
-# The commands as help lists them: in the order in which most people come to use them.
-_TRAIN = "train watch report eval sample verify replay diff attest ablate init merge weights variants"
 _GROUPS = {
-    Group("Train and reproduce", sort_key=0): _TRAIN.split(),
+    Group("Train and reproduce", sort_key=0): RUN_COMMANDS.split(),
     Group("Audit any sampler and trainer", sort_key=1): ["audit", "record", "convert", "capsule"],
 }
 

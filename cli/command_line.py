@@ -29,22 +29,9 @@ _NO_MEMORY = (
 )
 
 
-# Commands that zerokl has, and zerokl-audit does not.
-OF_THE_TRAINER = (
-    "ablate",
-    "attest",
-    "eval",
-    "init",
-    "merge",
-    "replay",
-    "report",
-    "sample",
-    "train",
-    "variants",
-    "verify",
-    "watch",
-    "weights",
-)
+# The commands around a run, as help lists them: in the order in which most people come to use them.
+RUN_COMMANDS = "train watch report eval sample verify replay diff attest ablate init merge weights variants"
+OF_THE_TRAINER = {*RUN_COMMANDS.split()} - {"diff"}  # that zerokl has, and zerokl-audit does not
 # Options that have another name now, by the command that takes them.
 _RENAMED = {"audit": {"own": "batch_invariance", "full": "full_vocab"}}
 

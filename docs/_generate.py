@@ -42,6 +42,7 @@ from ._definitions import ROOT
 from ._frameworks import FRAMEWORK_PARTS
 from ._markdown import PART, prose
 from ._results import RESULTS
+from ._wire import wire
 
 _LANGUAGES = {
     ".py": "python",
@@ -375,6 +376,7 @@ PARTS = (
         "public-names": public_names,
         "imported-names": imported_names,
         "commands": commands,
+        "wire": wire,
     }
 )
 

@@ -44,7 +44,7 @@ from .attention_cpp import attention_bwd, attention_fwd, backward_agrees, forwar
 from .attention_plan import KEY_TILE, AttentionPlan
 from .attention_ref import attention_bwd_ref, attention_ref, gather_tiles
 from .attention_rule import WALK, AttentionRule
-from .attention_sinks import check_sinks, refuse_sinks_on_triton, sinks_bwd
+from .attention_sinks import check_sinks, sinks_bwd
 from .attention_tables import Spans
 from .backend import on_cpp, on_triton
 from .grad import check_dtype
@@ -68,7 +68,7 @@ class _Attention(torch.autograd.Function):
             from .attention_bwd_triton import attention_bwd as bwd_on_gpu
 
             grads = bwd_on_gpu(do, q, k, v, o, lse, ctx.plan.on(q.device), ctx.scale, ctx.rule)
-            return *grads, None, None, None, None
+            return *grads, None, None, None, dsinks
         operands = do, q, k, v, o, lse, ctx.plan, ctx.scale, ctx.rule
         if on_cpp(q) and not ctx.rule.cap and backward_agrees(ctx.plan, q.shape[-1]):
             return *attention_bwd(*operands), None, None, None, dsinks
@@ -78,16 +78,14 @@ class _Attention(torch.autograd.Function):
 def _packed(
     q, k, v, plan: AttentionPlan, scale: float, rule: AttentionRule, want_lse: bool, sinks=None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    if on_triton(q):
-        refuse_sinks_on_triton(sinks)
     if on_triton(q) and rule.chunk:
         from .attention_chunks_triton import walk_packed
 
-        return walk_packed(q, k, v, plan.on(q.device), scale, rule, want_lse, max(plan.lengths))
+        return walk_packed(q, k, v, plan.on(q.device), scale, rule, want_lse, max(plan.lengths), sinks)
     if on_triton(q):
         from .attention_triton import attention_packed
 
-        return attention_packed(q, k, v, plan.on(q.device), scale, want_lse, rule)
+        return attention_packed(q, k, v, plan.on(q.device), scale, want_lse, rule, sinks)
     if on_cpp(q) and forward_agrees(plan.heads, plan.kv_heads, q.shape[-1], rule, sinks is not None):
         return attention_fwd(q, k, v, plan, scale, rule, want_lse, sinks)
     return attention_ref(q, gather_tiles(k, v, plan.rows), plan, scale, rule, want_lse, sinks)
@@ -173,11 +171,10 @@ def attention_cached(
         )
     check_sinks(sinks, q)
     if on_triton(q):
-        refuse_sinks_on_triton(sinks)
         spans = plan if isinstance(plan, Spans) else plan.on(q.device)
         blocks = tiles.view(-1, spans.kv_heads, 2, KEY_TILE, q.shape[-1])
         k, v = blocks.permute(2, 0, 3, 1, 4)  # [blocks, KEY_TILE, Hkv, D] each
-        return _paged_on_triton(q, k, v, spans, scale, rule)
+        return _paged_on_triton(q, k, v, spans, scale, rule, sinks)
     agrees = on_cpp(q) and forward_agrees(plan.heads, plan.kv_heads, q.shape[-1], rule, sinks is not None)
     if agrees and reads_cache(q, tiles, plan):
         return attention_fwd(q, tiles, tiles, plan, scale, rule, want_lse=False, sinks=sinks)[0]
@@ -191,17 +188,17 @@ def check_head_dim(D: int) -> None:
 
 
 def _paged_on_triton(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spans: Spans, scale: float, rule: AttentionRule
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spans: Spans, scale: float, rule: AttentionRule, sinks
 ) -> torch.Tensor:
     """q [T, Hq, D], k and v [blocks, KEY_TILE, Hkv, D] -> [T, Hq, D]. Which kernel serves decides no bit."""
     if not rule.chunk:
         from .attention_triton import attention_paged
 
-        return attention_paged(q, k, v, spans, scale, rule)
+        return attention_paged(q, k, v, spans, scale, rule, sinks)
     if len(q) == len(spans.seqused_k):  # one token of each sequence
         from .attention_split_triton import split_paged
 
-        return split_paged(q, k, v, spans, scale, rule)
+        return split_paged(q, k, v, spans, scale, rule, sinks)
     from .attention_chunks_triton import walk_paged
 
-    return walk_paged(q, k, v, spans, scale, rule)
+    return walk_paged(q, k, v, spans, scale, rule, sinks)

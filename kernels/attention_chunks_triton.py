@@ -19,8 +19,8 @@ import triton.language as tl
 from .attention_rule import AttentionRule
 from .attention_tables import Spans
 from .attention_triton import find_tile
-from .chunk_state_triton import LOG2E, add_tile, join, log_sum_exp, output, program_rows, tile_keys
-from .launch import launch, next_power_of_2, rows_contiguous
+from .chunk_state_triton import LOG2E, add_tile, join, join_sink, log_sum_exp, output, program_rows, tile_keys
+from .launch import dense, launch, next_power_of_2, rows_contiguous
 from .tiles import generation
 
 
@@ -32,6 +32,7 @@ def _walk(
     v_ptr,
     o_ptr,
     lse_ptr,
+    sink_ptr,
     cu_ptr,
     key_cu_ptr,
     length_ptr,
@@ -110,6 +111,9 @@ def _walk(
             acc = tl.zeros([ROWS, WIDTH], tl.float32)
     if not SINGLE:
         m, l, acc = join(M, L, A, m, l, acc)
+    if sink_ptr is not None:
+        z = tl.load(sink_ptr + token * heads + head, mask=used, other=0.0)
+        m, l, acc = join_sink(m, l, acc, z)
     o = output(l, acc).to(o_ptr.dtype.element_ty)
     tl.store(o_ptr + ((token * heads + head) * D)[:, None] + d[None, :], o, mask=mask)
     if WANT_LSE:
@@ -125,30 +129,37 @@ def walk_packed(
     rule: AttentionRule,
     want_lse: bool,
     longest: int,
+    sinks: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Attention over packed keys and values: q [T, Hq, D], k and v [K, Hkv, D].
 
-    longest: a bound of the keys of a sequence. Returns o [T, Hq, D], and lse [T, Hq] in fp32, or None where
-    it is not wanted.
+    longest: a bound of the keys of a sequence. sinks [T, Hq] in fp32, or None. Returns o [T, Hq, D], and lse
+    [T, Hq] in fp32, or None where it is not wanted.
     """
     assert spans.cu_seqlens_k is not None
-    return _launch(q, k.unsqueeze(0), v.unsqueeze(0), spans, scale, rule, 0, want_lse, longest)
+    return _launch(q, k.unsqueeze(0), v.unsqueeze(0), spans, scale, rule, 0, want_lse, longest, sinks)
 
 
 def walk_paged(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spans: Spans, scale: float, rule: AttentionRule
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    spans: Spans,
+    scale: float,
+    rule: AttentionRule,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attention of new tokens against a cache that holds their keys and values.
 
-    q [T, Hq, D], k and v [pages, page, Hkv, D] -> [T, Hq, D].
+    q [T, Hq, D], k and v [pages, page, Hkv, D] -> [T, Hq, D]. sinks [T, Hq] in fp32, or None.
     """
     assert spans.block_table is not None
     longest = spans.block_table.shape[1] * k.shape[1]
-    return _launch(q, k, v, spans, scale, rule, k.shape[1], False, longest)[0]
+    return _launch(q, k, v, spans, scale, rule, k.shape[1], False, longest, sinks)[0]
 
 
 def _launch(
-    q, k, v, spans: Spans, scale: float, rule: AttentionRule, page: int, want_lse: bool, longest: int
+    q, k, v, spans: Spans, scale: float, rule: AttentionRule, page: int, want_lse: bool, longest: int, sinks
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     q, k, v = map(rows_contiguous, (q, k, v))
     (T, H, D), kv_heads, gpu = q.shape, spans.kv_heads, generation(q.device)
@@ -167,6 +178,7 @@ def _launch(
         v,
         o,
         lse,
+        None if sinks is None else dense(sinks),
         spans.cu_seqlens_q,
         None if page else spans.cu_seqlens_k,
         spans.seqused_k,

@@ -12,6 +12,7 @@ Order: dw as in columns.py, over the token blocks of the pass. A row of dz depen
 
 import torch
 
+from .backend import on_triton
 from .columns import add_columns
 from .grad import accumulate_dtype
 from .passes import ONE_SEQUENCE, Pass
@@ -27,16 +28,12 @@ def check_sinks(sinks: torch.Tensor | None, q: torch.Tensor) -> None:
         )
 
 
-def refuse_sinks_on_triton(sinks: torch.Tensor | None) -> None:
-    """Raise ValueError for sinks: the Triton kernels do not compute them."""
-    if sinks is not None:
-        raise ValueError(
-            f"attention: sinks {tuple(sinks.shape)} are not computed on a GPU; take the reference"
-        )
-
-
 def sinks_bwd(do: torch.Tensor, o: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor) -> torch.Tensor:
     """The gradient of the sinks, [T, Hq] in the dtype of lse."""
+    if on_triton(do):
+        from .attention_sinks_triton import sinks_bwd as bwd_on_gpu
+
+        return bwd_on_gpu(do, o, lse, sinks)
     delta = (do.to(lse.dtype) * o.to(lse.dtype)).contiguous().sum(-1)
     return (sinks - lse).exp_().mul_(delta).neg_()
 

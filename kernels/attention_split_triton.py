@@ -21,8 +21,8 @@ import triton.language as tl
 from .attention_chunks_triton import walk_options
 from .attention_rule import AttentionRule
 from .attention_tables import SharedChunks, Spans
-from .chunk_state_triton import LOG2E, add_tile, join, output, program_rows, tile_keys
-from .launch import ceil_div, launch, next_power_of_2, rows_contiguous
+from .chunk_state_triton import LOG2E, add_tile, join, join_sink, output, program_rows, tile_keys
+from .launch import ceil_div, dense, launch, next_power_of_2, rows_contiguous
 from .tiles import generation, multiprocessors
 
 # Chunks that `_merge` reads before it joins them.
@@ -42,6 +42,7 @@ def _split(
     m_ptr,
     l_ptr,
     acc_ptr,
+    sink_ptr,
     length_ptr,
     table_ptr,
     item_ptr,
@@ -118,6 +119,8 @@ def _split(
             m, l, acc = add_tile(q, k, v, m, l, acc, scale2, key, last, True, ROWS, TILE, WINDOW, INNER)
         state = token * heads + head
         if SINGLE:
+            if sink_ptr is not None:
+                m, l, acc = join_sink(m, l, acc, tl.load(sink_ptr + state, mask=used, other=0.0))
             o = output(l, acc).to(o_ptr.dtype.element_ty)
             tl.store(o_ptr + (state * D)[:, None] + d[None, :], o, mask=mask)
         else:
@@ -133,6 +136,7 @@ def _merge(
     m_ptr,
     l_ptr,
     acc_ptr,
+    sink_ptr,
     length_ptr,
     heads,
     chunks,
@@ -158,6 +162,8 @@ def _merge(
             mask = (c < n)[:, None] & (d < D)
             acc = tl.load(acc_ptr + ((state + c) * D)[:, None] + d, mask=mask, other=0.0)
             M, L, A = join(M, L, A, m, l, acc)
+    if sink_ptr is not None:
+        M, L, A = join_sink(M, L, A, tl.load(sink_ptr + token * heads + head + one))
     o = output(L, A).to(o_ptr.dtype.element_ty)
     tl.store(o_ptr + (token * heads + head) * D + d, o, mask=d < D)
 
@@ -179,11 +185,17 @@ def _shape(q: torch.Tensor, spans: Spans, page: int, rule: AttentionRule) -> _Sh
 
 
 def split_paged(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spans: Spans, scale: float, rule: AttentionRule
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    spans: Spans,
+    scale: float,
+    rule: AttentionRule,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attention of one new token of each sequence against a cache that holds its key and value.
 
-    q [n, Hq, D], k and v [pages, page, Hkv, D] -> [n, Hq, D].
+    q [n, Hq, D], k and v [pages, page, Hkv, D] -> [n, Hq, D]. sinks [n, Hq] in fp32, or None.
     """
     q, k, v = map(rows_contiguous, (q, k, v))
     (n, H, D), gpu, page, tile = q.shape, generation(q.device), k.shape[1], tile_keys(q.dtype)
@@ -199,6 +211,7 @@ def split_paged(
             torch.empty(n, H, shape.chunks, *rest, dtype=torch.float32, device=q.device)
             for rest in ((), (), (D,))
         ]
+    sinks = None if sinks is None else dense(sinks)
     items, tokens = (None, None) if spans.shared is None else spans.shared
     if items is not None:
         assert tokens.shape == (len(items), shape.rows // (H // spans.kv_heads)), tokens.shape
@@ -210,6 +223,7 @@ def split_paged(
         v,
         o,
         *states,
+        sinks if is_single else None,
         spans.seqused_k,
         spans.block_table,
         items,
@@ -240,6 +254,7 @@ def split_paged(
             (n, H),
             o,
             *states,
+            sinks,
             spans.seqused_k,
             H,
             shape.chunks,

@@ -20,8 +20,9 @@ from triton.tools.ragged_tma import create_ragged_descriptor, load_ragged
 
 from .attention_plan import KEY_TILE
 from .attention_rule import WALK, AttentionRule
+from .attention_sinks_triton import join_sink
 from .attention_tables import TILE_ROWS, Spans
-from .launch import launch
+from .launch import dense, launch
 from .matmul_tma_triton import readable
 from .softcap_triton import tanh
 from .tiles import through_tma
@@ -53,6 +54,7 @@ def _forward_tma(
     v_desc,
     o_ptr,
     lse_ptr,
+    sink_ptr,
     table_ptr,
     # scale and sizes
     scale,
@@ -106,6 +108,9 @@ def _forward_tma(
         m = high if WINDOW else m_new
         acc = acc * alpha[:, None]
         acc += tl.dot(p.to(v.dtype), v)
+    if sink_ptr is not None:
+        z = tl.load(sink_ptr + token * heads + head, mask=used, other=0.0)
+        m, l, acc = join_sink(m, l, acc, z)
     acc = acc / l[:, None]
     o_tile = o_ptr + (token * heads + head)[:, None] * D + d[None, :]
     tl.store(o_tile, acc.to(o_ptr.dtype.element_ty), mask=used[:, None])
@@ -130,6 +135,7 @@ def attention_tma(
     scale: float,
     want_lse: bool,
     rule: AttentionRule = WALK,
+    sinks: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """attention_triton.attention_packed for a call that `supports_tma` accepts."""
     q, k, v = map(heads_readable, (q, k, v))
@@ -144,6 +150,7 @@ def attention_tma(
         create_ragged_descriptor(heads_flat(v), [KEY_TILE, D]),
         o,
         lse,
+        None if sinks is None else dense(sinks),
         spans.query_tiles,
         rule.cap or scale,
         H,

@@ -16,7 +16,8 @@ Roundings: p is rounded to the dtype before it meets v. o is rounded once. Score
 fp32; fp32 operands are multiplied as they are, never in tf32.
 Masks and caps (AttentionRule): the tiles before a program's first window are not read. A row's maximum stays
 -inf until it sees a key, so a tile that is hidden of it is a no-op here too. vLLM's kernel sets it to 0. With
-a cap, s is cap tanh((scale / cap) (q . k)), by softcap_triton.py.
+a cap, s is cap tanh((scale / cap) (q . k)), by softcap_triton.py. A row's sink comes after all its keys
+(attention_sinks_triton.py).
 Order: BLOCK_M, KEY_TILE and WARPS are constants, because they lay out the sums along a row.
 """
 
@@ -26,9 +27,10 @@ import triton.language as tl
 
 from .attention_plan import KEY_TILE
 from .attention_rule import WALK, AttentionRule
+from .attention_sinks_triton import join_sink
 from .attention_tables import TILE_ROWS, Spans
 from .attention_tma_triton import WIDTHS, attention_tma, row_sum, supports_tma
-from .launch import launch, next_power_of_2, rows_contiguous
+from .launch import dense, launch, next_power_of_2, rows_contiguous
 from .softcap_triton import tanh
 from .tiles import generation, through_tma
 
@@ -69,6 +71,7 @@ def _forward(
     v_ptr,
     o_ptr,
     lse_ptr,
+    sink_ptr,
     cu_ptr,
     key_cu_ptr,
     length_ptr,
@@ -161,6 +164,9 @@ def _forward(
         m = high if WINDOW else m_new
         acc = acc * alpha[:, None]
         acc += tl.dot(p.to(v.dtype), v, input_precision="ieee")
+    if sink_ptr is not None:
+        z = tl.load(sink_ptr + token * heads + head, mask=used, other=0.0)
+        m, l, acc = join_sink(m, l, acc, z)
     acc = acc / l[:, None]
     tl.store(
         o_ptr + (token * o_stride_t + head * o_stride_h)[:, None] + d[None, :],
@@ -179,30 +185,38 @@ def attention_packed(
     scale: float,
     want_lse: bool,
     rule: AttentionRule = WALK,
+    sinks: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Attention over packed keys and values: q [T, Hq, D], k and v [K, Hkv, D].
 
+    sinks [T, Hq] in fp32, or None.
     Returns o [T, Hq, D], contiguous, and lse [T, Hq] in fp32, or None where lse is not wanted.
     """
     assert spans.cu_seqlens_k is not None
     if supports_tma(q, spans, generation(q.device)):
-        return attention_tma(q, k, v, spans, scale, want_lse, rule)
-    return _launch(q, k.unsqueeze(0), v.unsqueeze(0), spans, scale, rule, 0, want_lse)
+        return attention_tma(q, k, v, spans, scale, want_lse, rule, sinks)
+    return _launch(q, k.unsqueeze(0), v.unsqueeze(0), spans, scale, rule, 0, want_lse, sinks)
 
 
 def attention_paged(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spans: Spans, scale: float, rule: AttentionRule = WALK
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    spans: Spans,
+    scale: float,
+    rule: AttentionRule = WALK,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attention of new tokens against a cache that holds their keys and values.
 
-    q [T, Hq, D], k and v [pages, page, Hkv, D] -> [T, Hq, D].
+    q [T, Hq, D], k and v [pages, page, Hkv, D] -> [T, Hq, D]. sinks [T, Hq] in fp32, or None.
     """
     assert spans.block_table is not None
-    return _launch(q, k, v, spans, scale, rule, k.shape[1], False)[0]
+    return _launch(q, k, v, spans, scale, rule, k.shape[1], False, sinks)[0]
 
 
 def _launch(
-    q, k, v, spans: Spans, scale: float, rule: AttentionRule, page: int, want_lse: bool
+    q, k, v, spans: Spans, scale: float, rule: AttentionRule, page: int, want_lse: bool, sinks
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     q, k, v = map(rows_contiguous, (q, k, v))
     (T, H, D), kv_heads = q.shape, spans.kv_heads
@@ -225,6 +239,7 @@ def _launch(
         v,
         o,
         lse,
+        None if sinks is None else dense(sinks),
         spans.cu_seqlens_q,
         key_starts,
         spans.seqused_k,

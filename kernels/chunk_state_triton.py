@@ -4,6 +4,8 @@
                        a = exp2(m - m')   l' = fma(l, a, row_sum(p))     acc' = a acc + round(p) v
     a chunk, joined:   M' = max(M, m)     a = exp2(M - M')               b = exp2(m - M')
                        L' = fma(l, b, L a)                               A' = fma(acc, b, A a)
+    a sink, at last:   M' = max(M, z log2 e)                             a = exp2(M - M')    A' = A a
+                       L' = fma(L, a, exp2(fma(z, log2 e, -M')))
     at the end:        o = A / L + 0.0    lse = (M + log2 L) ln 2        scale2 = scale log2 e, rounded once
 
 A chunk begins with m = -inf, l = 0, acc = 0; a row with M = -inf, L = 0, A = 0. A chunk takes its tiles in
@@ -26,7 +28,7 @@ from .softcap_triton import tanh
 from .tiles import through_tma
 
 LOG2E = math.log2(math.e)
-_LN2 = tl.constexpr(math.log(2.0))
+_LOG2E, _LN2 = tl.constexpr(LOG2E), tl.constexpr(math.log(2.0))
 
 
 def tile_keys(dtype: torch.dtype) -> int:
@@ -113,6 +115,14 @@ def join(M, L, A, m, l, acc):
     base = finite(high)
     a, b = tl.exp2(M - base), tl.exp2(m - base)
     return high, tl.fma(l, b, L * a), tl.fma(acc, b[:, None], A * a[:, None])
+
+
+@triton.jit
+def join_sink(M, L, A, z):
+    """A row's state after its sink z."""
+    high = tl.maximum(M, z * _LOG2E)
+    a = tl.exp2(M - high)
+    return high, tl.fma(L, a, tl.exp2(tl.fma(z, _LOG2E, -high))), A * a[:, None]
 
 
 @triton.jit

@@ -21,7 +21,6 @@ from typing import NamedTuple, Protocol
 import torch
 import torch.nn.functional as F
 
-from .grad import accumulate_dtype
 from .matmul import matmul_leaves
 from .order import join_pairs, sum_row
 from .tile_tables import DEFAULT_TABLE, TileTable
@@ -177,15 +176,7 @@ class Cut(NamedTuple):
         tiles: TileTable = DEFAULT_TABLE,
     ) -> torch.Tensor:
         """x w^T by the leaves of all ranks, not rounded. K is cut. pack, tiles: see matmul."""
-        dtype = accumulate_dtype(x_TK.dtype)
-        mine, x, w = self.leaves.mine, x_TK.to(dtype), w_NK.to(dtype)
-        packed = pack if w_NK.dtype == dtype and len(self.widths) == 1 else None
-        if len(self.widths) > 1:
-            # One copy of each operand puts the pieces of a leaf side by side; w's rows lie along N here.
-            x = torch.cat([part.unflatten(1, (mine, -1)) for part in x.split(self.widths, 1)], 2).flatten(1)
-            parts = w.t().split(self.widths)
-            w = torch.cat([part.unflatten(0, (mine, -1)) for part in parts], 1).flatten(0, 1).t()
-        return self.leaves.join([matmul_leaves(x, w, mine, packed, tiles)])
+        return self.leaves.join([matmul_leaves(x_TK, w_NK, self.leaves.mine, self.widths, pack, tiles)])
 
 
 UNCUT = WHOLE.inputs()

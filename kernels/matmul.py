@@ -57,6 +57,7 @@ _MM_LIMIT = 1 << 22
 _PACKED_ROWS, _PACKED_BYTES = 128, 1 << 28
 PackedWeights = Mapping[torch.Tensor, torch.Tensor]  # by weight, its packed copy
 UNPACKED: PackedWeights = MappingProxyType({})
+NO_LEAVES: Mapping[torch.Tensor, int] = MappingProxyType({})  # by weight; every product is one sum
 _ONEDNN = torch.backends.mkldnn.is_available()
 _ONEDNN_BF16 = _ONEDNN and torch.ops.mkldnn._is_mkldnn_bf16_supported()
 # With AMX, oneDNN cuts some sums of bf16 products among its threads: 64 x 4096 has other bits with 4 threads.
@@ -89,7 +90,7 @@ def matmul_ref(x_TK: torch.Tensor, w_NK: torch.Tensor, pack: torch.Tensor | None
 
 def matmul_cpu(x_TK: torch.Tensor, w_NK: torch.Tensor, pack: torch.Tensor | None = None) -> torch.Tensor:
     """x w^T on a CPU, by the loops of cpp/ where they have the bits of the reference."""
-    is_panels = pack is not None and not pack.is_mkldnn  # they were made because the loops agree
+    is_panels = _is_panels(pack)  # they were made because the loops agree
     if is_panels and x_TK.dtype == torch.float32 and x_TK.shape[1] == w_NK.shape[1]:
         return matmul_cpp.product(x_TK.contiguous(), w_NK, pack)
     if x_TK.dtype in THROUGH_FP32:
@@ -147,24 +148,32 @@ def matmul_leaves(
     x_TK: torch.Tensor,
     w_NK: torch.Tensor,
     leaves: int,
+    widths: tuple[int, ...],
     pack: torch.Tensor | None = None,
     tiles: TileTable = DEFAULT_TABLE,
 ) -> torch.Tensor:
-    """x w^T in fp32, -> [T, N]: K in `leaves` equal parts, whose products are added pairwise (leaves.py).
+    """x w^T in fp32 (fp64 for fp64), -> [T, N]: K in `leaves` parts, whose products are added pairwise.
 
-    pack: of the whole w. The other arguments are those of matmul. The bits of a library's product depend on
-    the distance of w's rows, which is another one where ranks share w. So a part of w is read from a copy
-    whose rows lie side by side, unless its columns do.
+    widths: of the parts of K, of each of which a leaf has a piece (leaves.py). pack: of the whole w. The
+    other arguments are those of matmul. The bits of a library's product depend on the distance of w's rows,
+    which is another one where ranks share w. So a part of w is read from a copy whose rows lie side by side,
+    unless its columns do.
     """
+    dtype, N, K = accumulate_dtype(x_TK.dtype), len(w_NK), w_NK.shape[1] // leaves
+    x, columns, panels = x_TK.to(dtype), w_NK.stride(0) == 1, pack if _is_panels(pack) else None
     if leaves == 1:
-        return matmul(x_TK, w_NK, pack, tiles)
-    xs, ws, columns = x_TK.chunk(leaves, 1), w_NK.chunk(leaves, 1), w_NK.stride(0) == 1
-    N, K = ws[0].shape
-    if not _runs_on_cpp(xs[0], w_NK.as_strided((N, K), w_NK.stride() if columns else (K, 1))):
-        parts = ws if columns else [w.contiguous() for w in ws]
-        return join_pairs([matmul(x, w, tiles=tiles) for x, w in zip(xs, parts, strict=True)])
-    is_panels = pack is not None and not pack.is_mkldnn
-    return matmul_cpp.product(x_TK.contiguous(), w_NK, pack if is_panels else None, leaves)
+        return matmul(x, w_NK.to(dtype), pack if w_NK.dtype == dtype else panels, tiles)
+    if 1 in w_NK.stride() and _loops_agree(x, N, K, (1, N) if columns else (K, 1)):
+        panels = matmul_cpp.pack_panels(w_NK.to(dtype)) if panels is None else panels
+        return matmul_cpp.product(x.contiguous(), w_NK, panels, leaves, widths)
+    w = w_NK.to(dtype)
+    if len(widths) > 1:
+        # One copy of each operand puts the pieces of a leaf side by side; w's rows lie along N here.
+        x = torch.cat([part.unflatten(1, (leaves, -1)) for part in x.split(widths, 1)], 2).flatten(1)
+        parts = w.t().split(widths)
+        w = torch.cat([part.unflatten(0, (leaves, -1)) for part in parts], 1).flatten(0, 1).t()
+    ws = w.chunk(leaves, 1) if columns else [part.contiguous() for part in w.chunk(leaves, 1)]
+    return join_pairs([matmul(*part, tiles=tiles) for part in zip(x.chunk(leaves, 1), ws, strict=True)])
 
 
 def add_outer(buffer: GradBuffer, dy_TN: torch.Tensor, x_TK: torch.Tensor, blocks: TokenBlocks) -> None:
@@ -181,30 +190,43 @@ def add_outer(buffer: GradBuffer, dy_TN: torch.Tensor, x_TK: torch.Tensor, block
             add_outer_ref(sums[shard], dy_TN, x_TK, shard_blocks)
 
 
-def pack_weights(weights_NK: Iterable[torch.Tensor]) -> dict[torch.Tensor, torch.Tensor]:
+def pack_weights(
+    weights_NK: Iterable[torch.Tensor], leaves: Mapping[torch.Tensor, int] = NO_LEAVES
+) -> dict[torch.Tensor, torch.Tensor]:
     """By weight, a copy in the layout of the library, as far as there is memory for copies.
 
-    Products of few rows read the copy that they are given. So nobody may change the weights while the copies
-    are in use. They decide no bit: a copy is made only where a probe finds the same bits with it
-    (`_pack_helps`).
+    leaves: of the weights whose products have several. Products of few rows read the copy that they are
+    given. So nobody may change the weights while the copies are in use. They decide no bit: a copy is made
+    only where a probe finds the same bits with it (`_pack_helps`).
     """
     packs, bytes_left = {}, _PACKED_BYTES
     for w in weights_NK:
-        fits = w.nbytes <= bytes_left and not on_triton(w)
-        if fits and _runs_on_cpp(w, w):
-            packs[w] = matmul_cpp.pack_panels(w.detach())
-        elif _ONEDNN and fits and _pack_helps(w.dtype, *w.shape, torch.get_num_threads()):
-            packs[w] = _pack(w.detach())
-        bytes_left -= w.nbytes if w in packs else 0
+        (N, K), n = w.shape, leaves.get(w, 1)
+        x = w.detach() if n == 1 else w.detach().to(accumulate_dtype(w.dtype))
+        fits = x.nbytes <= bytes_left and not on_triton(w)
+        if fits and (_runs_on_cpp(x, x) if n == 1 else _loops_agree(x, N, K // n, (K // n, 1))):
+            packs[w] = matmul_cpp.pack_panels(x)
+        elif n == 1 and _ONEDNN and fits and _pack_helps(w.dtype, N, K, torch.get_num_threads()):
+            packs[w] = _pack(x)
+        bytes_left -= x.nbytes if w in packs else 0
     return packs
 
 
+def _is_panels(pack: torch.Tensor | None) -> bool:
+    """Whether a packed copy is that of the loops of cpp/."""
+    return pack is not None and not pack.is_mkldnn
+
+
 def _runs_on_cpp(x: torch.Tensor, w_NK: torch.Tensor) -> bool:
-    """Whether the loops of cpp/ compute products of x's dtype with w."""
-    N, K = w_NK.shape
+    """Whether the loops of cpp/ compute products of x with w."""
+    readable = x.dtype == w_NK.dtype and x.shape[-1] == w_NK.shape[1] and 1 in w_NK.stride()
+    return readable and _loops_agree(x, *w_NK.shape, w_NK.stride())
+
+
+def _loops_agree(x: torch.Tensor, N: int, K: int, strides: tuple[int, int]) -> bool:
+    """Whether the loops of cpp/ compute products of x's dtype with a weight [N, K] of these strides."""
     aligned = not (N % ALIGN or K % ALIGN) and 0 < ROW_TILE * N * K <= _PROBE_LIMIT
-    readable = x.dtype == w_NK.dtype == torch.float32 and x.shape[-1] == K and 1 in w_NK.stride()
-    return aligned and readable and on_cpp(x) and _cpp_agrees(N, K, w_NK.stride())
+    return aligned and x.dtype == torch.float32 and on_cpp(x) and _cpp_agrees(N, K, strides)
 
 
 @cache

@@ -20,11 +20,16 @@ def pack_panels(w_NK: torch.Tensor) -> torch.Tensor:
 
 
 def product(
-    x_TK: torch.Tensor, w_NK: torch.Tensor, panels: torch.Tensor | None = None, leaves: int = 1
+    x_TK: torch.Tensor,
+    w_NK: torch.Tensor,
+    panels: torch.Tensor | None = None,
+    leaves: int = 1,
+    widths: tuple[int, ...] = (),
 ) -> torch.Tensor:
-    """x w^T, [T, N]. panels: the packed copy of w, where it is made already. leaves: see leaves.py."""
+    """x w^T, [T, N]. panels: the packed copy of w, where it is made. leaves, widths: see matmul_leaves."""
     panels = pack_panels(w_NK) if panels is None else panels
     (T, K), N = x_TK.shape, w_NK.shape[0]
+    pieces = torch.tensor([width // leaves for width in widths], dtype=torch.int64)
     y = torch.empty(T, N, dtype=torch.float32)
-    call("matmul_panels", None, x_TK, panels, y, T, N, K, leaves)
+    call("matmul_panels", None, x_TK, panels, y, T, N, K, pieces, len(widths), leaves)
     return y

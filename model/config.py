@@ -103,8 +103,9 @@ class ModelConfig(Sizes):
                 'yet; set device = "cpu"'
             )
         if any(row.sinks for rows in self.layer_operations for row in rows):
+            # Its sinks are computed; the only family that has them has these experts.
             raise ValueError(
-                f'device ("cuda"): the attention sinks of a {self.architecture} are not computed on a GPU; '
+                f'device ("cuda"): the clamped experts of a {self.architecture} are not computed on a GPU; '
                 'set device = "cpu"'
             )
 

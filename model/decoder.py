@@ -267,3 +267,8 @@ class Decoder(Forward):
         """Those of `matrices` of which a packed copy may be read (Weight.packable)."""
         unpackable = {self.w[name] for name in self.layout.unpackable}
         return [w for w in self.matrices() if w not in unpackable]
+
+    def leaves_of_products(self) -> dict[torch.Tensor, int]:
+        """By weight, the leaves in this rank of a product with it, where it has several."""
+        leaves = self.numerics.leaves.mine
+        return {self.w[name]: leaves for name in self.layout.cut_inputs} if leaves > 1 else {}

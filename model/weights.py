@@ -173,6 +173,7 @@ class Layout(FlatLayout):
         self.fused: dict[str, tuple[str, tuple[int, ...]]] = {}
         shapes: dict[str, Shape] = {}
         self.unpackable: set[str] = set()
+        self.cut_inputs: set[str] = set()  # whose products ranks cut along K (Weight.shared_columns)
         self._weights: dict[str, Weight] = {}
         buffers: set[str] = set()
         frozen = {*frozen}
@@ -186,6 +187,8 @@ class Layout(FlatLayout):
                 self.fused[hf + name] = prefix + weight.name, shape
             if not weight.packable:
                 self.unpackable.add(prefix + weight.name)
+            if weight.shared_columns:
+                self.cut_inputs.add(prefix + weight.name)
             if weight.is_buffer:
                 buffers |= {name for name, _ in parts}
                 frozen.add(prefix + weight.name)
@@ -195,9 +198,8 @@ class Layout(FlatLayout):
         super().__init__(shapes, frozen)
 
     def of_rank(self, ranks: int) -> "Layout":
-        """The layout of the part that one of `ranks` has. All of it is trained."""
-        assert not self.frozen, "frozen weights are not shared"
-        return Layout(self.config.of_rank(ranks), (), self.value_head)
+        """The layout of the part that one of `ranks` has, with the same weights trained."""
+        return Layout(self.config.of_rank(ranks), self.frozen, self.value_head)
 
     def ranges_of_rank(self, rank: int, ranks: int) -> list[tuple[int, int]]:
         """Where the elements of a rank's part lie in this layout: [start, stop) each, in their order."""

@@ -3,14 +3,17 @@
 `make test` is pytest --quick. It leaves tests out in two ways:
 
 - the marker `full`, on a test or on one of its parameters;
-- of every other test, few cases: one diagonal of a matrix, and a fifth of the examples of a property.
+- of every other test, few cases: of a matrix the first three and the last of one diagonal, of a list the
+  first, middle and last, and of a property a fifth of its examples.
 
 `make test-rest` is pytest --rest: all that was left out, and every property with another fifth of its
-examples. `make test-full` has all of them.
+examples. `make test-full` has all of them. In CI the environments of their own, which no test-rest follows,
+run with --diagonal: --quick, but every case of a list and of the diagonal.
 """
 
 import os
 import signal
+import sys
 from collections import defaultdict
 
 import pytest
@@ -26,9 +29,18 @@ settings.register_profile("quick", settings.get_profile("zerokl"), max_examples=
 settings.register_profile("rest", settings.get_profile("quick"))
 
 
+# The profile of each option that chooses tests.
+SHARES = {"quick": "quick", "diagonal": "quick", "rest": "rest"}
+# Cases of a test with one axis in `make test`. A matrix has one more: its dtypes are the first ones.
+LISTED = 3
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     help = "no test marked full, and few cases of every other one"
     parser.addoption("--quick", action="store_true", help=help)
+    parser.addoption(
+        "--diagonal", action="store_true", help="--quick, but every case of a list and of the diagonal"
+    )
     parser.addoption("--rest", action="store_true", help="what --quick leaves out, and every property again")
 
 
@@ -36,19 +48,20 @@ def pytest_configure(config: pytest.Config) -> None:
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
         # A shell's `make test &` ignores Ctrl-C, and so would the processes to which tests send it.
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    chosen = next((name for name in ("quick", "rest") if config.getoption(f"--{name}")), "zerokl")
-    settings.load_profile(chosen)
+    chosen = next((name for name in SHARES if config.getoption(f"--{name}")), None)
+    settings.load_profile(SHARES[chosen] if chosen else "zerokl")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """With --quick, deselect what `make test` leaves out. --rest selects that, and every property."""
-    if not (config.getoption("--quick") or config.getoption("--rest")):
+    if not any(config.getoption(f"--{name}") for name in SHARES):
         return
+    listed = sys.maxsize if config.getoption("--diagonal") else LISTED
     by_function: dict[object, list[pytest.Item]] = defaultdict(list)
     for item in items:
         by_function[item.path, getattr(item, "originalname", item.name)].append(item)
-    kept = {id(item) for same in by_function.values() for item in diagonal(same)}
-    quick = [item for item in items if id(item) in kept and not item.get_closest_marker("full")]
+    kept = {id(item) for same in by_function.values() for item in few(same, listed)}
+    quick = [item for item in items if id(item) in kept]
     if config.getoption("--rest"):
         done = {id(item) for item in quick if not _is_property(item)}
         chosen = [item for item in items if id(item) not in done]
@@ -65,11 +78,21 @@ def _is_property(item: pytest.Item) -> bool:
     return getattr(item.obj, "is_hypothesis_test", False)
 
 
-def diagonal(items: list[pytest.Item]) -> list[pytest.Item]:
-    """Cases of one test: as few as hold every value of every axis; all where there is one axis."""
+def few(items: list[pytest.Item], listed: int) -> list[pytest.Item]:
+    """Cases of one test, none marked full: `listed` of a list, from first to last; one more of a diagonal."""
     cases = _places(items)
-    if len(cases[0]) < 2:
-        return items
+    is_matrix = len(cases[0]) > 1
+    chosen = _diagonal(items, cases) if is_matrix else items
+    quick = [item for item in chosen if not item.get_closest_marker("full")]
+    if len(quick) <= listed + is_matrix:
+        return quick
+    if is_matrix:
+        return quick[:listed] + quick[-1:]
+    return [quick[i * (len(quick) - 1) // (listed - 1)] for i in range(listed)]
+
+
+def _diagonal(items: list[pytest.Item], cases: list[dict[tuple[str, ...], int]]) -> list[pytest.Item]:
+    """As few cases as hold every value of every axis."""
     unseen = {(axis, place) for case in cases for axis, place in case.items()}
     kept = []
     for item, case in sorted(zip(items, cases, strict=True), key=lambda pair: _off_diagonal(pair[1])):

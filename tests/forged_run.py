@@ -2,14 +2,20 @@
 
 import hashlib
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
+import torch
 from safetensors.torch import load_file, save_file
 from zerokl.engine.runs.checks.logged_steps import read_step
+from zerokl.engine.runs.checks.replayer import Replayer
+from zerokl.engine.runs.checks.verify_run import verify_run
 from zerokl.engine.runs.intact_checkpoints import open_checkpoint
 from zerokl.engine.runs.resume import derived_summary
+from zerokl.engine.runs.run import resume
 from zerokl.engine.runs.summary import write_summary
 from zerokl.engine.train.ledger_recorder import hash_rewards, hash_rollouts
 from zerokl.engine.train.metrics import rollout_metrics
@@ -17,13 +23,25 @@ from zerokl.files.writing import MANIFEST, hash_json, write_manifest
 from zerokl.verify.ledger import read_ledger
 
 
+def forge_manifest(folder: Path) -> None:
+    """The manifest of a checkpoint made again, so that it fits what the folder holds now."""
+    (folder / MANIFEST).unlink(missing_ok=True)
+    write_manifest(folder)
+
+
+def flip_bit(file: Path, name: str) -> None:
+    """Flip the last bit of one element of a tensor."""
+    tensors = load_file(file)
+    tensors[name].view(torch.int32).view(-1)[3] ^= 1
+    save_file(tensors, file, metadata={"format": "pt"})
+
+
 def forge_file(folder: Path, file: str, change: Callable[[dict], Any]) -> None:
     """Change a JSON file of a checkpoint, and write a manifest that fits."""
     values = json.loads((folder / file).read_text())
     change(values)
     (folder / file).write_text(json.dumps(values))
-    (folder / MANIFEST).unlink()
-    write_manifest(folder)
+    forge_manifest(folder)
 
 
 def forge_weight(path: Path, step: int, name: str = "model.norm.weight") -> None:
@@ -32,8 +50,7 @@ def forge_weight(path: Path, step: int, name: str = "model.norm.weight") -> None
     tensors = load_file(folder / "model.safetensors")
     tensors[name] *= 1.5
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    (folder / MANIFEST).unlink()
-    write_manifest(folder)
+    forge_manifest(folder)
     checkpoint, _ = open_checkpoint(folder)
     history = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
     write_summary(path, derived_summary(read_ledger(path / "ledger.jsonl"), history, checkpoint))
@@ -97,3 +114,38 @@ def forge_rollouts(path: Path, step: int, change: Callable[[list[dict]], Any]) -
 def all_solved(lines: list[dict]) -> None:
     for line in lines:
         line |= {"reward": 1.0, "advantage": 0.0}
+
+
+def assert_another_frozen_weight_is_refused(run: Path, model: Path, name: str) -> None:
+    """A run goes on from a model that was moved to `model`, but not where a frozen weight is another."""
+    config, ledger = run / "config.toml", (run / "ledger.jsonl").read_bytes()
+    config.write_text(re.sub(r"^model = .*$", f'model = "{model}"', config.read_text(), flags=re.M))
+
+    def of_replays(replays: int) -> list[str]:
+        return [f.what for f in verify_run(run, replays, 0, {}) if not f.holds and f.what == "replay"]
+
+    assert of_replays(0) == [], "control"
+    flip_bit(model / "model.safetensors", name)
+    with pytest.raises(ValueError, match=f"^resume: the frozen weight {name} of .* is sha256:.* put it back"):
+        resume(run)
+    with pytest.raises(ValueError, match=f"what it started from is another now.* frozen.{name}: 'sha256:"):
+        Replayer(run)
+    assert of_replays(1) == ["replay"]
+    assert (run / "ledger.jsonl").read_bytes() == ledger
+
+
+def assert_checkpoint_is_not_used(
+    run: Path, whole: Path, file: str, name: str, what: str, capsys: pytest.CaptureFixture
+) -> None:
+    """A run of three steps goes on from its first where the checkpoint of its second has another bit.
+
+    The checkpoint's manifest is made again, as a forger would. whole: the run that was never cut.
+    """
+    folder = run / "checkpoints" / "step-000002"
+    flip_bit(folder / file, name)
+    forge_manifest(folder)
+    message = f"the {what} in {folder} are not those whose hash is in {run / 'ledger.jsonl'}"
+    assert [f.result for f in verify_run(run, 0, 0, {}) if f.what == "step-000002"] == [message]
+    resume(run)
+    assert f"{message}; not used" in " ".join(capsys.readouterr().out.split())
+    assert (run / "ledger.jsonl").read_bytes() == (whole / "ledger.jsonl").read_bytes()

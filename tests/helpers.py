@@ -106,6 +106,15 @@ def forgotten(probe: Callable) -> Iterator[None]:
         probe.cache_clear()
 
 
+@contextmanager
+def importable(folder: Path, name: str, source: str) -> Iterator[None]:
+    """A module of this source, importable like one that a user wrote."""
+    (folder / f"{name}.py").write_text(source)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(folder))
+        yield
+
+
 def write_letters_reward(folder: Path) -> None:
     """Write a module to `folder` with the reward "letters_reward:reward".
 

@@ -21,6 +21,10 @@ def fixed(request):
 @pytest.mark.parametrize("b", [True, False])
 def test_matrix(a, b): ...
 
+@pytest.mark.parametrize("a", range(7))
+@pytest.mark.parametrize("b", [True, False])
+def test_wide(a, b): ...
+
 @pytest.mark.parametrize("a", [1, 2])
 def test_fixture(fixed, a): ...
 
@@ -89,14 +93,21 @@ def test_quick_keeps_as_few_cases_as_hold_every_value(tmp_path):
         "test_matrix[False-2]",
         "test_matrix[False-3]",
     ]
+    wide = ["test_wide[True-0]", "test_wide[False-1]", "test_wide[False-2]", "test_wide[False-6]"]
+    assert [name for name in kept if "wide" in name] == wide, "the first three of the diagonal and its last"
     assert [name for name in kept if "fixture" in name] == [
         "test_fixture[x-1]",
         "test_fixture[y-2]",
         "test_fixture[z-2]",
     ]
-    assert len([name for name in kept if "rows" in name]) == 4
+    listed = ["test_rows[1-True]", "test_rows[2-True]", "test_rows[1-False]"]
+    assert [name for name in kept if "rows" in name] == listed, "the first, the middle and the last"
     assert not any("long" in name for name in kept)
     assert "test_partly[short]" in kept
+    left = {"test_rows[2-False]", *(f"test_wide[False-{a}]" for a in (3, 4, 5))}
+    assert set(_collected(tmp_path, "--diagonal")) == {*kept, *left}, (
+        "every row of a list and of the diagonal"
+    )
 
 
 @pytest.mark.full
@@ -120,6 +131,6 @@ def test_rest_takes_other_examples_of_the_same_number(tmp_path):
 @pytest.mark.full
 def test_rest_is_what_quick_leaves_out_and_every_property(tmp_path):
     everything, quick, rest = (_collected(tmp_path, option) for option in ("--color=no", "--quick", "--rest"))
-    assert len(everything) == 3 * 2 + 3 * 2 + 4 + 2 + 2
+    assert len(everything) == 3 * 2 + 7 * 2 + 3 * 2 + 4 + 2 + 2
     assert set(quick) | set(rest) == set(everything)
     assert set(quick) & set(rest) == {"test_property"}

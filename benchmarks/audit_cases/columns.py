@@ -133,10 +133,6 @@ def _rewarded(line: Row) -> None:
     line |= {"reward": line["sample"] % 2, "advantage": 0.5 if line["sample"] % 2 else -0.5}
 
 
-def _without_the_last(z: np.ndarray) -> np.ndarray:
-    return np.where(np.arange(VOCAB) < VOCAB - 8, z, -1e9)
-
-
 SOUND = {
     "heavy tails, as of experts": dict(heavy=0.02),
     "temperature 0.3": dict(T=0.3),

@@ -11,22 +11,18 @@ Nothing of audit/knobs/ plants: a plant changes a weight, a field of a module, o
 
 import argparse
 import copy
-import json
 import re
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from models import world
-from run import without_a_name
+from run import audit_of, cause_text, without_a_name, write_log
 from sound_logs import Kind, Models, rows_of, untried
 from transformers import AttentionInterface
-from zerokl.audit.as_json import as_json
-from zerokl.audit.command import run_audit
-from zerokl.audit.config import AuditSettings
 from zerokl.audit.faults.planting.sampling import row
 from zerokl.audit.faults.planting.world import World
 
@@ -61,86 +57,80 @@ def attention(layer):
     return layer.self_attn if hasattr(layer, "self_attn") else layer.attention
 
 
-def times(factor: float, path: str, *only: int) -> Callable:
-    """A hook on modules of the layers that multiplies what they return. only: these layers."""
+def in_layers(change: Callable[[torch.nn.Module], None], *only: int) -> Callable:
+    """A change of each layer. only: of these layers."""
 
-    def change(model) -> None:
+    def of_model(model) -> None:
         for i, layer in enumerate(layers(model)):
             if not only or i in only:
-                layer.get_submodule(path).register_forward_hook(lambda _m, _i, y: y * factor)
+                change(layer)
 
-    return change
+    return of_model
+
+
+def times(factor: float, path: str, *only: int) -> Callable:
+    """A hook on modules of the layers that multiplies what they return. only: these layers."""
+    return hooked(path, lambda y: y * factor, *only)
+
+
+def hooked(path: str, change: Callable[[torch.Tensor], torch.Tensor], *only: int) -> Callable:
+    """A hook on modules of the layers that changes what they return. only: these layers."""
+
+    def hook(layer) -> None:
+        layer.get_submodule(path).register_forward_hook(lambda _m, _i, y: change(y))
+
+    return in_layers(hook, *only)
+
+
+def weighted(path: str, change: Callable[[torch.Tensor], object], *only: int) -> Callable:
+    """A change, in place, of the weight [N, K] or [N] of modules of the layers. only: these layers."""
+    return in_layers(lambda layer: change(layer.get_submodule(path).weight.data), *only)
 
 
 def scaling(factor: float, *only: int) -> Callable:
     """Other scores of attention."""
 
-    def change(model) -> None:
-        for i, layer in enumerate(layers(model)):
-            if not only or i in only:
-                attention(layer).scaling *= factor
+    def change(layer) -> None:
+        attention(layer).scaling *= factor
 
-    return change
+    return in_layers(change, *only)
 
 
 def values(factor: float) -> Callable:
     """The value rows of a fused projection, [heads, 3, D] of its output."""
 
-    def change(model) -> None:
-        for layer in layers(model):
-            qkv = layer.attention.query_key_value
-            for x in (qkv.weight, qkv.bias):
-                x.data.view(6, 3, 16, *x.shape[1:])[:, 2] *= factor
+    def change(layer) -> None:
+        qkv = layer.attention.query_key_value
+        for x in (qkv.weight, qkv.bias):
+            x.data.view(6, 3, 16, *x.shape[1:])[:, 2] *= factor
 
-    return change
+    return in_layers(change)
 
 
-def field(path: str, name: str, value: float, *only: int) -> Callable:
+def field(path: str, name: str, value: float) -> Callable:
     """Another number in a field of a module."""
-
-    def change(model) -> None:
-        for i, layer in enumerate(layers(model)):
-            if not only or i in only:
-                setattr(layer.get_submodule(path), name, value)
-
-    return change
+    return in_layers(lambda layer: setattr(layer.get_submodule(path), name, value))
 
 
-def plus(path: str, value: float, *only: int) -> Callable:
+def plus(path: str, value: float) -> Callable:
     """A weight with a number added to it."""
+    return weighted(path, lambda w: w.add_(value))
 
-    def change(model) -> None:
-        for i, layer in enumerate(layers(model)):
-            if not only or i in only:
-                layer.get_submodule(path).weight.data += value
 
-    return change
+def fp8(x: torch.Tensor, largest: torch.Tensor) -> torch.Tensor:
+    """x through e4m3. largest: of what shares a scale."""
+    scale = largest.to(x.dtype) / 448
+    return (x / scale).to(torch.float8_e4m3fn).to(x.dtype) * scale
 
 
 def fp8_weights(path: str) -> Callable:
     """Weights through e4m3, with a scale for each tensor."""
-
-    def change(model) -> None:
-        for layer in layers(model):
-            w = layer.get_submodule(path).weight.data
-            scale = w.abs().max() / 448
-            w.copy_((w / scale).to(torch.float8_e4m3fn).to(w.dtype) * scale)
-
-    return change
+    return weighted(path, lambda w: w.copy_(fp8(w, w.abs().max())))
 
 
 def fp8_outputs(path: str) -> Callable:
     """Outputs through e4m3, with a scale for each token."""
-
-    def rounded(_m, _i, y):
-        scale = y.float().abs().amax(-1, keepdim=True) / 448
-        return ((y.float() / scale).to(torch.float8_e4m3fn).float() * scale).to(y.dtype)
-
-    def change(model) -> None:
-        for layer in layers(model):
-            layer.get_submodule(path).register_forward_hook(rounded)
-
-    return change
+    return hooked(path, lambda y: fp8(y.float(), y.float().abs().amax(-1, keepdim=True)).to(y.dtype))
 
 
 def embedded(factor: float) -> Callable:
@@ -161,27 +151,40 @@ def stretched(factor: float) -> Callable:
     return change
 
 
-def window(size: int, layer: int, cap: float = 0.0) -> Callable:
-    """Attention of one layer that reads few tokens, or whose scores are capped."""
+def attending(
+    name: str,
+    layer: int | None,
+    read_of: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None,
+    cap: float = 0.0,
+) -> Callable:
+    """Attention of a layer (None: of all) that reads other tokens, or whose scores are capped.
+
+    read_of: of places of queries [T, 1] and of keys [S] -> which are read [T, S].
+    """
 
     def attend(module, q, k, v, attention_mask, scaling=None, dropout=0.0, **kwargs):
         groups = q.shape[1] // k.shape[1]
         k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
         scores = (q @ k.transpose(2, 3)).float() * scaling
         T, S = scores.shape[-2:]
-        places = torch.arange(S - T, S)[:, None], torch.arange(S)[None]
-        read = places[1] <= places[0]
-        if module.layer_idx == layer:
+        here, there = torch.arange(S - T, S)[:, None], torch.arange(S)[None]
+        read = there <= here
+        if layer in (None, module.layer_idx):
             scores = cap * torch.tanh(scores / cap) if cap else scores
-            read &= (places[1] > places[0] - size) if size else read
+            read &= read_of(here, there) if read_of else read
         p = scores.masked_fill(~read, -torch.inf).softmax(-1).to(q.dtype)
         return (p @ v).transpose(1, 2).contiguous(), None
 
     def change(model) -> None:
-        AttentionInterface.register(name := f"planted_{size}_{layer}_{cap:g}", attend)
-        model.config._attn_implementation = name
+        AttentionInterface.register(f"planted_{name}", attend)
+        model.config._attn_implementation = f"planted_{name}"
 
     return change
+
+
+def window(size: int, layer: int) -> Callable:
+    """Attention of one layer that reads few tokens."""
+    return attending(f"window_{size}_{layer}", layer, lambda here, there: there > here - size)
 
 
 def both(*changes: Callable) -> Callable:
@@ -260,7 +263,7 @@ def _of_gpt_neox() -> _Table:
         "norm's epsilon": (field(_POST, "eps", 0.5), _told(ALL, 0.5, epsilon)),
         "activation": (times(0.8, "mlp.act"), _told(ALL, 0.8, "mlp.act", _OUT)),
         "positions stretched": (stretched(0.25), _told("", 0.25, "positions")),
-        "scores capped in a layer": (window(0, 1, 1.0), _told("in layer 1", 1.0, cap)),
+        "scores capped in a layer": (attending("cap", 1, cap=1.0), _told("in layer 1", 1.0, cap)),
         "fp8 outputs": (fp8_outputs(_DENSE), _told(ALL, 0.0, f"output of {_DENSE} rounded to fp8")),
     }
 
@@ -305,33 +308,31 @@ def _is_told(told: Told, text: str) -> bool:
     return False
 
 
-def log_of(plant: Plant, w: World) -> list[dict]:
-    """The lines of a faulty sampler in bf16 beside a sound trainer in fp32."""
-    model = copy.deepcopy(w.bf16)
-    plant.change(model)
-    return [row(line, w.usual) for line in w.both(w.drawn(model=model))]
+def show_plants(
+    plants: Iterable[tuple[str, Plant]],
+    world_of: Callable[[Plant], World],
+    folder: Path,
+    only: str,
+    judged: Callable[[Plant, dict], str],
+) -> None:
+    """Plant, audit, and print each word, then the counts: a faulty sampler in bf16, a sound trainer in fp32.
 
-
-def run_plants(root: Path, only: str, part: int, parts: int) -> None:
-    """Plant, audit, and print each word, then the counts. part: every `parts`-th plant from this one on."""
-    worlds = {family: world(family, SEED, root / "models") for family in FAMILIES}
+    plants: each with its title. folder: of the logs. only: a part of a title. judged: the word of a report.
+    """
     counts: Counter[str] = Counter()
-    for plant in list(plants())[part::parts]:
-        if only not in f"{plant.family} {plant.name}":
+    for title, plant in plants:
+        if only not in title:
             continue
-        path = root / "knobs" / f"{plant.family}-{plant.name.replace(' ', '-')}.jsonl"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        w = worlds[plant.family]
-        path.write_text("".join(json.dumps(x) + "\n" for x in log_of(plant, w)))
+        w = world_of(plant)
+        model = copy.deepcopy(w.bf16)
+        plant.change(model)
+        path = folder / f"{title.replace(' ', '-')}.jsonl"
+        write_log(path, [row(line, w.usual) for line in w.both(w.drawn(model=model))])
         start = time.process_time()
-        settings = AuditSettings(model=str(w.folder), dtype="float32")
-        report = as_json(run_audit(str(path), "", None, settings))
-        word = judged(plant, report)
-        counts[word] += 1
-        text = " ".join(report["cause"]["text"].split())
+        report = audit_of(path, model=str(w.folder), dtype="float32")
+        counts[word := judged(plant, report)] += 1
         print(
-            f"{word:8} {time.process_time() - start:5.1f} s  {plant.family} {plant.name}: {text[:330]}",
-            flush=True,
+            f"{word:8} {time.process_time() - start:5.1f} s  {title}: {cause_text(report)[:330]}", flush=True
         )
     print(dict(counts))
 
@@ -339,16 +340,14 @@ def run_plants(root: Path, only: str, part: int, parts: int) -> None:
 def run_sound(root: Path, logs: int, part: int, parts: int) -> None:
     """Sound logs beside their model, their knobs tried whatever fits. part, parts: as of the plants."""
     models, counts, folder = Models(root), Counter(), root / "knobs-sound"
-    folder.mkdir(parents=True, exist_ok=True)
     for number in range(part, logs, parts):
         kind = Kind(number)
         kind.family = FAMILIES[number % 2]
         path = folder / f"{number}.jsonl"
-        path.write_text("".join(json.dumps(x) + "\n" for x in rows_of(kind, models)))
+        write_log(path, rows_of(kind, models))
         version = {"weight_version": 5} if kind.shape == "versions" else {}
         model = str(models.world(kind.family, number).folder)
-        settings = AuditSettings(model=model, dtype=kind.trainer, knobs=True, **version)
-        report = as_json(run_audit(str(path), "", None, settings))
+        report = audit_of(path, model=model, dtype=kind.trainer, knobs=True, **version)
         columns = [report["hypotheses"], report.get("trainer_column") or {"rows": []}]
         knobs = [
             x for column in columns for x in column["rows"] if x["name"].startswith("knob") and x["fits"]
@@ -377,7 +376,9 @@ def main() -> None:
     words = parser.parse_args()
     torch.set_num_threads(1)
     if words.what == "plants":
-        run_plants(words.root, words.only, words.part, words.parts)
+        worlds = {family: world(family, SEED, words.root / "models") for family in FAMILIES}
+        chosen = [(f"{x.family} {x.name}", x) for x in plants()][words.part :: words.parts]
+        show_plants(chosen, lambda x: worlds[x.family], words.root / "knobs", words.only, judged)
     else:
         run_sound(words.root, words.logs, words.part, words.parts)
 

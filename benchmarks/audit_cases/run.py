@@ -81,9 +81,7 @@ def write_case(folder: Path, world: "World", plant: "Plant", fault: "Fault | Non
     name = plant.make.__name__
     world.begin(name)
     log = plant.make(world)
-    folder.mkdir(parents=True, exist_ok=True)
-    lines = [json.dumps(_finite(row(x, log.declared))) for x in log.lines]
-    (folder / "log.jsonl").write_text("\n".join(lines) + "\n")
+    write_log(folder / "log.jsonl", [_finite(row(x, log.declared)) for x in log.lines])
     model = {"model": str(world.folder)} if log.with_model else {}
     named = fault.names_of(plant) if fault else ()
     case = {"group": plant.group, "name": name, "named": named, "family": world.family}
@@ -94,11 +92,27 @@ def write_case(folder: Path, world: "World", plant: "Plant", fault: "Fault | Non
 
 def report_of(folder: Path, case: dict) -> dict:
     """The report on a case, as audit.json has it."""
+    return audit_of(folder / "log.jsonl", **case["settings"])
+
+
+def audit_of(log: Path, **settings: object) -> dict:
+    """The report on a log, as audit.json has it. settings: of the audit."""
     from zerokl.audit.as_json import as_json
     from zerokl.audit.command import run_audit
     from zerokl.audit.config import AuditSettings
 
-    return as_json(run_audit(str(folder / "log.jsonl"), "", None, AuditSettings(**case["settings"])))
+    return as_json(run_audit(str(log), "", None, AuditSettings(**settings)))
+
+
+def cause_text(report: dict) -> str:
+    """What a report says of the cause, in one line."""
+    return " ".join(report["cause"]["text"].split())
+
+
+def write_log(path: Path, lines: Sequence[dict]) -> None:
+    """Write the lines of a log."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
 def _finite(row: dict) -> dict:
@@ -125,10 +139,8 @@ def judged(case: dict, report: dict) -> str:
     sound = kind in SOUND_KINDS and not alarms
     if case["group"] == "sound":
         return "clear" if sound else "unsure" if kind in UNKNOWN_KINDS and not alarms else "alarm"
-    if sound:
-        return "missed"
-    if kind in UNKNOWN_KINDS:
-        return "seen"
+    if word := "missed" if sound else without_a_name(report):
+        return word
     words = f"{kind}: {text.split(' As near')[0]}".lower()
     return "named" if any(name.lower() in words for name in case["named"]) else "wrong"
 
@@ -151,7 +163,7 @@ def audit(root: Path, seed: int, only: str, columns: bool = False) -> None:
         if columns and "model" in case["settings"]:
             continue
         report = report_of(folder, case)
-        word, text = judged(case, report), " ".join(report["cause"]["text"].split())
+        word, text = judged(case, report), cause_text(report)
         seconds = time.perf_counter() - start
         outcome = report["outcome"]
         result = {"word": word, "text": text, "outcome": outcome["kind"], "faults": outcome["faults"]}

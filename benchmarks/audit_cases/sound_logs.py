@@ -9,7 +9,6 @@ operations were wanted and not fitted.
 """
 
 import argparse
-import json
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -20,7 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 from models import world
-from run import FAMILIES, SOUND_KINDS
+from run import FAMILIES, SOUND_KINDS, audit_of, cause_text, write_log
 from zerokl.audit.faults.planting.sampling import Line, Settings, draw, load, row, scored, with_trainer
 from zerokl.audit.faults.planting.world import World, as_lines
 
@@ -128,7 +127,7 @@ def alarm(report: dict, cut: bool, two_dtypes: bool) -> str:
     faults = [name for name in report["outcome"]["faults"] if name not in SOUND_KINDS]
     kind = report["cause"]["kind"]
     if faults or kind not in true:
-        return f"{kind} {faults}: {' '.join(report['cause']['text'].split())[:200]}"
+        return f"{kind} {faults}: {cause_text(report)[:200]}"
     return ""
 
 
@@ -140,26 +139,19 @@ def untried(report: dict) -> list[str]:
 
 def run(root: Path, logs: Sequence[int], with_model: int) -> None:
     """Draw, audit, and print each alarm, then the counts."""
-    from zerokl.audit.as_json import as_json
-    from zerokl.audit.command import run_audit
-    from zerokl.audit.config import AuditSettings
-
     models, counts, folder = Models(root), Counter(), root / "sound"
-    folder.mkdir(parents=True, exist_ok=True)
     start = time.perf_counter()
     for number in logs:
         kind, path = Kind(number), folder / f"{number}.jsonl"
-        path.write_text("".join(json.dumps(x) + "\n" for x in rows_of(kind, models)))
-        audits = {"columns": AuditSettings()}
+        write_log(path, rows_of(kind, models))
+        audits: dict[str, dict[str, str]] = {"columns": {}}
         if number < with_model and kind.shape != "versions":
             model = str(models.world(kind.family, number).folder)
-            audits["with the model"] = AuditSettings(model=model, dtype=kind.trainer)
+            audits["with the model"] = {"model": model, "dtype": kind.trainer}
         for how, settings in audits.items():
-            report = as_json(run_audit(str(path), "", None, settings))
-            wrong, sure = (
-                alarm(report, kind.decimals > 0, kind.sampler != kind.trainer),
-                report["outcome"]["passed"],
-            )
+            report = audit_of(path, **settings)
+            wrong = alarm(report, kind.decimals > 0, kind.sampler != kind.trainer)
+            sure = report["outcome"]["passed"]
             others = "clear" if sure else "untried" if untried(report) else "unsure"
             counts[how, "alarm" if wrong else others] += 1
             if wrong or not sure:

@@ -10,24 +10,16 @@ wrong    another cause is named
 
 import argparse
 import copy
-import json
 import re
-import time
-from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from knobs import attention, layers
+from knobs import attending, attention, hooked, layers, show_plants, weighted
 from models import world
 from run import without_a_name
 from torch.nn import functional
-from transformers import AttentionInterface
-from zerokl.audit.as_json import as_json
-from zerokl.audit.command import run_audit
-from zerokl.audit.config import AuditSettings
-from zerokl.audit.faults.planting.sampling import row
 
 SEED = 12
 
@@ -69,14 +61,7 @@ def _base_of_a_layer(model) -> None:
 
 def _swapped(path: str, *only: int) -> Callable:
     """Two heads of a projection's rows change places."""
-
-    def change(model) -> None:
-        for i, layer in enumerate(layers(model)):
-            if not only or i in only:
-                w = layer.get_submodule(path).weight.data
-                w[:32] = torch.cat([w[16:32], w[:16]])
-
-    return change
+    return weighted(path, lambda w: w[:32].copy_(torch.cat([w[16:32], w[:16]])), *only)
 
 
 def _skip(factor: float, layer: int) -> Callable:
@@ -113,28 +98,6 @@ def _activation(model) -> None:
     """GELU in place of SiLU."""
     for layer in layers(model):
         layer.mlp.act_fn = torch.nn.GELU()
-
-
-def _attending(name: str, layer: int | None, read_of: Callable, partial: bool = False) -> Callable:
-    """Attention that reads other tokens. read_of: of [T, S] places -> which are read."""
-
-    def attend(module, q, k, v, attention_mask, scaling=None, dropout=0.0, **kwargs):
-        groups = q.shape[1] // k.shape[1]
-        k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
-        scores = (q @ k.transpose(2, 3)).float() * scaling
-        T, S = scores.shape[-2:]
-        here, there = torch.arange(S - T, S)[:, None], torch.arange(S)[None]
-        read = there <= here
-        if layer is None or module.layer_idx == layer:
-            read &= read_of(here, there)
-        p = scores.masked_fill(~read, -torch.inf).softmax(-1).to(q.dtype)
-        return (p @ v).transpose(1, 2).contiguous(), None
-
-    def change(model) -> None:
-        AttentionInterface.register(f"strange_{name}", attend)
-        model.config._attn_implementation = f"strange_{name}"
-
-    return change
 
 
 def _halves_rotated(model) -> None:
@@ -189,11 +152,6 @@ def _old_layer(model) -> None:
     layers(model)[1].mlp.down_proj.weight.data.copy_(layers(model)[0].mlp.down_proj.weight.data)
 
 
-def _clamped(model) -> None:
-    """Layer 1's MLP output is clamped."""
-    layers(model)[1].mlp.down_proj.register_forward_hook(lambda _m, _i, y: y.clamp(-0.5, 0.5))
-
-
 def _parallel(model) -> None:
     """Layer 2's MLP reads the layer's input, as parallel blocks do."""
     layer, kept = layers(model)[2], {}
@@ -215,8 +173,8 @@ def plants() -> Iterator[Plant]:
         ("a head that has moved", _head_apart, r"lm_head"),
         ("a head that is scaled", _head_scaled, r"lm_head times 1\.0[67]", r"temperature was 0\.7[45]"),
         ("another activation", _activation, r"act_fn|activation|gelu"),
-        ("the token itself is not read", _attending("self", 1, lambda t, s: (s < t) | (t == 0)), second),
-        ("the first token is not read", _attending("sink", None, lambda t, s: (s > 0) | (t == 0)), "first"),
+        ("the token itself is not read", attending("self", 1, lambda t, s: (s < t) | (t == 0)), second),
+        ("the first token is not read", attending("sink", None, lambda t, s: (s > 0) | (t == 0)), "first"),
         ("half of the frequencies", _halves_rotated, r"partial rotary|half of"),
         ("pairs in place of halves", _paired, rf"(interleaved|pairs|q_proj|k_proj).*{first}"),
         ("gate and up swapped", _gate_is_up, rf"(gate|up)_proj.*{second}"),
@@ -226,7 +184,11 @@ def plants() -> Iterator[Plant]:
         ("a shard is lost", _lost_channels, rf"(o_proj|attention).*{second}"),
         ("a norm's weight is lost", _norm_forgotten, rf"q_norm.*{third}|scores.*{third}"),
         ("a layer's weight in another", _old_layer, rf"down_proj.*{second}"),
-        ("an output clamped", _clamped, rf"(down_proj|mlp).*{second}"),
+        (
+            "an output clamped",
+            hooked("mlp.down_proj", lambda y: y.clamp(-0.5, 0.5), 1),
+            rf"(down_proj|mlp).*{second}",
+        ),
         ("an MLP beside attention", _parallel, rf"(post_attention_layernorm|mlp).*{third}"),
     ):
         yield Plant(name, change, tuple(told))
@@ -247,24 +209,9 @@ def main() -> None:
     parser.add_argument("--only", default="", help="a part of the name")
     words = parser.parse_args()
     torch.set_num_threads(1)
-    w, counts = world("qwen3", SEED, words.root / "models"), Counter()
-    folder = words.root / "strange"
-    folder.mkdir(parents=True, exist_ok=True)
-    for plant in plants():
-        if words.only not in plant.name:
-            continue
-        model = copy.deepcopy(w.bf16)
-        plant.change(model)
-        path = folder / f"{plant.name.replace(' ', '-')}.jsonl"
-        lines = [row(line, w.usual) for line in w.both(w.drawn(model=model))]
-        path.write_text("".join(json.dumps(x) + "\n" for x in lines))
-        start = time.process_time()
-        settings = AuditSettings(model=str(w.folder), dtype="float32")
-        report = as_json(run_audit(str(path), "", None, settings))
-        counts[word := judged(plant, report)] += 1
-        text = " ".join(report["cause"]["text"].split())
-        print(f"{word:8} {time.process_time() - start:5.1f} s  {plant.name}: {text[:330]}", flush=True)
-    print(dict(counts))
+    w = world("qwen3", SEED, words.root / "models")
+    titled = [(plant.name, plant) for plant in plants()]
+    show_plants(titled, lambda _: w, words.root / "strange", words.only, judged)
 
 
 if __name__ == "__main__":

@@ -84,7 +84,7 @@ def _run_sections(m: Machine, part: str, report: Report) -> None:
             continue
         command = module_command(m, "device.section", PARTS[part], name, end_s=m.left_s() - _TO_REPORT_S)
         # vLLM reads the variables when it is imported.
-        for _, row in rows_of(m, {name: command}, m.left_s(), variables=KERNEL_VARIABLES):
+        for row in rows_of(m, {name: command}, m.left_s(), variables=KERNEL_VARIABLES):
             report.rows.append({"section": name} | row)
             print(f"{m.elapsed_s():6.1f} s  {row['what']}", flush=True)
         report.write(m.elapsed_s())

@@ -19,8 +19,7 @@ def compiled(m: Machine) -> Iterator[Row]:
         yield without_vllm("vLLM's compiled operations")
         return
     job = module_command(m, "device.compiled_ops")
-    for _, row in rows_of(m, {"vLLM's compiled operations": job}, _LIMIT_S):
-        yield row
+    yield from rows_of(m, {"vLLM's compiled operations": job}, _LIMIT_S)
 
 
 SECTIONS = (vllm_equality, compiled, vllm_rates)

@@ -50,7 +50,7 @@ def rates(m: Machine, engines: Mapping[str, str]) -> Iterator[Row]:
                 yield {"what": f"{what}: not compared (it needs a GPU)"}
             else:
                 job = module_command(m, "device.decode", engine, str(model), name)
-                for _, row in rows_of(m, {what: job}, _LIMIT_S):
+                for row in rows_of(m, {what: job}, _LIMIT_S):
                     yield row | ({} if m.small else _GOALS.get(engine, {}))
 
 

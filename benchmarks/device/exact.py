@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 from zerokl.benchmarks.device.runs import Run, settings, take_steps, write_model
-from zerokl.benchmarks.exactness import exactness, reinforcement
+from zerokl.benchmarks.exactness import exactness
 from zerokl.benchmarks.machine import Machine, Row, name_of
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -26,6 +26,22 @@ _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 FOLDER_PACKAGES = ("tensorboard", "tomli_w")
 # Seconds for a process to come to its third step, with its kernels to compile.
 _START_S = 90
+
+
+def reinforcement(m: Machine) -> Iterator[Row]:
+    """20 steps (small: 2) of policy gradient with the native sampler, run twice.
+
+    Every logprob is compared, and every step must change the weights.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        model = write_model(m, Path(folder), 2, 128)
+        for dtype in _DTYPES[:2]:
+            values = settings(m, model, dtype, 2 if m.small else 20)
+            what = f"policy gradient {name_of(dtype)}"
+            first, second = take_steps(values), take_steps(values)
+            yield from second.beside(first, what)
+            still = sum(step["update/moved"] == 0.0 for step in first.steps)
+            yield {"what": f"{what}: steps that left the weights as they were", "unequal": still}
 
 
 def reference_and_staleness(m: Machine) -> Iterator[Row]:

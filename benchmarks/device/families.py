@@ -70,13 +70,12 @@ def dense(m: Machine) -> Iterator[Row]:
 
 def mixtures(m: Machine) -> Iterator[Row]:
     """Families with experts."""
-    yield from _in_processes(m, MIXTURES)
+    return _in_processes(m, MIXTURES)
 
 
 def _in_processes(m: Machine, families: Mapping[str, _Widths]) -> Iterator[Row]:
     jobs = {name: module_command(m, "device.families", name) for name in families}
-    for _, row in rows_of(m, jobs, m.left_s()):
-        yield row
+    return rows_of(m, jobs, m.left_s())
 
 
 def family_config(name: str, is_small: bool) -> ModelConfig:
@@ -96,13 +95,8 @@ def _runs(m: Machine, name: str) -> Iterator[Row]:
         with tempfile.TemporaryDirectory() as folder:
             model = write_decoder(m.random_decoder(config, torch.float32), Path(folder))
             values = settings(m, model, getattr(torch, dtype), 2)
-            runs = [take_steps(values) for _ in range(2)]
-        unequal = sum(run.unequal for run in runs)
-        yield {"what": f"{what}: {runs[0].tokens} tokens, trainer against sampler", "unequal": unequal}
-        yield {
-            "what": f"{what}: a fingerprint that is not the first run's",
-            "unequal": int(runs[0].fingerprint != runs[1].fingerprint),
-        }
+            first, second = take_steps(values), take_steps(values)
+        yield from second.beside(first, what)
 
 
 SECTIONS = (dense, mixtures)

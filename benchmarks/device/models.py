@@ -33,8 +33,7 @@ def adapters(m: Machine) -> Iterator[Row]:
 
 def _in_processes(m: Machine, kind: str) -> Iterator[Row]:
     jobs = {f"{kind} {dtype}": module_command(m, "device.models", kind, dtype) for dtype in DTYPES}
-    for _, row in rows_of(m, jobs, m.left_s()):
-        yield row
+    return rows_of(m, jobs, m.left_s())
 
 
 def _runs(m: Machine, kind: str, dtype: str) -> Iterator[Row]:
@@ -50,9 +49,7 @@ def _runs(m: Machine, kind: str, dtype: str) -> Iterator[Row]:
                 yield without_vllm(what)
                 continue
             run = take_steps(values | {"sampler": sampler})
-            yield {"what": f"{what}: {run.tokens} tokens, trainer against sampler", "unequal": run.unequal}
-            unequal = int((run.fingerprint, run.weights) != (first.fingerprint, first.weights))
-            yield {"what": f"{what}: a fingerprint that is not the first run's", "unequal": unequal}
+            yield from run.beside(first, what)
 
 
 def _config(m: Machine, kind: str) -> ModelConfig:

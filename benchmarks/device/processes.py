@@ -51,8 +51,8 @@ def rows_of(
     limit_s: float,
     turns: int = 0,
     variables: Mapping[str, str] = MappingProxyType({}),
-) -> Iterator[tuple[str, Row]]:
-    """Run the commands `jobs` at the same time. Yields (name, row) for each row, job after job.
+) -> Iterator[Row]:
+    """Run the commands `jobs` at the same time. Yields their rows, job after job.
 
     turns: so many lines go to each command's stdin (by_turns.py). variables: for the commands. A command that
     fails has a row that says why. One that takes more than `limit_s`, or than the part has left, has a row
@@ -66,8 +66,7 @@ def rows_of(
         end = time.perf_counter() + min(limit_s, m.left_s())
         try:
             for name, job in running.items():
-                for row in job.rows(name, end - time.perf_counter()):
-                    yield name, row
+                yield from job.rows(name, end - time.perf_counter())
         finally:
             for job in running.values():
                 job.close()

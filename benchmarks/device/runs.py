@@ -1,15 +1,17 @@
 """Training steps of a random model in this process, without a run's folder."""
 
 import gc
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from zerokl.benchmarks.letters import characters
-from zerokl.benchmarks.machine import Machine
+from zerokl.benchmarks.machine import Machine, Row
 from zerokl.engine.config.run_config import Config
+from zerokl.engine.runs.init import random_decoder
 from zerokl.engine.runs.ledger_head import run_head
 from zerokl.engine.runs.setup import make_state
 from zerokl.engine.tasks.loading import load_task
@@ -43,6 +45,12 @@ class Run:
         """Tokens whose trainer logprob is not the sampler's."""
         return sum(round(m["tokens"] * (1 - m["mismatch/frac_equal"])) for m in self.steps)
 
+    def beside(self, first: "Run", what: str) -> Iterator[Row]:
+        """The rows of a run that repeats `first`: its mismatch, and whether its ledger is another."""
+        yield {"what": f"{what}: {self.tokens} tokens, trainer against sampler", "unequal": self.unequal}
+        unequal = int((self.fingerprint, self.weights) != (first.fingerprint, first.weights))
+        yield {"what": f"{what}: a fingerprint that is not the first run's", "unequal": unequal}
+
 
 def write_model(
     m: Machine, folder: Path, layers: int, vocab: int, dtype: torch.dtype = torch.float32
@@ -51,9 +59,16 @@ def write_model(
     return write_decoder(m.decoder(m.first_shape, layers, vocab, dtype), folder)
 
 
-def write_decoder(decoder: Decoder, folder: Path) -> Path:
-    """Write a model and a tokenizer of its size."""
-    character_tokenizer(characters(decoder.config.vocab_size - 3)).save_pretrained(folder / "tokenizer")
+def write_preset(preset: str, folder: Path) -> Path:
+    """Write a model of one of `zerokl init`'s presets with random weights, and init's tokenizer."""
+    tokenizer = character_tokenizer()
+    return write_decoder(random_decoder(preset, len(tokenizer), 0), folder, tokenizer)
+
+
+def write_decoder(decoder: Decoder, folder: Path, tokenizer: Any = None) -> Path:
+    """Write a model and a tokenizer, by default one of its size. Returns the folder of the model."""
+    tokenizer = tokenizer or character_tokenizer(characters(decoder.config.vocab_size - 3))
+    tokenizer.save_pretrained(folder / "tokenizer")
     write_checkpoint(folder / "model", decoder.layout, decoder.flat.detach(), companions=folder / "tokenizer")
     return folder / "model"
 

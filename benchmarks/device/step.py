@@ -43,7 +43,7 @@ def whole_step(m: Machine) -> Iterator[Row]:
                 yield {"what": f"whole step, {engine}: not compared (it is not installed)"}
                 continue
             turns = _STEPS if engine.startswith("TRL") else 0
-            rows = [row for _, row in rows_of(m, {engine: job}, _LIMIT_S, turns)]
+            rows = list(rows_of(m, {engine: job}, _LIMIT_S, turns))
             steps = [row for row in rows if "step_s" in row][1:]
             yield from (row for row in rows if "step_s" not in row)
             if steps:

@@ -33,8 +33,7 @@ def vllm_runs(m: Machine) -> Iterator[Row]:
             jobs[f"sampler {sampler} {' '.join(case)}"] = command
     for dtype in DTYPES:
         jobs[f"vLLM's own model {dtype}"] = module_command(m, "vllm_exact", dtype)
-    for _, row in rows_of(m, jobs, m.left_s()):
-        yield row
+    yield from rows_of(m, jobs, m.left_s())
 
 
 def _run(m: Machine, sampler: str, dtype_name: str, mode: str) -> Iterator[Row]:

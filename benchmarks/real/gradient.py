@@ -24,6 +24,7 @@ from pathlib import Path
 import numpy as np
 from zerokl.benchmarks.experiment import made_with
 from zerokl.benchmarks.real.train import CONFIG, run
+from zerokl.pages.markdown import table
 
 SAMPLERS = {
     "e4m3": {"perturb.weights": "float8_e4m3fn/tensor"},
@@ -77,21 +78,23 @@ def cosines(rows: list[dict]) -> dict[str, list[float]]:
 
 def mismatches(by_sampler: dict[str, dict]) -> str:
     """Of `figures` by sampler, in Markdown: a row for each sampler."""
-    lines = ["| sampler | k3, nats a token | a sequence | floor |", "| --- " * 4 + "|"]
-    for name, x in by_sampler.items():
-        lines.append(f"| `{name}` | {x['k3']:.2g} | {x['k3_sequence']:.2g} | {x['floor']:.3f} |")
-    return "\n".join(lines)
+    rows = [
+        [f"`{name}`", f"{x['k3']:.2g}", f"{x['k3_sequence']:.2g}", f"{x['floor']:.3f}"]
+        for name, x in by_sampler.items()
+    ]
+    return table(("sampler", "k3, nats a token", "a sequence", "floor"), rows)
 
 
 def corrections(by_sampler: dict[str, dict]) -> str:
     """Of `figures` by sampler, in Markdown: a row for each correction."""
     columns = [f"{name}: {what}" for name in by_sampler for what in ("below the floor", "length")]
-    lines = [f"| correction | {' | '.join(columns)} |", "| --- " * (1 + len(columns)) + "|"]
+    rows = []
     for loss in LOSSES:
         losses = [x["losses"][loss] for x in by_sampler.values()]
-        cells = [_cell(x[what], n) for x in losses for what, n in (("below", 3), ("length", 2))]
-        lines.append(f"| `{loss}` | {' | '.join(cells)} |")
-    return "\n".join(lines)
+        rows.append(
+            [f"`{loss}`", *(_cell(x[what], n) for x in losses for what, n in (("below", 3), ("length", 2)))]
+        )
+    return table(("correction", *columns), rows)
 
 
 def _cell(value: list[float | None], digits: int) -> str:

@@ -86,11 +86,6 @@ class ParallelConfig(Section, head=_SPREAD):
                 f'parallel.tensor ({self.tensor}) with parallel.engine ("{self.engine}"): ranks share '
                 "layers, or spread rows; set one to its default"
             )
-        if self.tensor > 1 and run.config.frozen:
-            return (
-                f"parallel.tensor ({self.tensor}) with frozen ({list(run.config.frozen)}): this is not built "
-                "with shared layers; leave one out"
-            )
         if self.tensor > 1 and whole:
             return (
                 f"parallel.tensor ({self.tensor}) with {whole[0]}: this is not built with shared layers; "

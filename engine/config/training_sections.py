@@ -36,6 +36,12 @@ class OptimizerConfig(Section):
     """Decay of the second moment."""
     eps: float = setting(1e-8, gt=0, also_called="adam_epsilon adam_eps")
     """Added to the square root of the second moment."""
+    moments: Literal["float32", "bfloat16"] = setting(
+        "float32", head=WHERE_SET, also_called="optimizer_state_dtype"
+    )
+    """How both moments are kept between updates. bfloat16: rounded to the nearest after each update, which
+    computes in fp32; half the memory, and small changes of a moment are lost.
+    """
     weight_decay: float = Field(0.0, ge=0)
     """Decoupled weight decay of matrices (not of norms and biases), per unit of learning rate."""
     max_grad_norm: float = setting(

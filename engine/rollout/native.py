@@ -241,7 +241,7 @@ class NativeSampler:
         decoding = self._decoding.get(kind)
         if decoding is None or decoding.memory is not memory:
             decoding = self._decoding[kind] = DecodeRows(self.decoder, memory, *kind)
-        decoding.start(pack_weights(self.decoder.packable()))
+        decoding.start(pack_weights(self.decoder.packable(), self.decoder.leaves_of_products()))
         return decoding
 
 

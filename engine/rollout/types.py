@@ -308,12 +308,13 @@ def check_requests(requests: Sequence[Request], limit: int, vocab: int) -> None:
 
 
 class Sampler(Protocol):
-    """The interface of every sampler."""
+    """The interface of every sampler.
 
-    @property
-    def samples_at_once(self) -> int | None:
-        """Samples that ran at once at the beginning of the last call; None where the engine does not tell."""
-        ...
+    samples_at_once: samples that ran at once at the beginning of the last call; None where the engine does
+    not tell.
+    """
+
+    samples_at_once: int | None = None
 
     def generate(self, requests: Sequence[Request]) -> list[Completion]:
         """The completion of each request, in their order. There may be no request."""
@@ -331,13 +332,12 @@ class Sampler(Protocol):
 
         Whoever asks for turns calls it when all trajectories have ended, before the weights change. A sampler
         over the trainer's own weights may not hear of each change, and its memory is then free while the
-        trainer runs. A request that continues a trajectory all the same is read as a whole.
+        trainer runs. A request that continues a trajectory all the same is read as a whole. Whoever keeps
+        nothing has nothing to do.
         """
-        ...
 
     def close(self) -> None:
-        """End whatever runs outside this process."""
-        ...
+        """End whatever runs outside this process, if anything does."""
 
 
 class RequestSource(Protocol):

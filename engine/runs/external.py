@@ -12,7 +12,15 @@ from ...model.config import ModelConfig
 from ...model.weights import Layout
 from ..config.run_config import Config
 from ..rollout.hf import HfGenerator
-from ..rollout.types import Completion, DrawParams, GenerationParams, Request, Rollout, check_requests
+from ..rollout.types import (
+    Completion,
+    DrawParams,
+    GenerationParams,
+    Request,
+    Rollout,
+    Sampler,
+    check_requests,
+)
 from ..rollout.vllm.generator import VllmGenerator
 
 
@@ -24,7 +32,7 @@ class _Engine(Protocol):
     def load_weights(self, weights: Mapping[str, torch.Tensor]) -> None: ...
 
 
-class ExternalSampler:
+class ExternalSampler(Sampler):
     """A sampler over an engine that is not ours.
 
     The engine draws tokens with its own random numbers. The seed of each request is made from its rng_key.
@@ -32,8 +40,6 @@ class ExternalSampler:
     layout: of the weights. weights: gives those that the engine loads, [layout.numel]; it rounds them to its
     dtype.
     """
-
-    samples_at_once = None  # see Sampler
 
     def __init__(
         self, engine: _Engine, config: ModelConfig, layout: Layout, weights: Callable[[], torch.Tensor]
@@ -48,9 +54,6 @@ class ExternalSampler:
     def sync_weights(self, version: int) -> None:
         self._load()
         self.version = version
-
-    def end_turns(self) -> None:
-        """Do nothing: the engine keeps nothing between two calls."""
 
     def generate(self, requests: Sequence[Request]) -> list[Completion]:
         check_requests(requests, self._config.max_positions, self._config.vocab_size)
@@ -76,9 +79,6 @@ class ExternalSampler:
         ids, seeds = [request.ids for request in requests], [_seed(request) for request in requests]
         rollouts = self._engine.draw(ids, params, seeds)
         return [Completion(r.completion_ids, r.logprobs, r.finish, self.version, r.experts) for r in rollouts]
-
-    def close(self) -> None:
-        """Do nothing: nothing runs outside this process."""
 
 
 def _seed(request: Request) -> int:

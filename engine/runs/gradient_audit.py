@@ -20,8 +20,6 @@ from ..config.config_file import validation_message
 from ..config.perturb_section import PerturbConfig
 from ..config.run_config import Config, MonitorConfig, ParallelConfig, PoolConfig
 from ..display.progress import silent
-from ..display.terminal import console
-from ..rollout.players import open_judge
 from ..rollout.types import RngKey
 from ..tasks.loading import load_task
 from ..train.gradient_bias import drawn, exact_gradient, loss_products, measured_losses
@@ -30,7 +28,7 @@ from ..train.state import TrainState
 from .base_model import base_model
 from .intact_checkpoints import checked_checkpoint
 from .resume import run_config
-from .setup import make_state, run_equivalence, settled
+from .setup import make_state, run_equivalence, run_judge, settled
 from .trainer_state import Checkpoint, restore
 
 
@@ -144,11 +142,7 @@ def _state(target: Target, config: Config) -> Iterator[TrainState]:
     """A state with the weights of the checkpoint. Its processes end with the context."""
     config = settled(config)
     task = load_task(config.task.name, config.task.options, config.task.directory)
-    given = not config.loss.draws_answers
-    with (
-        open_judge(task, config.task, config.environment, console.print, given) as judge,
-        run_equivalence(config) as equivalence,
-    ):
+    with run_judge(config, task) as judge, run_equivalence(config) as equivalence:
         state = make_state(config, base_model(config, target.run), task, judge, equivalence=equivalence)
         try:
             if target.checkpoint is not None:

@@ -176,10 +176,8 @@ def _initialise(
     return report
 
 
-class _Demonstrator:
+class _Demonstrator(Sampler):
     """A sampler that writes given turns. turns: the texts of each problem's turns, in their order."""
-
-    samples_at_once = None  # see Sampler
 
     def __init__(self, turns: Sequence[Iterator[str]], tokenizer: Tokenizer, players: int):
         self._turns, self._tokenizer, self._players = turns, tokenizer, players
@@ -196,12 +194,6 @@ class _Demonstrator:
 
     def sync_weights(self, version: int) -> None:
         """It has no weights."""
-
-    def end_turns(self) -> None:
-        """It keeps nothing."""
-
-    def close(self) -> None:
-        """Nothing runs outside this process."""
 
 
 def _examples(

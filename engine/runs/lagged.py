@@ -131,13 +131,11 @@ class LaggedSampler(_Lagged, DrawingSampler):
         self._drawing.sampler.sync_weights(due.version)
 
 
-class PooledSampler(_Lagged):
-    """Actors draw with the weights that the step `lag` steps before began with. See Sampler.
+class PooledSampler(_Lagged, Sampler):
+    """Actors draw with the weights that the step `lag` steps before began with.
 
     open_pool: starts the actors. scoring: see _Lagged; it is not None with a lag.
     """
-
-    samples_at_once = None  # see Sampler
 
     def __init__(
         self,
@@ -183,9 +181,6 @@ class PooledSampler(_Lagged):
             "pool/tokens_per_s": tokens / step_s,
             "pool/replaced": float(self._before.replaced),
         }
-
-    def end_turns(self) -> None:
-        """Do nothing: the actors keep nothing between two turns."""
 
     def generate(self, requests: Sequence[Request]) -> list[Completion]:
         return self.pinned().generate(requests)

@@ -69,6 +69,11 @@ class RunShape:
         return DTYPES[self.config.dtype]
 
     @property
+    def moment_bytes(self) -> int:
+        """Of both moments of a weight."""
+        return 2 * DTYPES[self.config.optimizer.moments].itemsize
+
+    @property
     def is_away(self) -> bool:
         """Whether memory lies beside the device (`offloading.placed` has decided it)."""
         return self.config.memory.offload in ("host", "disk")
@@ -166,12 +171,15 @@ def footprint(run: RunShape, sizes: PassSizes, free: int) -> Footprint:
     weights = layout.numel * run.dtype.itemsize
     other_weights = run.ref_numel * run.dtype.itemsize + layout.numel * copied_weight_bytes(config)
     in_place = run.dtype == torch.float32 and not config.precision.weights  # the master weights
-    optimizer = layout.trained_numel * (8 if in_place else 12) // run.ranks
+    optimizer = layout.trained_numel * (run.moment_bytes + (0 if in_place else 4)) // run.ranks
     if run.adapters:
         other_weights += 0 if run.is_away else layout.trained_numel * run.base.itemsize
-        optimizer = run.adapters.numel * (4 + 8 // run.ranks)
+        optimizer = run.adapters.numel * (4 + run.moment_bytes // run.ranks)
     if run.is_away:
-        optimizer = 4 * 4 * min(SLICE, run.trained_numel) + (4 * run.adapters.numel if run.adapters else 0)
+        narrow = run.moment_bytes % 8  # a slice of narrow moments has a copy in fp32 beside it
+        optimizer = (4 * 4 + narrow) * min(SLICE, run.trained_numel) + (
+            4 * run.adapters.numel if run.adapters else 0
+        )
     if config.parallel.engine == "fsdp":
         sharded = sharded_bytes(run)
         weights, other_weights = max(sharded.drawing, sharded.computing), 0
@@ -229,10 +237,10 @@ def sharded_bytes(run: RunShape) -> ShardedBytes:
     computing = size * (outside + 3 * layer)
     spread = 4 * layout.numel + size * run.ref_numel
     if run.adapters:
-        adapter_bytes = run.adapters.numel * (4 + 8 // run.ranks)
+        adapter_bytes = run.adapters.numel * (4 + run.moment_bytes // run.ranks)
         persistent = (spread + run.base.itemsize * layout.trained_numel) // run.ranks + adapter_bytes
     else:
-        persistent = (spread + 8 * layout.trained_numel) // run.ranks
+        persistent = (spread + run.moment_bytes * layout.trained_numel) // run.ranks
         computing += 16 * max(layer, outside)
     return ShardedBytes(persistent, size * max(layout.numel, run.ref_numel), computing)
 

@@ -31,7 +31,7 @@ def beside(run: RunShape, sizes: PassSizes) -> Beside:
     layers = run.layout.config.layers - layers_without_backward(run.layout)
     inputs = 2 * next_power_of_2(rows * run.layout.config.hidden_size * run.dtype.itemsize)
     return Beside(
-        optimizer=numel * (8 if in_place else 12) // run.ranks,
+        optimizer=numel * (run.moment_bytes + (0 if in_place else 4)) // run.ranks,
         gradients=4 * numel * levels(sizes.shards_at_once),
         base=run.layout.trained_numel * run.base.itemsize if run.adapters else 0,
         activations=layers * inputs if config.recompute == "layer" else 0,

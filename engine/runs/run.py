@@ -20,18 +20,14 @@ from ..config.run_config import Config
 from ..display.interrupt import FirstInterrupt, StoppedError
 from ..display.progress import Display, Field
 from ..display.terminal import console
-from ..rollout.players import Judge, open_judge
 from ..rollout.pool.on_ray import require_ray
 from ..rollout.vllm.arguments import check_engine_arguments
 from ..rollout.vllm.installed import require_vllm
-from ..tasks.base import Task
-from ..tasks.environment import EnvironmentTask
 from ..tasks.loading import load_task
 from ..tasks.perfectible import TASK_FILE
 from ..train.ledger_recorder import Recorder
 from ..train.losses.surrogate_check import check_surrogate
 from ..train.monitor import MismatchError
-from ..train.parallel.data_parallel import RankedEnvironments, RankedReward
 from ..train.parallel.process_group import Ranks, join_ranks, world_size
 from ..train.parallel.workers import use_threads
 from ..train.state import StepRecord, TrainState
@@ -43,7 +39,7 @@ from .held_out import BASE_REWARD, MEAN_REWARD, held_out_name
 from .ledger_head import flat_settings, run_head
 from .profile import check_profiled_step, profiled
 from .resume import Resumption, find_resumption, run_config
-from .setup import make_state, on_gpu, run_equivalence, settled
+from .setup import make_state, on_gpu, run_equivalence, run_judge, settled
 from .signal import no_signal_line
 from .summary import Summary, summarise, write_summary
 from .trackers import Trackers, require_trackers
@@ -158,7 +154,7 @@ def _run(
     task = load_task(config.task.name, config.task.options, config.task.directory)
     # Both are found wrong before the model is made: a slope that is none, a reward that cannot be imported.
     check_surrogate(config.loss, config.task.directory)
-    with _judge(config, task, ranks) as judge, run_equivalence(config, ranks) as equivalence:
+    with run_judge(config, task, ranks) as judge, run_equivalence(config, ranks) as equivalence:
         ranks.barrier()  # now every rank has read the folder, so rank 0 may change it
         model = ranks.from_first(lambda: base_model(config, path))
         with closing(make_state(config, model, task, judge, ranks, equivalence)) as state:
@@ -173,20 +169,6 @@ def _run(
     if ranks.first:
         write_summary(path, summary)
     return summary
-
-
-@contextmanager
-def _judge(config: Config, task: Task | EnvironmentTask, ranks: Ranks) -> Iterator[Judge]:
-    """The run's reward or environments. Only rank 0 computes rewards, and has processes for them."""
-    with ExitStack() as stack:
-
-        def opened() -> Judge:
-            given = not config.loss.draws_answers
-            opening = open_judge(task, config.task, config.environment, console.print, given)
-            return stack.enter_context(opening)
-
-        ranked = RankedEnvironments if isinstance(task, EnvironmentTask) else RankedReward
-        yield opened() if ranks.size == 1 else ranked(opened, ranks)
 
 
 def _take_steps(

@@ -19,7 +19,7 @@ from ..config.run_config import Config
 from ..display.terminal import console
 from ..rollout.budgets import DrawnAnswers
 from ..rollout.given_answers import GivenAnswers
-from ..rollout.players import Judge, make_player, turn_limits
+from ..rollout.players import Judge, make_player, open_judge, turn_limits
 from ..rollout.stopwatch import Stopwatch
 from ..rollout.types import check_room
 from ..rollout.vllm.installed import installed_vllm, is_cpu_build
@@ -32,7 +32,14 @@ from ..tasks.tokenizer import Tokenizer
 from ..train.ahead import Ahead
 from ..train.loss_scaling import LossScaler
 from ..train.optimizer import Optimizer
-from ..train.parallel.data_parallel import RankedEquivalence, RankedSampler, RankedScorer, ReplicatedWorkers
+from ..train.parallel.data_parallel import (
+    RankedEnvironments,
+    RankedEquivalence,
+    RankedReward,
+    RankedSampler,
+    RankedScorer,
+    ReplicatedWorkers,
+)
 from ..train.parallel.process_group import ALONE, Ranks
 from ..train.parallel.scorer import Scorer, frozen
 from ..train.parallel.workers import Workers, automatic
@@ -185,6 +192,23 @@ def _replicated_engine(run: EngineInputs, sizes: PassSizes, stopwatch: Stopwatch
         RankedScorer(ref_policy, ranks) if ref_policy else None,
         RankedScorer(critic, ranks) if critic else None,
     )
+
+
+@contextmanager
+def run_judge(config: Config, task: Task | EnvironmentTask, ranks: Ranks = ALONE) -> Iterator[Judge]:
+    """The reward of a run's task, or its environments.
+
+    Only rank 0 has processes for them, and they end with the context. Raises ValueError (see open_judge).
+    """
+    with ExitStack() as stack:
+
+        def opened() -> Judge:
+            given = not config.loss.draws_answers
+            opening = open_judge(task, config.task, config.environment, console.print, given)
+            return stack.enter_context(opening)
+
+        ranked = RankedEnvironments if isinstance(task, EnvironmentTask) else RankedReward
+        yield opened() if ranks.size == 1 else ranked(opened, ranks)
 
 
 @contextmanager

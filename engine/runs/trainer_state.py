@@ -152,7 +152,8 @@ def _save_rows(state: TrainState, target: Path) -> _Spread:
     staging = target.with_name(f".{target.name}.partial-sharded")
     ranks.from_first(lambda: staging.mkdir(parents=True))
     _save(staging / "weights", weights.tensors(), ranks)
-    moments = zip(MOMENT_NAMES, map(weights.placed, state.optimizer.moments), strict=True)
+    in_fp32 = [moment.float() for moment in state.optimizer.moments]
+    moments = zip(MOMENT_NAMES, map(weights.placed, in_fp32), strict=True)
     by_name = {f"{moment}.{name}": x for moment, tensors in moments for name, x in tensors.items()}
     _save(staging / "moments", by_name, ranks)
     return _Spread(staging, weights.collect_beside())

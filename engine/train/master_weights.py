@@ -134,6 +134,22 @@ class MasterWeights(ABC):
         return self.decoder.layout, self.decoder.flat.detach()
 
 
+class WholeFrozen(MasterWeights):
+    """Master weights beside which each rank keeps all frozen weights, in fp32."""
+
+    def _keep_frozen(self, weights: torch.Tensor) -> None:
+        """Keep the frozen part of `weights` [layout.numel], on the host: nothing computes with it."""
+        self._frozen = weights[self.layout.trained_numel :].to("cpu", copy=True)
+
+    def frozen_views(self) -> Iterator[tuple[str, torch.Tensor]]:
+        yield from self.layout.frozen_views(self._frozen).items()
+
+    def _with_frozen(self, trained: torch.Tensor) -> torch.Tensor:
+        """The trained weights with the frozen ones after them, [layout.numel]."""
+        frozen = self._frozen.to(trained.device)
+        return torch.cat([trained, frozen]) if len(frozen) else trained
+
+
 class SpreadWeights(MasterWeights):
     """Weights of which a rank has others than its slice. way: from these to the slices, and back."""
 
@@ -159,7 +175,7 @@ class SpreadWeights(MasterWeights):
         """This rank's slice of the master weights."""
 
 
-class SlicedWeights(MasterWeights):
+class SlicedWeights(WholeFrozen):
     """A decoder's weights, whole in every rank. `master` [numel] is this rank's slice of them, in fp32."""
 
     def __init__(
@@ -255,20 +271,10 @@ class SlicedWeights(MasterWeights):
         return None if trained is None else self._with_frozen(trained)
 
     def _keep_frozen(self, weights: torch.Tensor) -> None:
-        """Keep what is not trained, [layout.numel - layout.trained_numel] fp32.
-
-        Nothing computes with it, so it lies on the host, if not in `_flat`.
-        """
-        place = slice(self.layout.trained_numel, None)
-        self._frozen = self._flat[place] if self.in_place else weights[place].to("cpu", copy=True)
-
-    def frozen_views(self) -> Iterator[tuple[str, torch.Tensor]]:
-        yield from self.layout.frozen_views(self._frozen).items()
-
-    def _with_frozen(self, trained: torch.Tensor) -> torch.Tensor:
-        """The trained weights with the frozen ones after them, [layout.numel]."""
-        frozen = self._frozen.to(trained.device)
-        return torch.cat([trained, frozen]) if len(frozen) else trained
+        if self.in_place:
+            self._frozen = self._flat[self.layout.trained_numel :]
+        else:
+            super()._keep_frozen(weights)
 
     def hash(self) -> Tree:
         if self.in_place:  # the hash is of this rank's copy, so that ranks with different copies are found

@@ -15,6 +15,7 @@ import torch
 from ...files.bitwise import unequal
 from ...kernels.adamw import AdamW, adamw
 from ...kernels.order import tree_sum
+from ...model.checkpoint import DTYPES
 from ...model.weights import FLAT_TILE, FlatLayout
 from ...verify.ledger import Tree
 from ..config.run_config import OptimizerConfig
@@ -39,14 +40,15 @@ class GradientOverflowError(FloatingPointError):
 
 
 class Optimizer:
-    """AdamW on the master weights of this rank, with their moments: [weights.numel] fp32 each."""
+    """AdamW on the master weights of this rank, with their moments: [weights.numel] each, as kept."""
 
     def __init__(self, weights: MasterWeights, cfg: OptimizerConfig, total_updates: int):
         """total_updates: of the whole run, for the schedule of the learning rate."""
         self.weights, self.cfg, self.total_updates = weights, cfg, total_updates
         self._device = device = weights.decoder.device
         offload = weights.decoder.offload
-        self.moments = tuple(offload.empty(weights.numel, device).zero_() for _ in range(2))
+        kept = DTYPES[cfg.moments]
+        self.moments = tuple(offload.empty(weights.numel, device, kept).zero_() for _ in range(2))
         self.updates, self._slice = 0, GPU_SLICE if device.type == "cuda" else SLICE
 
     @property
@@ -61,11 +63,15 @@ class Optimizer:
 
     def hash_moments(self) -> Tree:
         """The hash tree of the moments. All ranks must call this together."""
-        return self.slices.hash_tree(self.slices.hashing(*map(self.weights.to_slice, self.moments)))
+        return self.slices.hash_tree(self.slices.hashing(*map(self._to_slice, self.moments)))
 
     def collect_moments(self) -> list[torch.Tensor | None]:
         """The moments of all ranks, [layout.trained_numel] fp32 each, in rank 0. A call of all ranks."""
-        return [self.slices.collect(self.weights.to_slice(moment)) for moment in self.moments]
+        return [self.slices.collect(self._to_slice(moment)) for moment in self.moments]
+
+    def _to_slice(self, moment: torch.Tensor) -> torch.Tensor:
+        """This rank's slice of a moment in fp32, which holds what is kept exactly."""
+        return self.weights.to_slice(moment.float())
 
     @torch.no_grad()
     def load_moments(self, moments: Sequence[torch.Tensor], updates: int) -> None:
@@ -144,7 +150,11 @@ class Optimizer:
                 before = weights.to(dtype, copy=True)
                 for matrix in overlaps(piece.matrices, part) if decay != 1.0 else ():
                     weights[matrix].mul_(decay)
-                adamw(weights, *state, grad[part].to(device), numbers, rounded)
+                wide = [moment.float() for moment in state]  # themselves, where they are kept in fp32
+                adamw(weights, *wide, grad[part].to(device), numbers, rounded)
+                for moment, new in zip(state, wide, strict=True):
+                    if new is not moment:
+                        moment.copy_(new)
                 yield unequal(before, weights.to(dtype)).sum()
 
     def _norm(self, grad: torch.Tensor) -> float:

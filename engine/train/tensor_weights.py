@@ -7,18 +7,19 @@ import torch
 from ...model.decoder import Decoder
 from ...model.weights import VALUE_HEAD, Layout
 from ...verify.ledger import Tree
-from .master_weights import Piece, SpreadWeights
+from .master_weights import Piece, SpreadWeights, WholeFrozen
 from .parallel.tensor import TensorParts
 from .parallel.zero import Slices
 
 
-class TensorWeights(SpreadWeights):
+class TensorWeights(WholeFrozen, SpreadWeights):
     """The weights in one rank's slice of its part, in fp32; the decoder computes with the part, rounded."""
 
     def __init__(self, decoder: Decoder, weights: torch.Tensor, parts: TensorParts):
         """weights: the first master weights of the whole model, [parts.layout.numel] fp32."""
         self.decoder, self._parts = decoder, parts
         super().__init__(parts, Slices(parts.layout, parts.ranks, decoder.device))
+        self._keep_frozen(weights)
         self._in_place = decoder.dtype == torch.float32
         self._master = self._own if self._in_place else parts.cut(weights)[parts.own.own].to(decoder.device)
 
@@ -56,10 +57,8 @@ class TensorWeights(SpreadWeights):
         return None
 
     def collect(self) -> torch.Tensor | None:
-        return self.slices.collect(self._own_slice())
-
-    def frozen_views(self) -> Iterator[tuple[str, torch.Tensor]]:
-        return iter(())
+        trained = self.slices.collect(self._own_slice())
+        return None if trained is None else self._with_frozen(trained)
 
     def _own_slice(self) -> torch.Tensor:
         return self._slice_of(self._master)
@@ -78,6 +77,7 @@ class TensorWeights(SpreadWeights):
     def load(self, weights: torch.Tensor) -> None:
         """Replace all by this rank's part of `weights` [parts.layout.numel] fp32."""
         part = self._parts.cut(weights)
+        self._keep_frozen(weights)
         self.decoder.flat.copy_(part)
         if not self._in_place:
             self._master.copy_(part[self._parts.own.own])

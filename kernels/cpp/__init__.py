@@ -36,7 +36,7 @@ _ARGUMENTS = {
     "norm_bwd": "ppippppppiiiii",
     "row_sums": "ppiii",
     "pack_panels": "piipii",
-    "matmul_panels": "pppiiii",
+    "matmul_panels": "pppiiipii",
     "silu_minus_gate": "ppii",
     "silu_fwd": "pppii",
     "silu_bwd": "ppppii",

@@ -244,19 +244,19 @@ def test_processes_run_at_the_same_time_and_their_failures_are_rows():
     rows = list(rows_of(Machine("cpu", small=True), jobs, 60, turns=4))
     assert time.perf_counter() - began < 20
     assert rows == [
-        ("slow", {"what": 1}),
-        ("turns", {"lines": 4}),
-        ("noise", {"what": 2}),
-        ("fails", {"what": 3}),
-        ("fails", {"what": "fails: ended with 1: ValueError: broken", "failed": True}),
-        ("silent", {"what": "silent: ended with 0: no output", "failed": True}),
+        {"what": 1},
+        {"lines": 4},
+        {"what": 2},
+        {"what": 3},
+        {"what": "fails: ended with 1: ValueError: broken", "failed": True},
+        {"what": "silent: ended with 0: no output", "failed": True},
     ]
 
 
 def test_a_process_without_time_is_ended_with_its_children(tmp_path):
     child = f"import os, time; open({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid())); time.sleep(60)"
     code = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}])"
-    ((_, row),) = rows_of(Machine("cpu", small=True), _jobs(endless=code), 3)
+    (row,) = rows_of(Machine("cpu", small=True), _jobs(endless=code), 3)
     assert row == {"what": "endless: not compared further (no time left)"}
     pid = int((tmp_path / "pid").read_text())
     for _ in range(100):
@@ -276,7 +276,7 @@ def test_a_child_process_has_not_the_variables_of_vllms_kernels(monkeypatch):
     monkeypatch.setenv("ZEROKL_KEPT", "1")
     code = "import json, os; print(json.dumps({'what': [os.environ.get(name) for name in NAMES]}))"
     code = code.replace("NAMES", "('VLLM_BATCH_INVARIANT', 'ZEROKL_KEPT')")
-    ((_, row),) = rows_of(Machine("cpu", small=True), _jobs(a=code), 60)
+    (row,) = rows_of(Machine("cpu", small=True), _jobs(a=code), 60)
     assert row == {"what": [None, "1"]}
 
 

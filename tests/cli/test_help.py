@@ -53,6 +53,7 @@ def test_help_shows_what_most_runs_set_and_all_where_asked():
     assert {"model", "loss.preset", "optimizer.lr", "task.name", "run_dir"} <= common
 
 
+@pytest.mark.full
 def test_the_words_about_a_section_stand_together(monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", "200")
     assert main(["train", "--help"]) == 0

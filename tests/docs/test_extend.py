@@ -345,6 +345,7 @@ def add_framework(source: Path, text: str) -> subprocess.CompletedProcess[str]:
     return run_there(source, *words, "tests/audit/formats/test_frameworks.py")
 
 
+@pytest.mark.full
 def test_a_frameworks_file_is_all_that_its_log_needs(source):
     convert = ("-m", "zerokl", "convert", str(EXAMPLES / "myframework.jsonl"), "log.jsonl")
     assert "is not of a known format" in run_there(source, *convert).stderr
@@ -401,6 +402,7 @@ main(["train", "--help"])
 """
 
 
+@pytest.mark.full
 def test_a_setting_is_one_field_of_one_file(source):
     """Its field alone brings it into help, hints, refusals, the ledger's head and the page."""
 

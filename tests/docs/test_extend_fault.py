@@ -43,6 +43,7 @@ def run(source: Path, *words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=source, env=env, capture_output=True, text=True, check=False)
 
 
+@pytest.mark.full
 def test_the_file_alone_makes_an_audit_name_the_fault(source):
     rng, rows = np.random.default_rng(0), []
     for i in range(12):

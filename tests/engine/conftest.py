@@ -3,6 +3,7 @@
 import json
 import os
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 # A thread that waits at a barrier spins until the other thread is scheduled. With two threads on one busy
@@ -18,6 +19,7 @@ from zerokl.model.checkpoint import load_decoder
 from zerokl.model.decoder import Decoder
 
 from tests.forked import forked_workers
+from tests.helpers import importable
 from tests.random_model import TWO_LAYERS, random_model
 
 # A model of random weights never adds up two numbers. It does write letters and digits, so with a reward for
@@ -131,12 +133,24 @@ class Riddles(Digits):
 
 @pytest.fixture(scope="session", autouse=True)
 def _toy_module(tmp_path_factory: pytest.TempPathFactory):
-    """The module `toy`, importable like a module that a user wrote."""
-    folder = tmp_path_factory.mktemp("modules")
-    (folder / "toy.py").write_text(TOY)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(folder))
+    with importable(tmp_path_factory.mktemp("modules"), "toy", TOY):
         yield
+
+
+@pytest.fixture
+def marked(monkeypatch, tmp_path) -> Callable[[], set[int]]:
+    """marked(): all processes that the test has started, whoever their parents are now."""
+    monkeypatch.setenv("ZEROKL_TEST_MARK", str(tmp_path))
+
+    def processes() -> set[int]:
+        mark, pids = f"ZEROKL_TEST_MARK={tmp_path}\0".encode(), set()
+        for folder in Path("/proc").glob("[0-9]*"):
+            with suppress(OSError):
+                if mark in (folder / "environ").read_bytes():
+                    pids.add(int(folder.name))
+        return pids
+
+    return processes
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 from zerokl.files.bitwise import count_unequal
+from zerokl.kernels.cpp import library
 from zerokl.kernels.draw import draw_tokens
 from zerokl.kernels.leaves import Leaves
 from zerokl.kernels.linear import linear
@@ -97,8 +98,9 @@ def test_one_leaf_and_packed_weights_change_no_bit():
     x, w = randn(0, 40, 128), randn(1, 64, 128)
     assert count_unequal(linear(x, w, cut=Leaves(1).inputs(128)), linear(x, w)) == 0
     with threads(1):
-        packed = pack_weights([w]).get(w)
-        assert count_unequal(matmul_leaves(x, w, 8, packed), matmul_leaves(x, w, 8)) == 0
+        packed = pack_weights([w], {w: 8}).get(w)
+        assert (packed is None) == (library() is None)
+        assert count_unequal(matmul_leaves(x, w, 8, (128,), packed), matmul_leaves(x, w, 8, (128,))) == 0
 
 
 def test_control_leaves_that_the_ranks_do_not_divide_are_refused():

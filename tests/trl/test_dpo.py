@@ -5,14 +5,9 @@ import json
 import pytest
 import torch
 from zerokl.engine.config.config_file import load_config
-from zerokl.engine.rollout.players import open_judge
-from zerokl.engine.runs.setup import make_state
-from zerokl.engine.tasks.loading import load_task
 from zerokl.engine.tasks.tokenizer import character_tokenizer
-from zerokl.engine.train.collect import collect
-from zerokl.engine.train.prepare import prepare
-from zerokl.engine.train.shard import ShardWork
 
+from tests.engine.runs.exact_runs import first_gradient, first_state
 from tests.random_model import TWO_LAYERS, random_model
 
 pytestmark = [pytest.mark.trl, pytest.mark.filterwarnings("ignore::FutureWarning")]
@@ -46,14 +41,9 @@ def ours(models, folder, beta: float):
         "workers": "1",
     }
     cfg = load_config(None, None, values)
-    task = load_task(cfg.task.name, cfg.task.options)
-    with open_judge(task, cfg.task, cfg.environment) as judge:
-        state = make_state(cfg, models[0], task, judge)
-    batch = collect(state)
-    prepared = prepare(state, batch)
-    work = ShardWork(cfg.sampling.sampling_params, cfg.loss, 24)
-    _, gradient = state.parallel.sum_shards(work, prepared.shard.cut(cfg.virtual_shards))
-    return batch.rollouts, prepared.metrics, state.policy.layout.checkpoint_views(gradient.clone())
+    with first_state(cfg) as state:
+        batch, prepared, gradient = first_gradient(state, cfg)
+    return batch.rollouts, prepared.metrics, state.policy.layout.checkpoint_views(gradient)
 
 
 def trls(models, folder, beta: float, rollouts):

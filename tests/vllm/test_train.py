@@ -2,7 +2,6 @@
 
 import json
 import shutil
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -21,27 +20,29 @@ RUN = [
 ]
 
 
-def _zerokl(*words: str) -> subprocess.CompletedProcess:
-    process = run_python("-m", "zerokl", *words)
+VLLM = ("--sampler", "vllm-zerokl")
+
+
+def _ends(run: Path, *words: str) -> tuple[str, str]:
+    """Train by the command line: the fingerprint and the weights of the run, which must be exact."""
+    process = run_python("-m", "zerokl", "train", "--run_dir", str(run), *words)
     assert process.returncode == 0, process.stdout[-2000:] + process.stderr[-3000:]
-    return process
+    summary = json.loads((run / "summary.json").read_text())
+    assert (summary["tokens_unequal"], summary["mismatch_max_abs"]) == (0, 0.0)
+    assert summary["steps"] > 1
+    return summary["fingerprint"], summary["weights"]
 
 
 def _fingerprint(model: Path, run: Path, *words: str) -> tuple[str, str]:
     write_letters_reward(run.parent)
     rewarded = ("--task.reward", "letters_reward:reward", "--task.directory", str(run.parent))
-    words = (*RUN, *rewarded, "--model", str(model), "--run_dir", str(run), *words)
-    _zerokl("train", "--preset", "demo", *words)
-    summary = json.loads((run / "summary.json").read_text())
-    assert (summary["tokens_unequal"], summary["mismatch_max_abs"]) == (0, 0.0)
-    assert summary["steps"] == 4
-    return summary["fingerprint"], summary["weights"]
+    return _ends(run, "--preset", "demo", *RUN, *rewarded, "--model", str(model), *words)
 
 
 @pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.full), "bfloat16"])
 def test_fingerprint_is_that_of_the_native_sampler(model, tmp_path, dtype):
     native = _fingerprint(model, tmp_path / "native", "--dtype", dtype)
-    words = ("--dtype", dtype, "--sampler", "vllm-zerokl")
+    words = ("--dtype", dtype, *VLLM)
     assert _fingerprint(model, tmp_path / "vllm", *words) == native
     separate_process = ("--vllm.multiprocess", "true")
     assert _fingerprint(model, tmp_path / "separate", *words, *separate_process) == native
@@ -49,22 +50,26 @@ def test_fingerprint_is_that_of_the_native_sampler(model, tmp_path, dtype):
     assert other_seed[1] != native[1], "the seed must matter"
 
 
-@pytest.mark.full
+BF16 = ("--dtype", "bfloat16")
+COMPUTED_WITH = {
+    # vLLM draws from the merged weights, so it needs no adapters of its own.
+    "adapters": (*BF16, "--lora.rank", "4", "--lora.alpha", "128"),
+    # Frozen weights follow the trained ones, so the embedding does not lie first here.
+    "frozen": (*BF16, "--frozen", "model.embed_tokens.*", "--frozen", "model.layers.0.mlp.*"),
+    # The critic's head lies between the trained weights and the frozen ones.
+    "critic": ("--loss.preset", "ppo", "--loss.advantage", "gae", "--frozen", "model.embed_tokens.*"),
+    "kv": (*BF16, "--precision.kv", "int8/token_head"),
+}
+
+
 @pytest.mark.parametrize("separate_process", [pytest.param("false", marks=pytest.mark.full), "true"])
-def test_frozen_weights_lie_in_vllm_where_they_lie_in_the_trainer(model, tmp_path, separate_process):
-    """Frozen weights follow the trained ones, so the embedding does not lie first here."""
-    words = ("--dtype", "bfloat16", "--frozen", "model.embed_tokens.*", "--frozen", "model.layers.0.mlp.*")
+@pytest.mark.parametrize(
+    "what", [pytest.param(x, marks=() if x == "adapters" else pytest.mark.full) for x in COMPUTED_WITH]
+)
+def test_vllm_draws_with_what_the_trainer_computes_with(model, tmp_path, what, separate_process):
+    words = COMPUTED_WITH[what]
     native = _fingerprint(model, tmp_path / "native", *words)
-    vllm = ("--sampler", "vllm-zerokl", "--vllm.multiprocess", separate_process)
-    assert _fingerprint(model, tmp_path / "vllm", *words, *vllm) == native
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("separate_process", ["false", "true"])
-def test_vllm_rounds_keys_and_values_as_the_trainer_does(model, tmp_path, separate_process):
-    words = ("--dtype", "bfloat16", "--precision.kv", "int8/token_head")
-    native = _fingerprint(model, tmp_path / "native", *words)
-    vllm = ("--sampler", "vllm-zerokl", "--vllm.multiprocess", separate_process)
+    vllm = (*VLLM, "--vllm.multiprocess", separate_process)
     assert _fingerprint(model, tmp_path / "vllm", *words, *vllm) == native
 
 
@@ -82,33 +87,8 @@ def test_vllm_sums_attention_in_the_trainers_order(model, tmp_path):
     words = [word for key, value in settings.items() for word in (f"--{key}", value)]
     words += ["--steps", "2", "--prompts", "3", "--num_generations", "2", "--sampling.max_tokens", "8"]
     words += ["--evaluation.every", "0", "--optimizer.lr", "1e-2", "--dtype", "bfloat16"]
-    vllm = ("--sampler", "vllm-zerokl", "--vllm.max_batch_tokens", "200")
-    ends = {}
-    for name, more in {"native": (), "vllm": vllm}.items():
-        run = tmp_path / name
-        _zerokl("train", "--run_dir", str(run), *words, *more)
-        summary = json.loads((run / "summary.json").read_text())
-        assert (summary["tokens_unequal"], summary["mismatch_max_abs"]) == (0, 0.0)
-        ends[name] = summary["fingerprint"], summary["weights"]
-    assert ends["native"] == ends["vllm"]
-
-
-@pytest.mark.full
-def test_a_critics_head_lies_among_the_weights_that_vllm_reads(model, tmp_path):
-    """The head lies between the trained weights and the frozen ones."""
-    critic = ("--loss.preset", "ppo", "--loss.advantage", "gae", "--frozen", "model.embed_tokens.*")
-    native = _fingerprint(model, tmp_path / "native", *critic)
-    vllm = ("--sampler", "vllm-zerokl", "--vllm.multiprocess", "true")
-    assert _fingerprint(model, tmp_path / "vllm", *critic, *vllm) == native
-
-
-@pytest.mark.parametrize("separate_process", [pytest.param("false", marks=pytest.mark.full), "true"])
-def test_adapters_are_merged_where_vllm_reads_the_weights(model, tmp_path, separate_process):
-    """vLLM draws from the merged weights, so it needs no adapters of its own."""
-    words = ("--dtype", "bfloat16", "--lora.rank", "4", "--lora.alpha", "128")
-    native = _fingerprint(model, tmp_path / "native", *words)
-    vllm = ("--sampler", "vllm-zerokl", "--vllm.multiprocess", separate_process)
-    assert _fingerprint(model, tmp_path / "vllm", *words, *vllm) == native
+    vllm = (*VLLM, "--vllm.max_batch_tokens", "200")
+    assert _ends(tmp_path / "native", *words) == _ends(tmp_path / "vllm", *words, *vllm)
 
 
 @pytest.mark.full
@@ -126,14 +106,7 @@ def test_reasonings_and_answers_have_one_fingerprint(model, tmp_path, dtype):
         *("--steps", "3", "--prompts", "4", "--num_generations", "3", "--optimizer.lr", "1e-2"),
         *("--evaluation.every", "3", "--dtype", dtype, "--model", str(model)),
     ]
-    ends = []
-    for sampler in ("native", "vllm-zerokl"):
-        run = tmp_path / sampler
-        _zerokl("train", "--run_dir", str(run), "--sampler", sampler, *words)
-        summary = json.loads((run / "summary.json").read_text())
-        assert (summary["tokens_unequal"], summary["mismatch_max_abs"]) == (0, 0.0)
-        ends.append((summary["fingerprint"], summary["weights"]))
-    assert ends[0] == ends[1]
+    assert _ends(tmp_path / "native", *words) == _ends(tmp_path / "vllm", *words, *VLLM)
 
 
 def _proof_but(in_ci: object, case: object) -> object:
@@ -159,19 +132,11 @@ def test_trajectories_of_many_turns_have_one_fingerprint(model, tmp_path, dtype)
     talkative = tmp_path / "model"
     shutil.copytree(model, talkative)
     (talkative / "generation_config.json").write_text(json.dumps({"eos_token_id": [1, *range(40, 60)]}))
-    ends = {}
-    uncached = ("--sampler", "vllm-zerokl", "--vllm.prefix_caching", "false")
-    for name, words in {
-        "native": (),
-        "vllm": ("--sampler", "vllm-zerokl"),
-        **({"uncached": uncached} if dtype == "bfloat16" else {}),
-    }.items():
-        run = tmp_path / name
-        _zerokl("train", "--run_dir", str(run), "--model", str(talkative), "--dtype", dtype, *ACTING, *words)
-        summary = json.loads((run / "summary.json").read_text())
-        assert (summary["tokens_unequal"], summary["mismatch_max_abs"]) == (0, 0.0)
-        ends[name] = summary["fingerprint"], summary["weights"]
-    assert len(set(ends.values())) == 1, ends
+    words = ("--model", str(talkative), "--dtype", dtype, *ACTING)
+    native = _ends(tmp_path / "native", *words)
+    assert _ends(tmp_path / "vllm", *words, *VLLM) == native
+    if dtype == "bfloat16":
+        assert _ends(tmp_path / "uncached", *words, *VLLM, "--vllm.prefix_caching", "false") == native
     lines = [json.loads(line) for line in (tmp_path / "vllm" / "rollouts.jsonl").read_text().splitlines()]
     assert max(len(line["turn_rewards"]) for line in lines) == 3
 
@@ -203,15 +168,8 @@ def players(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, 
 
 @pytest.mark.parametrize(("task", "dtype"), [_proof_but(("nim", "float16"), pair) for pair in PAIRS])
 def test_a_game_of_two_players_and_a_tool_have_one_fingerprint(players, tmp_path, task, dtype):
-    words = ["--task.name", task, *GAMES[task], *players[task], "--dtype", dtype]
-    ends = {}
-    for name, more in {"native": (), "vllm": ("--sampler", "vllm-zerokl")}.items():
-        run = tmp_path / name
-        _zerokl("train", "--run_dir", str(run), *PLAYING, *words, *more)
-        summary = json.loads((run / "summary.json").read_text())
-        assert (summary["tokens_unequal"], summary["mismatch_max_abs"]) == (0, 0.0)
-        ends[name] = summary["fingerprint"], summary["weights"]
-    assert ends["native"] == ends["vllm"]
+    words = [*PLAYING, "--task.name", task, *GAMES[task], *players[task], "--dtype", dtype]
+    assert _ends(tmp_path / "native", *words) == _ends(tmp_path / "vllm", *words, *VLLM)
     lines = [json.loads(line) for line in (tmp_path / "vllm" / "rollouts.jsonl").read_text().splitlines()]
     assert max(len(line["turn_rewards"]) for line in lines) > 1
     assert len({line["reward"] for line in lines}) > 1, "there is something to learn"

@@ -9,7 +9,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, replace
 
 from ....model.config import ModelConfig
-from ..types import Completion, Request, RequestSource, check_requests
+from ..types import Completion, ContinuousSampler, Request, RequestSource, check_requests
 from .actor import Answer, WeightsId
 from .dispatch import Dispatcher
 
@@ -25,14 +25,12 @@ class Published:
     sent: object
 
 
-class PinnedSampler:
-    """Draws with published weights. See Sampler.
+class PinnedSampler(ContinuousSampler):
+    """Draws with published weights. The owner of the pool closes it.
 
     change: makes of a request the one that the actors draw. batch: requests that an actor is given at a time;
     0 is an equal part for each actor, `most` at most.
     """
-
-    samples_at_once = None  # see Sampler
 
     def __init__(
         self,
@@ -94,9 +92,3 @@ class PinnedSampler:
     def sync_weights(self, version: int) -> None:
         """Its weights never change."""
         raise AssertionError("a pinned sampler has the weights of one version")
-
-    def end_turns(self) -> None:
-        """Do nothing: the actors keep nothing between two turns."""
-
-    def close(self) -> None:
-        """Do nothing: the owner of the pool closes it."""

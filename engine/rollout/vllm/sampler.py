@@ -27,7 +27,7 @@ from ....model.decoder import COMPUTE, Numerics
 from ....model.routing import id_dtype
 from ...config.vllm_section import VllmConfig
 from ...processes.shared_tensor import SharedTensor
-from ..types import Completion, Request, RequestSource, check_requests
+from ..types import Completion, Request, RequestSource, Sampler, check_requests
 from .arguments import check_engine_arguments, vllm_context
 from .experts import EXTENSION, experts_of
 from .installed import require_vllm
@@ -68,7 +68,7 @@ def on_ranks(device: torch.device) -> dict[str, Any]:
     return {"distributed_executor_backend": "external_launcher"}
 
 
-class KeyedSampler:
+class KeyedSampler(Sampler):
     """A vLLM engine whose tokens are drawn with zerokl's keys (draw.py).
 
     vLLM runs in this process, or in a process of its own (cfg.multiprocess).
@@ -80,8 +80,6 @@ class KeyedSampler:
 
     Raises ValueError for a vLLM that is not supported, or for a setting of `cfg.engine` that is refused.
     """
-
-    samples_at_once = None  # see Sampler
 
     def __init__(
         self,
@@ -157,8 +155,7 @@ class KeyedSampler:
         if not self.llm.reset_prefix_cache():
             raise RuntimeError("vllm: the prefix cache could not be reset; a request is still running")
 
-    def end_turns(self) -> None:
-        """Do nothing: vLLM's cache has a fixed size, and vLLM drops what it needs the room of."""
+    # Nothing is to be done at the end of turns: vLLM's cache has a fixed size, and vLLM drops what it needs.
 
     def generate(self, requests: Sequence[Request]) -> list[Completion]:
         """Raises ValueError for requests that no sampler can serve, and for a completion that was drawn with

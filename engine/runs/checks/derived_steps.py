@@ -13,6 +13,7 @@ from ....kernels.sampling_params import SamplingParams
 from ....verify.difference import Difference, first_wrong
 from ...config.run_config import Config
 from ...rollout.episodes import Episodes
+from ...rollout.scoring_sampler import ScoringSampler
 from ...rollout.types import Completion, Request, RngKey, Rollout
 from ...tasks.base import Problem
 from ...tasks.environment import VOID
@@ -23,13 +24,13 @@ from ...train.state import TrainState
 from .logged_steps import LoggedStep
 
 
-class RecordedSampler:
+class RecordedSampler(ScoringSampler):
     """Draws the tokens of a step's logged rollouts.
 
     Raises ValueError for a request that continues other ids than those that were logged.
     """
 
-    samples_at_once, version = None, 0
+    version = 0
 
     def __init__(self, rollouts: Sequence[Rollout]):
         self._rollouts = {(r.prompt, r.sample): r for r in rollouts}
@@ -39,17 +40,11 @@ class RecordedSampler:
         return [self._completion(request) for request in requests]
 
     def score(self, rollouts: Sequence[Rollout], sampling_params: SamplingParams) -> list[np.ndarray]:
-        """The logged log-probabilities; see ScoringSampler."""
+        """The logged log-probabilities."""
         return [self._rollouts[r.prompt, r.sample].logprobs[-len(r.logprobs) :] for r in rollouts]
 
     def sync_weights(self, version: int) -> None:
         """Do nothing: no weights draw."""
-
-    def end_turns(self) -> None:
-        """Do nothing."""
-
-    def close(self) -> None:
-        """Do nothing."""
 
     def _completion(self, request: Request) -> Completion:
         """The logged turn that begins where the request ends."""

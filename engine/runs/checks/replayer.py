@@ -11,8 +11,7 @@ from ....verify.difference import Difference
 from ....verify.ledger import LedgerFile, Line
 from ....verify.run_files import checkpoint_folders
 from ...config.run_config import ParallelConfig, PoolConfig
-from ...display.terminal import console
-from ...rollout.players import Judge, open_judge
+from ...rollout.players import Judge
 from ...tasks.loading import load_task
 from ...train.ledger_recorder import Recorder
 from ...train.parallel.workers import use_threads
@@ -22,7 +21,7 @@ from ..base_model import base_model
 from ..intact_checkpoints import usable_checkpoint
 from ..ledger_head import run_head
 from ..resume import run_config
-from ..setup import make_state, run_equivalence
+from ..setup import make_state, run_equivalence, run_judge
 from ..trainer_state import Checkpoint, restore, rewind
 from .recorded import RecordedEnvironments, can_be_recorded
 from .step_trace import check_trace, trace_step
@@ -69,9 +68,7 @@ class Replayer:
             if recorded and can_be_recorded(self.task, self.config.loss.max_resamples):
                 judge = RecordedEnvironments(path, self.task, self.config)
             else:
-                given = not self.config.loss.draws_answers
-                settings = self.config.task, self.config.environment
-                judge = on_failure.enter_context(open_judge(self.task, *settings, console.print, given))
+                judge = on_failure.enter_context(run_judge(self.config, self.task))
             self.model = base_model(self.config, path)
             equivalence = on_failure.enter_context(run_equivalence(self.config))
             # One process has all weights, whatever the run's ranks had.

@@ -174,7 +174,7 @@ def _concurrency(decoder: Decoder, pairs: Sequence[Pair], seed: int) -> Ways:
 _SHARDS = 4
 
 
-def _step(decoder: Decoder, pairs: Sequence[Pair]) -> Shard:
+def as_step(decoder: Decoder, pairs: Sequence[Pair]) -> Shard:
     """The pairs as a training step: rollouts with the trainer's logprobs, advantages and loss weights."""
     rollouts = [
         Rollout.of_one_turn(i, 0, prompt, completion, logp.numpy(), "length", 0)
@@ -194,14 +194,14 @@ def _gradient(workers: Workers, step: Shard, micro_batch: int) -> torch.Tensor:
 
 
 def _micro_batch(decoder: Decoder, pairs: Sequence[Pair], seed: int) -> Ways:
-    workers, step = Workers(decoder, _SHARDS), _step(decoder, pairs)
+    workers, step = Workers(decoder, _SHARDS), as_step(decoder, pairs)
     whole = _gradient(workers, step, len(pairs))
     for size in (1, 2):
         yield [whole], [_gradient(workers, step, size)]
 
 
 def _gradient_threads(decoder: Decoder, pairs: Sequence[Pair], seed: int) -> Ways:
-    step = _step(decoder, pairs)
+    step = as_step(decoder, pairs)
     expected = _gradient(Workers(decoder, _SHARDS), step, 2)
     can_have_workers = decoder.device.type == "cpu" and suits(decoder.layout.numel)
     threads_and_workers = [(1, 1), (2, 1), (4, 1)] + [(2, 2), (4, 4)] * can_have_workers

@@ -19,7 +19,7 @@ from .data_parallel import ReplicatedWorkers
 from .pieces import WayToSlices
 from .process_group import Ranks
 from .scorer import Scorer
-from .spread import Range, length, merged
+from .spread import Range, Spread, length, merged
 from .workers import Workers
 from .zero import Slices
 
@@ -28,8 +28,9 @@ class TensorParts(WayToSlices):
     """What each rank of a grid owns of a model, of which a vector that no rank cuts is in several.
 
     layout: of the whole model. part: of the part that ranks along "dp" have in common. own: this rank's slice
-    of that, over these ranks. A vector [numel] holds the weights in `own` one after another, without what
-    lies between them in the flat tensor.
+    of what is trained there, over these ranks. A vector [numel] holds the weights in `own` one after another,
+    without what lies between them in the flat tensor. Frozen weights are cut in the same way, and are in no
+    slice.
     """
 
     def __init__(self, layout: Layout, ranks: Ranks, device: torch.device | None = None):
@@ -56,7 +57,7 @@ class TensorParts(WayToSlices):
     def _starts(self, ranges: list[Range]) -> Iterator[int]:
         """Where each of a rank's ranges lies in the flat tensor of its part."""
         remaining = iter(ranges)
-        for entry in self.part.trained:
+        for entry in self.part.entries.values():
             start, stop = entry.offset, entry.offset + entry.numel
             while start < stop:
                 yield start
@@ -70,8 +71,8 @@ class TensorParts(WayToSlices):
         """This rank's part of a flat tensor [layout.numel], as a new flat tensor [part.numel]."""
         ranges = self.layout.ranges_of_rank(self.ranks.tensor_parallel.rank, self.part.config.ranks)
         vector, flat = torch.cat([whole[a:b] for a, b in ranges]), whole.new_zeros(self.part.numel)
-        sizes = [entry.numel for entry in self.part.trained]
-        for entry, x in zip(self.part.trained, vector.split(sizes), strict=True):
+        entries = self.part.entries.values()
+        for entry, x in zip(entries, vector.split([entry.numel for entry in entries]), strict=True):
             flat[entry.offset : entry.offset + entry.numel] = x
         return flat
 
@@ -79,6 +80,10 @@ class TensorParts(WayToSlices):
         """The whole flat tensor [layout.numel] in every rank, from the part of each. All ranks call it."""
         whole = flat.new_zeros(self.layout.numel)
         self.gather_into(whole, self.vector(flat[self.own.own]))
+        ranks, place = self.ranks.tensor_parallel, slice(self.part.trained_numel, None)
+        frozen = [list(self._places(rank, slice(place.start, self.part.numel))) for rank in range(ranks.size)]
+        vector = torch.cat([flat[:0], *(flat[place][a:b] for _, (a, b) in frozen[ranks.rank])])
+        Spread([[x for x, _ in places] for places in frozen], ranks).gather_into(whole, vector)
         return whole
 
 

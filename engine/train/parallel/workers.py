@@ -22,7 +22,14 @@ from ....model.decoder import Decoder
 from ...config.run_config import NativeConfig
 from ...processes.shared_tensor import SharedTensor
 from ...rollout.stopwatch import Stopwatch
-from ...rollout.types import Completion, Request, RequestSource, check_requests, serve_in_waves
+from ...rollout.types import (
+    Completion,
+    ContinuousSampler,
+    Request,
+    RequestSource,
+    check_requests,
+    serve_in_waves,
+)
 from .gradient import ShardsWork, TrainedAdapters, add_roots
 from .partition import RequestParts, in_order
 from .worker import Failure, Host, OtherWorker, Share, attempt
@@ -195,10 +202,10 @@ def _sum_part(host: Host, part: tuple[Callable, Sequence]) -> tuple[list, bool]:
     return results, root is not None
 
 
-class ParallelSampler:
+class ParallelSampler(ContinuousSampler):
     """The native samplers of all workers; each worker samples a part of the prompts.
 
-    The weights are those that the workers share.
+    The weights are those that the workers share. Their owner closes them.
 
     tokens_read, tokens_cached: see NativeSampler; of all workers.
     """
@@ -224,9 +231,6 @@ class ParallelSampler:
     def end_turns(self) -> None:
         if self._parts.forget():
             self.workers.map(_end_turns, [None] * self.workers.n)
-
-    def close(self) -> None:
-        """Do nothing: the owner of the workers closes them."""
 
     def generate(self, requests: Sequence[Request]) -> list[Completion]:
         config = self.workers.host.decoder.config

@@ -392,6 +392,7 @@ def test_a_model_scores_only_what_it_drew(model, tmp_path):
         audit(audit_config(str(model), str(log), dtype="float32"))
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("without_knobs")
 def test_a_log_without_a_temperature_is_scored_with_the_one_given(model, tmp_path):
     log = SAMPLES / "train_data_step4.jsonl"

@@ -38,6 +38,7 @@ def test_a_sound_log_names_none(case, tmp_path, trainer, dtype):
     assert report["cause"]["kind"] == ("equal" if trainer == "zerokl" else "rounding")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("trainer", ["zerokl", "hf"])
 def test_a_sound_log_of_every_filter_names_none(case, tmp_path, trainer):
     params = SamplingParams.of(0.8, 30, 0.95, 0.02, {5: 2.0, 20: -1.5}, range(3, 60))
@@ -166,6 +167,7 @@ def test_a_trainer_lacks_no_cut_that_the_model_shows_the_sampler_not_to_have(cas
     assert report["outcome"]["faults"] == ["the log's trainer column"]
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("without_knobs")
 @pytest.mark.parametrize("lines", [1, 48])
 def test_a_trainer_column_that_no_hypothesis_explains_is_a_fault(case, tmp_path, lines):

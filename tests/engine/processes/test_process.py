@@ -7,11 +7,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 
 import pytest
 from zerokl.engine.processes.channel import Channel
 from zerokl.engine.processes.process import ForkServer, Process
+
+from tests.helpers import importable
 
 # Functions of processes. A stray has a session of its own, and its parent ends before it.
 _PLANTED = """
@@ -59,24 +60,10 @@ def owns(words):
 """
 
 
-@pytest.fixture
-def marked(monkeypatch, tmp_path) -> Callable[[], set[int]]:
-    """marked(): all processes that a test has started, whoever their parents are now."""
-    (tmp_path / "planted.py").write_text(_PLANTED)
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setenv("ZEROKL_TEST_MARK", str(tmp_path))
-
-    def processes() -> set[int]:
-        mark, pids = f"ZEROKL_TEST_MARK={tmp_path}\0".encode(), set()
-        for folder in Path("/proc").glob("[0-9]*"):
-            try:
-                if mark in (folder / "environ").read_bytes():
-                    pids.add(int(folder.name))
-            except OSError:
-                continue
-        return pids
-
-    return processes
+@pytest.fixture(autouse=True)
+def _planted(tmp_path) -> Iterator[None]:
+    with importable(tmp_path, "planted", _PLANTED):
+        yield
 
 
 @pytest.fixture(params=["spawned", "forked"])

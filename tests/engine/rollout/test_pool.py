@@ -87,6 +87,7 @@ def actors(monkeypatch):
 QUICK = ("lagged",)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "name", [*QUICK, *(pytest.param(x, marks=pytest.mark.full) for x in PRODUCTS if x not in QUICK)]
 )

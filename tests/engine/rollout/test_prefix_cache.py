@@ -350,6 +350,7 @@ def test_the_memory_of_one_trajectory_serves_its_later_turns(decoder, memories):
     assert (memories(), sampler.tokens_cached) == ([True], 2 * KEY_TILE)
 
 
+@pytest.mark.full
 def test_on_a_cpu_memory_outlives_a_call_only_for_turns_that_may_follow(decoder, memories):
     sampler = NativeSampler(decoder)
     sampler.generate([request_of(0, (7,) * 40, goes_on=False)])

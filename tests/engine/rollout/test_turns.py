@@ -117,13 +117,12 @@ def test_a_replay_needs_no_environment(acting, tmp_path, monkeypatch, task):
 
 
 PRODUCTS = [
-    {"max_staleness": 2, "updates_per_rollout": 2},
-    {"loss__kl_coef": 0.1, "loss__kl_in": "reward", "recompute": "layer"},
+    {"max_staleness": 2, "updates_per_rollout": 2, "frozen": ["model.layers.0.*"], "dtype": "float16"},
+    {"loss__kl_coef": 0.1, "loss__kl_in": "reward", "recompute": "layer", "micro_batch": 1},
     {"loss__preset": "kimi", "shards_in_flight": 2},
     {"loss__preset": "dapo", "loss__max_resamples": 2, "dtype": "bfloat16"},
     {"exact": False, "precision__sampler_dtype": "bfloat16", "sampling__top_p": 0.9},
     {"exact": False, "sampler": "hf", "precision__sampler_dtype": "bfloat16"},
-    {"frozen": ["model.layers.0.*"], "dtype": "float16", "micro_batch": 1},
 ]
 
 
@@ -137,7 +136,7 @@ def test_a_run_with_other_settings_is_read_by_every_reader(acting, talkative, tm
     assert main(["report", str(path)]) == 0
     assert main(["diff", str(path), str(path)]) == 0
     assert main(["replay", str(path), "--step", "2"]) == 0
-    words = ["--model", str(talkative), "--weight_version", "0", "--temperature", "1"]
+    words = ["--model", str(talkative), "--weight_version", "0", "--temperature", "1", "-n", "8"]
     words += ["--out", str(tmp_path / "audit")]
     assert main(["audit", str(path / "rollouts.jsonl"), *words]) in (0, 1)
 

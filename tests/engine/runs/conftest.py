@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 from zerokl.engine.train.parallel.scorer import WorkersSampler
 
+from tests.engine.runs.exact_runs import forget_end
+
 
 @pytest.fixture
 def cut(run, base, tmp_path) -> Path:
@@ -17,8 +19,7 @@ def cut(run, base, tmp_path) -> Path:
     """
     shutil.copytree(base, tmp_path / "model")
     path = shutil.copytree(run, tmp_path / "run")
-    shutil.rmtree(path / "checkpoints" / "step-000003")
-    (path / "summary.json").unlink()
+    forget_end(path)
     return path
 
 

@@ -1,7 +1,6 @@
 """Runs of BRPO: reasonings cut at budgets, and answers. They are exact, and done again to the bit."""
 
 import shutil
-from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
@@ -12,21 +11,21 @@ import torch
 from transformers import Qwen3ForCausalLM
 from zerokl.cli import main
 from zerokl.engine.rollout.budgets import BudgetPlayer
-from zerokl.engine.rollout.players import open_judge
 from zerokl.engine.runs.checks.logged_steps import read_step, rollouts_fault
 from zerokl.engine.runs.loaded import load_run
 from zerokl.engine.runs.report.rollouts import RolloutLog
-from zerokl.engine.runs.run import resume, train
-from zerokl.engine.runs.setup import make_state
-from zerokl.engine.tasks.loading import load_task
+from zerokl.engine.runs.run import train
 from zerokl.engine.tasks.tokenizer import Tokenizer
-from zerokl.engine.train.collect import collect
 from zerokl.engine.train.monitor import MismatchError
 from zerokl.engine.train.parallel.scorer import WorkersSampler
-from zerokl.engine.train.prepare import prepare
-from zerokl.engine.train.shard import ShardWork
 
-from tests.helpers import assert_gradient_at_most_twice_the_error
+from tests.engine.runs.exact_runs import (
+    assert_done_again,
+    assert_gradient_of_transformers,
+    first_gradient,
+    first_state,
+    train_exactly,
+)
 
 PREFIX, BUDGETS, WEIGHTS, ANSWERS = ">=", [1, 3, 6], [0.5, 0.0, 1.5], 2
 G, M = 3, len(BUDGETS)
@@ -48,21 +47,15 @@ def brpo(config):
 
 
 @pytest.mark.parametrize("dtype", ["float32", *(pytest.param(x, marks=pytest.mark.full) for x in HALVES)])
-def test_a_run_is_exact_and_is_done_again_to_the_bit(brpo, read_jsonl, tmp_path, dtype, capsys):
+def test_a_run_is_exact_and_is_done_again_to_the_bit(brpo, read_jsonl, tmp_path, dtype):
     """Two updates a step, so that ratios move; held-out answers at each budget."""
     path, settings = tmp_path / "run", {"dtype": dtype, "updates_per_rollout": 2, "evaluation__every": 3}
-    run = train(brpo(**settings, checkpoint__every=2), path)
-    assert (run.tokens_unequal, run.mismatch_max_abs) == (0, 0.0)
-    assert main(["verify", "run", str(path), "--replays", "1", "--draw", "0"]) == 0, capsys.readouterr()
+    run = train_exactly(brpo(**settings, checkpoint__every=2), path)
     last = read_jsonl(path / "metrics.jsonl")[-1]
     at_budgets = [last[f"eval/reward_at_{b}"] for b in BUDGETS]
     mean = (0.5 * at_budgets[0] + 1.5 * at_budgets[2]) / 2
     assert last["eval/reward"] == pytest.approx(mean, rel=1e-12)
-    other = train(brpo(**settings, workers=2, micro_batch=1, shards_in_flight=2), tmp_path / "other")
-    assert (other.fingerprint, other.weights) == (run.fingerprint, run.weights)
-    shutil.rmtree(path / "checkpoints" / "step-000003")
-    (path / "summary.json").unlink()
-    assert resume(path).fingerprint == run.fingerprint
+    assert_done_again(run, path, brpo, **settings)
 
 
 @pytest.mark.full
@@ -193,31 +186,21 @@ def by_definition(batch, p: int) -> list[list[float]]:
 def test_the_gradient_is_that_of_transformers_in_fp64(brpo):
     """Cuts, advantages and the loss of all drawn tokens are computed again, in fp64."""
     cfg = brpo(num_generations=G)
-    task = load_task(cfg.task.name, cfg.task.options)
-    with (
-        open_judge(task, cfg.task, cfg.environment, given_answers=False) as judge,
-        closing(make_state(cfg, Path(cfg.model), task, judge)) as state,
-    ):
-        batch = collect(state)
-        step = prepare(state, batch).shard
-        work = ShardWork(cfg.sampling.sampling_params, cfg.loss, 16)
-        _, gradient = state.parallel.sum_shards(work, step.cut(cfg.virtual_shards))
-    views = state.policy.layout.checkpoint_views(gradient)
+    with first_state(cfg) as state:
+        batch, _, gradient = first_gradient(state, cfg)
     A = [a for p in range(cfg.prompts) for a in by_definition(batch, p)]
 
-    def of_transformers(dtype: torch.dtype) -> dict[str, torch.Tensor]:
-        policy, loss = Qwen3ForCausalLM.from_pretrained(cfg.model, dtype=dtype), 0.0
-        policy.model.embed_tokens.padding_idx = None  # torch gives the padding token no gradient as an input
+    def loss(policy: Qwen3ForCausalLM) -> torch.Tensor:
+        total = torch.zeros((), dtype=policy.dtype)
         for rollout, advantages in zip(batch.rollouts, A, strict=True):
             ids = torch.tensor([rollout.ids])
             logp = torch.log_softmax(policy(ids).logits[0, :-1], -1).gather(1, ids[0, 1:, None])[:, 0]
             drawn = logp[len(rollout.prompt_ids) - 1 :]
-            loss = loss - (torch.tensor(advantages, dtype=dtype) * drawn).sum()
-        (loss / (len(batch.rollouts) * cfg.sampling.max_tokens)).backward()
-        return {name: w.grad for name, w in policy.named_parameters() if w.grad is not None}
+            total = total - (torch.tensor(advantages, dtype=policy.dtype) * drawn).sum()
+        return total / (len(batch.rollouts) * cfg.sampling.max_tokens)
 
-    exact, plain = of_transformers(torch.float64), of_transformers(torch.float32)
-    assert_gradient_at_most_twice_the_error(views, plain, exact)
+    views = state.policy.layout.checkpoint_views(gradient)
+    assert_gradient_of_transformers(views, cfg.model, loss)
 
 
 @pytest.mark.parametrize(

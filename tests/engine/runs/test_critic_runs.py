@@ -1,10 +1,8 @@
 """Runs of PPO with a critic: exact, the same bits however they are cut, done again and gone on with."""
 
 import math
-import shutil
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
-from pathlib import Path
+from contextlib import contextmanager
 from statistics import fmean, variance
 
 import numpy as np
@@ -13,22 +11,17 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import Qwen3ForCausalLM
 from zerokl.cli import main
-from zerokl.engine.rollout.players import open_judge
 from zerokl.engine.runs.intact_checkpoints import checked_checkpoint
 from zerokl.engine.runs.loaded import load_run
-from zerokl.engine.runs.run import resume, train
-from zerokl.engine.runs.setup import make_state
-from zerokl.engine.tasks.loading import load_task
+from zerokl.engine.runs.run import train
 from zerokl.engine.train import prepare as preparing
-from zerokl.engine.train.collect import collect
 from zerokl.engine.train.losses import critic
 from zerokl.engine.train.parallel.scorer import Scorer
-from zerokl.engine.train.prepare import prepare
-from zerokl.engine.train.shard import ShardWork
 from zerokl.engine.train.state import TrainState
 from zerokl.files.writing import write_manifest
 from zerokl.model.weights import VALUE_HEAD_TENSOR
 
+from tests.engine.runs.exact_runs import assert_done_again, first_gradient, first_state, train_exactly
 from tests.helpers import assert_gradient_at_most_twice_the_error, randn
 
 HALVES = ("bfloat16", "float16")
@@ -46,20 +39,14 @@ def ppo(config):
 
 
 @pytest.mark.parametrize("dtype", ["float32", *(pytest.param(x, marks=pytest.mark.full) for x in HALVES)])
-def test_a_run_is_exact_and_is_done_again_to_the_bit(ppo, read_jsonl, tmp_path, dtype, capsys):
+def test_a_run_is_exact_and_is_done_again_to_the_bit(ppo, read_jsonl, tmp_path, dtype):
     path = tmp_path / "run"
-    run = train(ppo(dtype=dtype, checkpoint__every=2), path)
-    assert (run.tokens_unequal, run.mismatch_max_abs) == (0, 0.0)
+    run = train_exactly(ppo(dtype=dtype, checkpoint__every=2), path)
     first, *_, last = read_jsonl(path / "metrics.jsonl")
     assert (first["critic/value_mean"], first["critic/explained_variance"]) == (0.0, 0.0)
     assert abs(last["critic/value_mean"]) > 0.01, "the head is trained"
     assert {"values", "targets"} < load_run(path).ledger.lines[0].quantities.keys()
-    assert main(["verify", "run", str(path), "--replays", "2", "--draw", "0"]) == 0, capsys.readouterr()
-    other = train(ppo(dtype=dtype, workers=2, micro_batch=1, shards_in_flight=2), tmp_path / "other")
-    assert (other.fingerprint, other.weights) == (run.fingerprint, run.weights)
-    shutil.rmtree(path / "checkpoints" / "step-000004")
-    (path / "summary.json").unlink()
-    assert resume(path).fingerprint == run.fingerprint
+    assert_done_again(run, path, ppo, dtype=dtype)
 
 
 @pytest.mark.full
@@ -81,13 +68,10 @@ def test_every_setting_of_the_critic_shows_in_the_weights(ppo, tmp_path):
 @contextmanager
 def _state(cfg) -> Iterator[tuple[TrainState, torch.Tensor]]:
     """The state of a run before its first step, with a head that is not zero; and the head."""
-    task = load_task(cfg.task.name, cfg.task.options)
-    with open_judge(task, cfg.task, cfg.environment) as judge:
-        state = make_state(cfg, Path(cfg.model), task, judge)
+    with first_state(cfg) as state:
         head = state.policy.w["value_head"].detach()
         head.copy_(randn(0, *head.shape, scale=0.2))
-        with closing(state):
-            yield state, head
+        yield state, head
 
 
 def _outputs(policy, head: torch.nn.Linear, rollout) -> tuple[torch.Tensor, torch.Tensor]:
@@ -109,11 +93,7 @@ def test_the_gradient_is_that_of_transformers_and_a_linear_head_in_fp64(ppo):
     """Values, GAE, whitening and both losses are computed again, in fp64."""
     cfg = ppo(loss__value_clip=0.0)
     with _state(cfg) as (state, weight):
-        batch = collect(state)
-        prepared = prepare(state, batch)
-        step, metrics = prepared.shard, prepared.metrics
-        work = ShardWork(cfg.sampling.sampling_params, cfg.loss, 16)
-        _, gradient = state.parallel.sum_shards(work, step.cut(cfg.virtual_shards))
+        batch, prepared, gradient = first_gradient(state, cfg)
     views, rewards = state.policy.layout.trained_views(gradient), batch.rewards.reshape(-1).tolist()
 
     def of_transformers(dtype: torch.dtype) -> dict[str, torch.Tensor]:
@@ -141,7 +121,7 @@ def test_the_gradient_is_that_of_transformers_and_a_linear_head_in_fp64(ppo):
     exact, plain = of_transformers(torch.float64), of_transformers(torch.float32)
     assert exact.keys() == views.keys()
     assert_gradient_at_most_twice_the_error(views, plain, exact)
-    assert abs(metrics["critic/value_mean"]) > 0.01
+    assert abs(prepared.metrics["critic/value_mean"]) > 0.01
 
 
 def test_turns_are_rewarded_at_their_last_tokens(ppo, tmp_path, monkeypatch):
@@ -162,8 +142,7 @@ def test_turns_are_rewarded_at_their_last_tokens(ppo, tmp_path, monkeypatch):
         return rewards
 
     monkeypatch.setattr(preparing, "token_rewards", watched)
-    run = train(cfg, tmp_path / "run")
-    assert (run.tokens_unequal, run.mismatch_max_abs) == (0, 0.0)
+    train_exactly(cfg, tmp_path / "run")
     assert all(math.isclose(rewards.sum(), shaped, abs_tol=1e-12) for _, rewards, shaped in seen)
     assert any(shaped < plain for plain, _, shaped in seen)
 
@@ -256,5 +235,4 @@ def test_what_has_no_critic_is_refused(ppo, tmp_path, changes, message):
 @pytest.mark.full
 def test_one_completion_of_a_prompt_and_frozen_weights_are_enough(ppo, tmp_path):
     cfg = ppo(num_generations=1, prompts=4, frozen=["model.embed_tokens.*", "model.layers.0.*"])
-    run = train(cfg, tmp_path / "run")
-    assert (run.tokens_unequal, run.mismatch_max_abs) == (0, 0.0)
+    train_exactly(cfg, tmp_path / "run")

@@ -1,25 +1,24 @@
 """Runs of DPO: exact, the same bits however they are cut, done again and gone on with, and learning."""
 
 import json
-import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from transformers import Qwen3ForCausalLM
-from zerokl.cli import main
-from zerokl.engine.rollout.players import open_judge
 from zerokl.engine.runs.run import resume, train
-from zerokl.engine.runs.setup import make_state
 from zerokl.engine.tasks.loading import load_task
-from zerokl.engine.train.collect import collect
 from zerokl.engine.train.losses.dpo import margins
 from zerokl.engine.train.monitor import MismatchError
-from zerokl.engine.train.prepare import prepare
-from zerokl.engine.train.shard import ShardWork
 
-from tests.helpers import assert_gradient_at_most_twice_the_error
+from tests.engine.runs.exact_runs import (
+    assert_done_again,
+    assert_gradient_of_transformers,
+    first_gradient,
+    first_state,
+    train_exactly,
+)
 from tests.random_model import TWO_LAYERS, random_model
 
 BETA = 0.5
@@ -57,19 +56,13 @@ def losses(path: Path, read_jsonl) -> list[float]:
         pytest.param("float16", marks=pytest.mark.full),
     ],
 )
-def test_a_run_is_exact_learns_and_is_done_again_to_the_bit(dpo, read_jsonl, tmp_path, dtype, capsys):
+def test_a_run_is_exact_learns_and_is_done_again_to_the_bit(dpo, read_jsonl, tmp_path, dtype):
     path = tmp_path / "run"
-    run = train(dpo(dtype=dtype, checkpoint__every=2), path)
-    assert (run.tokens_unequal, run.mismatch_max_abs) == (0, 0.0)
+    run = train_exactly(dpo(dtype=dtype, checkpoint__every=2), path)
     first, *_, last = losses(path, read_jsonl)
     assert first == pytest.approx(np.log(2), rel=1e-15), "the reference is the first model"
     assert last < 0.8 * first
-    assert main(["verify", "run", str(path), "--replays", "2", "--draw", "0"]) == 0, capsys.readouterr()
-    other = train(dpo(dtype=dtype, workers=2, micro_batch=1, shards_in_flight=2), tmp_path / "cut otherwise")
-    assert (other.fingerprint, other.weights) == (run.fingerprint, run.weights)
-    shutil.rmtree(path / "checkpoints" / "step-000004")
-    (path / "summary.json").unlink()
-    assert resume(path).fingerprint == run.fingerprint
+    assert_done_again(run, path, dpo, dtype=dtype)
     other_beta = train(dpo(dtype=dtype, loss__beta=0.25), tmp_path / "beta")
     assert other_beta.weights != run.weights, "control: beta must show"
 
@@ -122,29 +115,20 @@ def test_the_gradient_is_that_of_transformers_in_fp64(dpo, tmp_path):
     """-log sigmoid(m) of the whole model, with another model as the reference, so that no margin is 0."""
     reference = random_model(tmp_path, TWO_LAYERS, sharper=1.5)
     cfg = dpo(loss__ref_model=reference)
-    task = load_task(cfg.task.name, cfg.task.options)
-    with open_judge(task, cfg.task, cfg.environment) as judge:
-        state = make_state(cfg, Path(cfg.model), task, judge)
-    batch = collect(state)
-    prepared = prepare(state, batch)
-    step, A = prepared.shard, prepared.advantages.values
-    work = ShardWork(cfg.sampling.sampling_params, cfg.loss, 16)
-    _, gradient = state.parallel.sum_shards(work, step.cut(cfg.virtual_shards))
-    views = state.policy.layout.checkpoint_views(gradient)
+    with first_state(cfg) as state:
+        batch, prepared, gradient = first_gradient(state, cfg)
+    A = prepared.advantages.values
+    assert len({abs(a) for a in A.reshape(-1).tolist()}) == 3, "margins differ, so their advantages do"
 
-    def of_transformers(dtype: torch.dtype) -> dict[str, torch.Tensor]:
-        policy, ref = (Qwen3ForCausalLM.from_pretrained(x, dtype=dtype) for x in (cfg.model, reference))
-        losses = []
+    def loss(policy: Qwen3ForCausalLM) -> torch.Tensor:
+        ref, losses = Qwen3ForCausalLM.from_pretrained(reference, dtype=policy.dtype), []
         for chosen, rejected in zip(batch.rollouts[::2], batch.rollouts[1::2], strict=True):
             m = BETA * (log_ratio(policy, ref, chosen) - log_ratio(policy, ref, rejected))
             losses.append(-torch.nn.functional.logsigmoid(m))
-        torch.stack(losses).mean().backward()
-        return {name: w.grad for name, w in policy.named_parameters() if w.grad is not None}
+        return torch.stack(losses).mean()
 
-    exact, plain = of_transformers(torch.float64), of_transformers(torch.float32)
-    assert len({abs(a) for a in A.reshape(-1).tolist()}) == 3, "margins differ, so their advantages do"
-    assert_gradient_at_most_twice_the_error(views, plain, exact)
-    state.close()
+    views = state.policy.layout.checkpoint_views(gradient)
+    assert_gradient_of_transformers(views, cfg.model, loss)
 
 
 def log_ratio(policy, ref, rollout) -> torch.Tensor:

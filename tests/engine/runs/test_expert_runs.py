@@ -15,7 +15,6 @@ from zerokl.engine.config.run_config import Config
 from zerokl.engine.rollout.types import Completion, Request, Sampler
 from zerokl.engine.runs import samplers
 from zerokl.engine.runs.checks.verify import check_law
-from zerokl.engine.runs.checks.verify_run import verify_run
 from zerokl.engine.runs.init import random_decoder
 from zerokl.engine.runs.run import resume, train
 from zerokl.engine.train.monitor import MismatchError
@@ -33,6 +32,7 @@ from zerokl.model.routing import RecordedRouting
 from zerokl.verify.compare_runs import open_run
 from zerokl.verify.ledger import digest
 
+from tests.engine.runs.exact_runs import faults, forget_end, train_exactly
 from tests.helpers import fingerprint
 from tests.random_model import EXPERTS, random_model
 
@@ -59,8 +59,7 @@ def plain(request, config, moe) -> Config:
 @pytest.fixture(scope="module")
 def run(plain, tmp_path_factory) -> Path:
     path = tmp_path_factory.mktemp("experts") / "run"
-    summary = train(plain, path)
-    assert (summary.tokens_unequal, summary.mismatch_max_abs) == (0, 0.0)
+    train_exactly(plain, path)
     return path
 
 
@@ -86,9 +85,8 @@ def test_how_the_work_is_cut_decides_no_bit(plain, run, tmp_path, cut_up):
 
 def test_a_run_goes_on_and_is_verified(run, tmp_path):
     path = shutil.copytree(run, tmp_path / "run")
-    shutil.rmtree(path / "checkpoints" / "step-000003")
-    (path / "summary.json").unlink()
-    assert [f"{f.what}: {f.result}" for f in verify_run(path, 2, 0, {}) if not f.holds] == []
+    forget_end(path)
+    assert faults(path) == []
     resume(path)
     assert (path / "ledger.jsonl").read_bytes() == (run / "ledger.jsonl").read_bytes()
 
@@ -113,8 +111,7 @@ def test_the_ledger_binds_what_the_experts_are(run):
 
 def test_frozen_experts_and_routers_keep_every_bit(config, moe, tmp_path):
     settings = config(model=moe, frozen=("*.mlp.gate.weight", "*.experts.*.down_proj.weight"))
-    summary = train(settings, tmp_path / "run")
-    assert (summary.tokens_unequal, summary.mismatch_max_abs) == (0, 0.0)
+    train_exactly(settings, tmp_path / "run")
     before, after = (
         load_file(folder / "model.safetensors") for folder in (moe, tmp_path / "run/checkpoints/step-000003")
     )
@@ -267,8 +264,7 @@ def test_load_is_balanced_by_the_same_bits_however_the_work_is_cut(config, moe, 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_routers_in_fp32_are_exact_and_trained_and_decide_bits(config, moe, tmp_path, dtype):
     settings = config(model=moe, dtype=dtype, precision__router_dtype="float32", checkpoint__every=3)
-    summary = train(settings, tmp_path / "run")
-    assert (summary.tokens_unequal, summary.mismatch_max_abs) == (0, 0.0)
+    summary = train_exactly(settings, tmp_path / "run")
     cut_up = {"workers": 2, "micro_batch": 2, "recompute": "layer"}
     again = train(settings.model_copy(update=cut_up), tmp_path / "again")
     assert again.fingerprint == summary.fingerprint
@@ -301,8 +297,7 @@ def test_a_router_in_fp32_on_one_side_is_a_mismatch_that_a_replay_cannot_hide(co
 def test_adapters_are_trained_however_the_work_is_cut(config, moe, tmp_path, targets):
     """Of the attention beside experts, and of each expert."""
     cfg = config(model=moe, dtype="bfloat16", lora__rank=3, lora__targets=targets)
-    summary = train(cfg, tmp_path / "run")
-    assert (summary.tokens_unequal, summary.mismatch_max_abs) == (0, 0.0)
+    train_exactly(cfg, tmp_path / "run")
     train(cfg.model_copy(update={"workers": 2, "micro_batch": 2}), tmp_path / "other")
     assert fingerprint(tmp_path / "other") == fingerprint(tmp_path / "run")
     stored = load_file(tmp_path / "run" / "checkpoints" / "step-000003" / "adapter_model.safetensors")

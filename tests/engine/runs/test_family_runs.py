@@ -6,17 +6,16 @@ from pathlib import Path
 import pytest
 import torch
 from zerokl.engine.config.run_config import ParallelConfig
-from zerokl.engine.runs.init import PRESETS, random_decoder
+from zerokl.engine.runs.init import PRESETS, preset_config, random_decoder
 from zerokl.engine.runs.memory import activation_bytes
 from zerokl.engine.runs.run import train
 from zerokl.engine.runs.samplers import refuse_uncompared
-from zerokl.kernels.sampling_params import SamplingParams
 from zerokl.model.decoder import Decoder
 from zerokl.model.families import MODEL_TYPES
 from zerokl.model.operations import layer_bytes_per_token
-from zerokl.model.prompts import Prompts
-from zerokl.model.scoring import logprobs, pack
 
+from tests.engine.runs.exact_runs import train_exactly
+from tests.engine.runs.test_memory import kept_bytes
 from tests.helpers import fingerprint
 from tests.random_model import TWO_LAYERS, random_model
 
@@ -48,8 +47,7 @@ def test_a_run_is_exact_and_its_bits_do_not_depend_on_the_cut(config, folder, se
     other = config(model=folder, steps=2, **SETTINGS[settings], **CUT)
     if settings == "fsdp":
         other = other.model_copy(update={"parallel": ParallelConfig(engine="fsdp")})
-    summary = train(plain, tmp_path / "plain")
-    assert (summary.tokens_unequal, summary.mismatch_max_abs) == (0, 0.0)
+    train_exactly(plain, tmp_path / "plain")
     train(other, tmp_path / "cut")
     assert fingerprint(tmp_path / "cut") == fingerprint(tmp_path / "plain")
 
@@ -62,7 +60,7 @@ def preset(name: str) -> Decoder:
 
 def test_every_family_is_a_preset_of_init_that_has_its_fields():
     for name, family in MODEL_TYPES.items():
-        raw = preset(name).config.raw
+        raw = preset_config(name, 40).raw
         assert raw["architectures"] == [family.architecture]
         assert {key: raw[key] for key in family.small} == dict(family.small)
         assert name in PRESETS
@@ -78,23 +76,6 @@ def test_vllms_own_model_of_a_family_is_refused_where_nobody_compared_it(model_t
             refuse_uncompared(architecture)
 
 
-def _kept_bytes(decoder: Decoder, rows: int) -> int:
-    """Bytes of the tensors that a forward of `rows` rows keeps for its backward, weights left out."""
-    storages: dict[int, int] = {}
-
-    def keep(x: torch.Tensor) -> torch.Tensor:
-        storages[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
-        return x
-
-    # Where a layer keeps a state, the prompt is read with the sample.
-    prompt = [3] if decoder.config.states else [3, 4]
-    prompts = Prompts(decoder, [prompt])
-    weights = {decoder.flat.untyped_storage().data_ptr()}
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
-        logprobs(decoder, pack([(prompt, [5] * rows)], [0]), SamplingParams(), prompts=prompts)
-    return sum(n for address, n in storages.items() if address not in weights)
-
-
 @pytest.mark.parametrize(
     "model_type", [name for name, family in MODEL_TYPES.items() if "num_experts" not in family.small]
 )
@@ -102,5 +83,5 @@ def test_the_predicted_activations_are_those_that_are_kept(model_type):
     decoder, rows = preset(model_type), 96
     predicted = activation_bytes(decoder.layout, torch.float32, rows, recompute=False)
     layer = layer_bytes_per_token(decoder.config, 4) * rows
-    measured = _kept_bytes(decoder, rows)
+    measured = kept_bytes(decoder, rows)
     assert 0.8 < measured / (predicted - layer) < 1.25, (measured, predicted)

@@ -5,6 +5,8 @@ from zerokl.engine.runs.run import Summary, train
 from zerokl.kernels import backend
 from zerokl.kernels.cpp import library
 
+from tests.engine.runs.exact_runs import train_exactly
+
 # Settings that change only how the same work is done.
 FREE = [
     {"micro_batch": 1},
@@ -40,8 +42,7 @@ def dtype(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(scope="module")
 def base(config, dtype: str, tmp_path_factory: pytest.TempPathFactory) -> Summary:
-    summary = train(config(dtype=dtype), tmp_path_factory.mktemp("runs") / "base")
-    assert (summary.tokens_unequal, summary.mismatch_max_abs) == (0, 0.0)
+    summary = train_exactly(config(dtype=dtype), tmp_path_factory.mktemp("runs") / "base")
     return summary
 
 

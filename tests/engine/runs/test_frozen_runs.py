@@ -10,15 +10,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from zerokl.cli import main
 from zerokl.engine.config.run_config import Config
-from zerokl.engine.runs.checks.replayer import Replayer
-from zerokl.engine.runs.checks.verify_run import verify_run
 from zerokl.engine.runs.run import resume, train
 from zerokl.files.bitwise import count_unequal
-from zerokl.files.writing import MANIFEST, write_manifest
 from zerokl.verify.compare_runs import open_run
+
+from tests.engine.runs.exact_runs import faults, train_exactly
+from tests.forged_run import assert_another_frozen_weight_is_refused, assert_checkpoint_is_not_used
 
 PATTERNS = ("lm_head.*", "model.layers.0.*")  # lm_head is the embedding in this model
 EMBEDDING = "model.embed_tokens.weight"
@@ -30,13 +30,6 @@ def is_frozen(name: str) -> bool:
 
 def weights_of(folder: Path) -> dict[str, torch.Tensor]:
     return load_file(folder / "model.safetensors")
-
-
-def alter(folder: Path, name: str) -> None:
-    """Flip the last bit of one element of a weight in a model folder."""
-    weights = weights_of(folder)
-    weights[name].view(torch.int32).view(-1)[3] ^= 1
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
 
 
 @pytest.fixture(scope="module")
@@ -59,8 +52,7 @@ def frozen(plain) -> Config:
 @pytest.fixture(scope="module")
 def run(frozen, tmp_path_factory) -> Path:
     path = tmp_path_factory.mktemp("frozen") / "run"
-    summary = train(frozen, path)
-    assert (summary.tokens_unequal, summary.mismatch_max_abs) == (0, 0.0)
+    train_exactly(frozen, path)
     return path
 
 
@@ -127,7 +119,7 @@ def test_the_head_binds_the_frozen_weights_and_only_them(plain, run, tmp_path, c
 
 
 def test_a_run_goes_on_is_replayed_traced_and_verified(run, cut, tmp_path):
-    assert [f"{f.what}: {f.result}" for f in verify_run(cut, 2, 0, {}) if not f.holds] == []
+    assert faults(cut) == []
     command = ["replay", str(cut), "--step", "1", "--trace", str(tmp_path / "t.safetensors")]
     assert main(command) == 0
     names = load_file(tmp_path / "t.safetensors").keys()
@@ -137,26 +129,10 @@ def test_a_run_goes_on_is_replayed_traced_and_verified(run, cut, tmp_path):
     assert (cut / "ledger.jsonl").read_bytes() == (run / "ledger.jsonl").read_bytes()
 
 
-def moved_model(path: Path, model: Path) -> None:
-    """Make a run start from another folder, as a run does whose model was moved."""
-    file = path / "config.toml"
-    lines = [f'model = "{model}"' if x.startswith("model = ") else x for x in file.read_text().split("\n")]
-    file.write_text("\n".join(lines))
-
-
 @pytest.mark.full
 @pytest.mark.parametrize("name", [EMBEDDING, "model.layers.0.mlp.up_proj.weight"])
 def test_another_frozen_weight_of_the_model_is_refused_by_name(cut, tmp_path, name):
-    moved_model(cut, tmp_path / "model")
-    assert not [f for f in verify_run(cut, 0, 0, {}) if not f.holds and f.what == "replay"], "control"
-    alter(tmp_path / "model", name)
-    before = (cut / "ledger.jsonl").read_bytes()
-    with pytest.raises(ValueError, match=f"^resume: the frozen weight {name} of .* is sha256:.* put it back"):
-        resume(cut)
-    with pytest.raises(ValueError, match=f"what it started from is another now.* frozen.{name}: 'sha256:"):
-        Replayer(cut)
-    assert [f.what for f in verify_run(cut, 1, 0, {}) if not f.holds and f.what == "replay"] == ["replay"]
-    assert (cut / "ledger.jsonl").read_bytes() == before
+    assert_another_frozen_weight_is_refused(cut, tmp_path / "model", name)
 
 
 @pytest.mark.parametrize(
@@ -177,17 +153,9 @@ def test_a_run_does_not_go_on_with_other_patterns(cut, patterns, message):
 
 @pytest.mark.parametrize("name", [EMBEDDING, "model.layers.0.input_layernorm.weight", "model.norm.weight"])
 def test_a_checkpoint_with_another_frozen_weight_is_not_used(run, cut, capsys, name):
-    """Its manifest is made again, as a forger would. The last name is of a trained weight."""
-    folder = cut / "checkpoints" / "step-000002"
-    alter(folder, name)
-    (folder / MANIFEST).unlink()
-    write_manifest(folder)
+    """The last name is of a trained weight."""
     what = f"frozen weights ({name})" if is_frozen(name) else "weights"
-    message = f"the {what} in {folder} are not those whose hash is in {cut / 'ledger.jsonl'}"
-    assert [f.result for f in verify_run(cut, 0, 0, {}) if f.what == "step-000002"] == [message]
-    resume(cut)
-    assert f"{message}; not used" in " ".join(capsys.readouterr().out.split())
-    assert (cut / "ledger.jsonl").read_bytes() == (run / "ledger.jsonl").read_bytes(), "from its first step"
+    assert_checkpoint_is_not_used(cut, run, "model.safetensors", name, what, capsys)
 
 
 @pytest.mark.parametrize(

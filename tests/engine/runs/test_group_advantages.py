@@ -12,10 +12,11 @@ from zerokl.engine.runs.loaded import load_run
 from zerokl.engine.runs.run import resume, train
 from zerokl.engine.train.losses.advantage import advantages
 
+from tests.engine.runs.exact_runs import train_exactly
+
 
 def test_pass_at_k_trains_on_a_binary_reward_with_the_advantages_of_its_log(config, read_jsonl, tmp_path):
-    run = train(config(loss__preset="pass_at_k", num_generations=5, loss__k=3), tmp_path / "run")
-    assert (run.tokens_unequal, run.mismatch_max_abs) == (0, 0.0)
+    train_exactly(config(loss__preset="pass_at_k", num_generations=5, loss__k=3), tmp_path / "run")
     rollouts = read_jsonl(tmp_path / "run" / "rollouts.jsonl")
     rewards, A = (np.array([r[key] for r in rollouts]).reshape(9, 5) for key in ("reward", "advantage"))
     assert (advantages(rewards, "pass_at_k", k=3) == A).all()
@@ -38,8 +39,7 @@ SEED = {"loss__preset": "seed_grpo", "task__equivalence": "toy:as_many_letters",
 @pytest.fixture(scope="module")
 def seed_grpo(config, tmp_path_factory) -> Path:
     path = tmp_path_factory.mktemp("seed") / "run"
-    summary = train(config(**SEED), path)
-    assert (summary.tokens_unequal, summary.mismatch_max_abs) == (0, 0.0)
+    train_exactly(config(**SEED), path)
     return path
 
 

@@ -10,19 +10,21 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from zerokl.cli import main
 from zerokl.engine.config.lora_section import LoraConfig
 from zerokl.engine.config.run_config import Config
 from zerokl.engine.config.sampling_section import NativeConfig
-from zerokl.engine.runs.checks.replayer import Replayer
-from zerokl.engine.runs.checks.verify_run import verify_run
 from zerokl.engine.runs.run import resume, train
 from zerokl.files.bitwise import count_unequal
-from zerokl.files.writing import MANIFEST, write_manifest
 from zerokl.verify.compare_runs import open_run
 
-from tests.forged_run import forge_file
+from tests.engine.runs.exact_runs import faults, train_exactly
+from tests.forged_run import (
+    assert_another_frozen_weight_is_refused,
+    assert_checkpoint_is_not_used,
+    forge_file,
+)
 from tests.helpers import fingerprint
 
 LORA = LoraConfig(rank=3, alpha=9.0)
@@ -50,16 +52,8 @@ def lora(request, config, base) -> Config:
 @pytest.fixture(scope="module")
 def run(lora, tmp_path_factory) -> Path:
     path = tmp_path_factory.mktemp("lora") / "run"
-    summary = train(lora, path)
-    assert (summary.tokens_unequal, summary.mismatch_max_abs) == (0, 0.0)
+    train_exactly(lora, path)
     return path
-
-
-def alter(file: Path, name: str) -> None:
-    """Flip the last bit of one element of a tensor."""
-    weights = load_file(file)
-    weights[name].view(torch.int32).view(-1)[3] ^= 1
-    save_file(weights, file, metadata={"format": "pt"})
 
 
 def test_the_ledger_is_of_the_adapters_and_the_head_binds_the_base(run, base):
@@ -138,7 +132,7 @@ def test_off_is_the_run_without_the_section(config, base, tmp_path):
 
 
 def test_a_run_goes_on_is_replayed_traced_and_verified(run, cut, tmp_path):
-    assert [f"{f.what}: {f.result}" for f in verify_run(cut, 2, 0, {}) if not f.holds] == []
+    assert faults(cut) == []
     command = ["replay", str(cut), "--step", "1", "--trace", str(tmp_path / "t.safetensors")]
     assert main(command) == 0
     names = load_file(tmp_path / "t.safetensors").keys()
@@ -148,25 +142,12 @@ def test_a_run_goes_on_is_replayed_traced_and_verified(run, cut, tmp_path):
     resume(cut, {"workers": 2, "micro_batch": 2})
     assert [line.chain for line in open_run(cut).lines] == [line.chain for line in open_run(run).lines]
     assert fingerprint(cut) == fingerprint(run)
-    assert [f"{f.what}: {f.result}" for f in verify_run(cut, 0, 0, {}) if not f.holds] == []
-
-
-def moved_model(path: Path, model: Path) -> None:
-    """Make a run start from another folder, as a run does whose model was moved."""
-    file = path / "config.toml"
-    lines = [f'model = "{model}"' if x.startswith("model = ") else x for x in file.read_text().split("\n")]
-    file.write_text("\n".join(lines))
+    assert faults(cut, 0) == []
 
 
 @pytest.mark.parametrize("name", ["model.embed_tokens.weight", "model.layers.0.mlp.up_proj.weight"])
 def test_another_base_is_refused_by_name(cut, tmp_path, name):
-    moved_model(cut, tmp_path / "model")
-    assert not [f for f in verify_run(cut, 0, 0, {}) if not f.holds and f.what == "replay"], "control"
-    alter(tmp_path / "model" / "model.safetensors", name)
-    with pytest.raises(ValueError, match=f"^resume: the frozen weight {name} of .* is sha256:.* put it back"):
-        resume(cut)
-    with pytest.raises(ValueError, match=f"what it started from is another now.* frozen.{name}: 'sha256:"):
-        Replayer(cut)
+    assert_another_frozen_weight_is_refused(cut, tmp_path / "model", name)
 
 
 @pytest.mark.parametrize(
@@ -180,24 +161,15 @@ def test_another_base_is_refused_by_name(cut, tmp_path, name):
 )
 def test_what_a_loader_reads_beside_the_adapter_is_bound(cut, file, field, value):
     forge_file(cut / "checkpoints" / "step-000002", file, lambda x: x.update({field: value}))
-    lines = [f"{f.what}: {f.result}" for f in verify_run(cut, 0, 0, {}) if not f.holds]
+    lines = faults(cut, 0)
     assert [line.startswith("step-000002: ") for line in lines] == [True]
     named = {"base_model_name_or_path": f"the base of its adapter, which it calls {value!r}"}
     assert named.get(field, f"{file.split('/')[-1]}: {field} is {value!r}, and must be ") in lines[0]
 
 
 def test_a_checkpoint_with_another_adapter_is_not_used(run, cut, capsys):
-    """Its manifest is made again, as a forger would."""
-    folder = cut / "checkpoints" / "step-000002"
     name = "base_model.model.model.layers.0.mlp.up_proj.lora_B.weight"
-    alter(folder / "adapter_model.safetensors", name)
-    (folder / MANIFEST).unlink()
-    write_manifest(folder)
-    message = f"the weights in {folder} are not those whose hash is in {cut / 'ledger.jsonl'}"
-    assert [f.result for f in verify_run(cut, 0, 0, {}) if f.what == "step-000002"] == [message]
-    resume(cut)
-    assert f"{message}; not used" in " ".join(capsys.readouterr().out.split())
-    assert (cut / "ledger.jsonl").read_bytes() == (run / "ledger.jsonl").read_bytes(), "from its first step"
+    assert_checkpoint_is_not_used(cut, run, "adapter_model.safetensors", name, "weights", capsys)
 
 
 @pytest.mark.parametrize(

@@ -57,10 +57,12 @@ def kept_bytes(decoder: Decoder, rows: int) -> int:
         storages[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
         return x
 
-    prompts = Prompts(decoder, [[3, 4]])
+    # Where a layer keeps a state, the prompt is read with the sample.
+    prompt = [3] if decoder.config.states else [3, 4]
+    prompts = Prompts(decoder, [prompt])
     weights = {decoder.flat.untyped_storage().data_ptr()}
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
-        logp, _ = logprobs(decoder, pack([([3, 4], [5] * rows)], [0]), SamplingParams(), prompts=prompts)
+        logp, _ = logprobs(decoder, pack([(prompt, [5] * rows)], [0]), SamplingParams(), prompts=prompts)
     assert logp.requires_grad
     return sum(n for address, n in storages.items() if address not in weights)
 
@@ -123,6 +125,10 @@ def test_eight_long_samples_of_a_1_7b_fit_80_gb_with_recompute():
     predicted = footprint(run, fitted, free)
     # bf16 weights; fp32 masters and two moments of AdamW.
     assert (predicted.weights, predicted.optimizer) == (2 * LARGE.numel, 12 * LARGE.numel)
+    narrow = config.model_copy(
+        update={"optimizer": config.optimizer.model_copy(update={"moments": "bfloat16"})}
+    )
+    assert footprint(RunShape(narrow, LARGE, 1, 200), fitted, free).optimizer == 8 * LARGE.numel
     # Two inputs of every layer in bf16, and one layer's activations twice, of a sample and its prompt.
     rows = 8192 + 200
     assert predicted.activations > rows * (28 * 2 * 2048 * 2 + 2 * layer_bytes_per_token(LARGE.config, 2))

@@ -118,6 +118,7 @@ def test_the_predicted_weights_are_those_that_a_run_holds(config, model, setting
     assert held == predicted.weights + predicted.other_weights + predicted.optimizer
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.full), "bfloat16"])
 def test_the_predicted_adapters_are_those_that_a_run_holds(config, model, dtype):
     """The base, A and B, their moments and their gradient. Nothing else has the size of the weights."""

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 from zerokl.cli import main
 from zerokl.engine.config.run_config import Config
-from zerokl.engine.runs.checks.verify_run import verify_run
 from zerokl.engine.runs.ledger_head import binding
 from zerokl.engine.runs.loaded import load_run
 from zerokl.engine.runs.run import resume, train
@@ -15,6 +14,7 @@ from zerokl.engine.train.monitor import MismatchError
 from zerokl.model.numerics import Numerics
 from zerokl.verify.compare_runs import open_run
 
+from tests.engine.runs.exact_runs import faults, train_exactly
 from tests.helpers import fingerprint
 from tests.random_model import EXPERTS, random_model
 
@@ -117,7 +117,7 @@ def test_a_run_is_verified_replayed_reported_and_goes_on(settings, run, cut, tmp
     assert main(["report", str(run), "--out", str(tmp_path / "report.html")]) == 0
     if "max_staleness" in settings:
         return  # no checkpoint has the older weights
-    assert [f"{f.what}: {f.result}" for f in verify_run(cut, 2, 0, {}) if not f.holds] == []
+    assert faults(cut) == []
     assert main(["replay", str(cut), "--step", "1", "--trace", str(tmp_path / "t.safetensors")]) == 0
     resume(cut, {"workers": 2})
     assert [line.chain for line in open_run(cut).lines] == [line.chain for line in open_run(run).lines]
@@ -135,8 +135,7 @@ def test_a_run_is_verified_replayed_reported_and_goes_on(settings, run, cut, tmp
     ],
 )
 def test_both_sides_are_exact_and_the_sampler_alone_draws_the_same(config, tmp_path, dtype, kv):
-    summary = train(config(dtype=dtype, steps=2, precision__kv=kv), tmp_path / "both")
-    assert (summary.tokens_unequal, summary.mismatch_max_abs) == (0, 0.0)
+    train_exactly(config(dtype=dtype, steps=2, precision__kv=kv), tmp_path / "both")
     alone = first_step(config(dtype=dtype, steps=1, exact=False, perturb__kv=kv), tmp_path / "alone")
     both = open_run(tmp_path / "both").lines[0].quantities
     assert (alone["tokens"], alone["sampling_logprobs"]) == (both["tokens"], both["sampling_logprobs"])
@@ -168,8 +167,7 @@ def test_control_a_decode_that_does_not_round_is_seen(config, tmp_path, monkeypa
 def test_both_sides_are_exact_with(config, tmp_path, more):
     if more.get("model") == "experts":
         more = {"model": random_model(tmp_path, EXPERTS)}
-    summary = train(config(precision__kv="float8_e4m3fn/token_head", **more), tmp_path / "run")
-    assert (summary.tokens_unequal, summary.mismatch_max_abs) == (0, 0.0)
+    train_exactly(config(precision__kv="float8_e4m3fn/token_head", **more), tmp_path / "run")
     if "loss__kl_coef" in more:
         assert load_run(tmp_path / "run").metrics["ref/k3"][0] == 0.0, "the reference rounds alike"
 

@@ -10,7 +10,6 @@ from safetensors.torch import load_file, save_file
 from zerokl.cli import main
 from zerokl.engine.config.run_config import Config, OptimizerConfig
 from zerokl.engine.runs import samplers
-from zerokl.engine.runs.checks.verify_run import verify_run
 from zerokl.engine.runs.loaded import load_run
 from zerokl.engine.runs.run import resume, train
 from zerokl.engine.train.master_weights import SlicedWeights
@@ -27,6 +26,7 @@ from zerokl.model.quantisation import Quantisation
 from zerokl.model.weights import Layout
 from zerokl.verify.compare_runs import open_run
 
+from tests.engine.runs.exact_runs import faults, train_exactly
 from tests.helpers import fingerprint, randn
 
 # What a test's own rounding takes, for each setting.
@@ -72,8 +72,7 @@ def both(request, config, base) -> Config:
 @pytest.fixture(scope="module")
 def run(both, tmp_path_factory) -> Path:
     path = tmp_path_factory.mktemp("both") / "run"
-    summary = train(both, path)
-    assert (summary.tokens_unequal, summary.mismatch_max_abs) == (0, 0.0)
+    train_exactly(both, path)
     return path
 
 
@@ -127,7 +126,7 @@ def test_how_the_work_is_cut_decides_no_bit(both, run, tmp_path, cut_up):
 
 @pytest.mark.full
 def test_a_run_goes_on_is_replayed_and_verified(run, cut, tmp_path):
-    assert [f"{f.what}: {f.result}" for f in verify_run(cut, 2, 0, {}) if not f.holds] == []
+    assert faults(cut) == []
     assert main(["replay", str(cut), "--step", "1", "--trace", str(tmp_path / "t.safetensors")]) == 0
     resume(cut, {"workers": 2})
     assert [line.chain for line in open_run(cut).lines] == [line.chain for line in open_run(run).lines]
@@ -169,8 +168,7 @@ LAGGED = {"max_staleness": 1, "staleness_schedule": "lagged"}
 def test_exact_with_what_has_weights_of_its_own(config, base, tmp_path, settings):
     """Older weights and the scorer of them, a reference, frozen weights, a critic; in exact runs."""
     cfg = config(model=base, precision__weights="float8_e4m3fn/block32", **settings)
-    summary = train(cfg, tmp_path / "run")
-    assert (summary.tokens_unequal, summary.mismatch_max_abs) == (0, 0.0)
+    train_exactly(cfg, tmp_path / "run")
     if "loss__kl_coef" in settings:
         assert load_run(tmp_path / "run").metrics["ref/k3"][0] == 0.0, "the reference is rounded alike"
 

@@ -15,8 +15,9 @@ from zerokl.engine.runs.checks.replayer import Replayer
 from zerokl.engine.runs.checks.verify_run import verify_run
 from zerokl.engine.runs.intact_checkpoints import open_checkpoint
 from zerokl.engine.runs.run import Summary, begin_or_resume, resume, train
-from zerokl.files.writing import MANIFEST, hash_json, hold_folder, write_manifest
+from zerokl.files.writing import hash_json, hold_folder
 
+from tests.forged_run import forge_manifest
 from tests.helpers import contents, property_settings
 
 LOGS = ("ledger.jsonl", "metrics.jsonl", "rollouts.jsonl")
@@ -131,6 +132,7 @@ def test_settings_that_decide_bits_are_refused_by_name(config, tmp_path):
         assert contents(path) == before
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "older",
     [pytest.param({"max_staleness": 2}, marks=pytest.mark.full), {"perturb__delay": 2, "exact": False}],
@@ -313,8 +315,7 @@ def test_a_checkpoint_with_other_bits_than_the_ledgers_is_not_used(small, tmp_pa
     folder = path / "checkpoints" / "step-000004"
     # Not at the end of the file, which may be padding.
     corrupt(folder / file, 6 * (folder / file).stat().st_size, "flip")
-    (folder / MANIFEST).unlink()
-    write_manifest(folder)
+    forge_manifest(folder)
     assert open_checkpoint(folder)[0] is not None
     message = f"the {what} in {folder} are not those whose hash is in {path / 'ledger.jsonl'}"
     assert [f.result for f in verify_run(path, 0, 0, {}) if not f.holds] == [message]

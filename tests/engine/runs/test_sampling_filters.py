@@ -12,10 +12,11 @@ from typing import Any
 import pytest
 from zerokl.cli import main
 from zerokl.engine.config.run_config import Config
-from zerokl.engine.runs.checks.verify_run import verify_run
 from zerokl.engine.runs.ledger_head import binding
 from zerokl.engine.runs.run import resume, train
 from zerokl.files.writing import hash_json
+
+from tests.engine.runs.exact_runs import faults, forget_end
 
 ALWAYS = {"temperature", "top_k", "top_p", "max_tokens"}
 # Ids of the character tokenizer: 0 to 2 are special, and the letters are among the rest.
@@ -43,10 +44,6 @@ def without_the_keys(path: Path) -> None:
     (path / "ledger.jsonl").write_text(json.dumps(head) + "\n" + "".join(others))
 
 
-def faults(path: Path) -> list[str]:
-    return [f"{f.what}: {f.result}" for f in verify_run(path, 3, 0, {}) if not f.holds]
-
-
 @pytest.mark.parametrize("name", FILTERS)
 def test_the_ledger_chains_a_filter_where_it_is_set_and_only_there(config, name):
     def chained(cfg: Config) -> set[str]:
@@ -70,9 +67,9 @@ def test_a_run_folder_without_the_keys_is_verified_and_goes_on_as_the_whole_run(
     old = tmp_path / "old"
     train(config(steps=2, checkpoint__every=1), old)
     without_the_keys(old)
-    assert faults(old) == []
+    assert faults(old, 3) == []
     assert resume(old, {"steps": 3}).fingerprint == whole.fingerprint
-    assert faults(old) == []
+    assert faults(old, 3) == []
 
 
 @pytest.fixture(scope="module")
@@ -97,10 +94,9 @@ def filtered(config, tmp_path_factory, read_jsonl) -> Path:
 
 
 def test_a_run_with_every_filter_is_repeated_and_goes_on(filtered, tmp_path):
-    assert faults(filtered) == []
+    assert faults(filtered, 3) == []
     path = shutil.copytree(filtered, tmp_path / "run")
-    (path / "summary.json").unlink()
-    shutil.rmtree(path / "checkpoints" / "step-000003")
+    forget_end(path)
     fingerprint = json.loads((filtered / "summary.json").read_text())["fingerprint"]
     assert resume(path).fingerprint == fingerprint
 
@@ -119,7 +115,7 @@ def test_an_altered_filter_is_found(filtered, tmp_path, name, capsys):
     text, count = re.subn(*ALTERED[name], file.read_text(), flags=re.MULTILINE)
     assert count == 1
     file.write_text(text)
-    assert any(f"sampling.{name}" in line for line in faults(path))
+    assert any(f"sampling.{name}" in line for line in faults(path, 3))
     assert main(["train", "--resume", str(path), "--steps", "4"]) == 2
     assert f"sampling.{name} is " in capsys.readouterr().err
 

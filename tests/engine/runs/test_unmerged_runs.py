@@ -7,10 +7,10 @@ import pytest
 from zerokl.engine.config.lora_section import LoraConfig
 from zerokl.engine.config.run_config import Config
 from zerokl.engine.config.sampling_section import NativeConfig
-from zerokl.engine.runs.checks.verify_run import verify_run
 from zerokl.engine.runs.run import resume, train
 from zerokl.verify.compare_runs import open_run
 
+from tests.engine.runs.exact_runs import faults, train_exactly
 from tests.helpers import fingerprint
 from tests.random_model import EXPERTS, random_model
 
@@ -34,8 +34,7 @@ def unmerged(request, config, model) -> Config:
 @pytest.fixture(scope="module")
 def run(unmerged, tmp_path_factory) -> Path:
     path = tmp_path_factory.mktemp("unmerged") / "run"
-    summary = train(unmerged, path)
-    assert (summary.tokens_unequal, summary.mismatch_max_abs) == (0, 0.0)
+    train_exactly(unmerged, path)
     return path
 
 
@@ -55,7 +54,7 @@ def test_how_the_work_is_cut_decides_no_bit(unmerged, run, tmp_path):
 
 
 def test_a_run_goes_on_and_is_verified(run, cut):
-    assert [f"{f.what}: {f.result}" for f in verify_run(cut, 2, 0, {}) if not f.holds] == []
+    assert faults(cut) == []
     resume(cut)
     assert [line.chain for line in open_run(cut).lines] == [line.chain for line in open_run(run).lines]
 

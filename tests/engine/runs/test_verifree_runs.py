@@ -1,27 +1,25 @@
 """Runs of VeriFree: exact, the same bits however they are cut, done again and gone on with, and learning."""
 
 import math
-import shutil
 from pathlib import Path
 
 import pytest
 import torch
 from transformers import Qwen3ForCausalLM
-from zerokl.cli import main
-from zerokl.engine.rollout.players import open_judge
 from zerokl.engine.runs.checks.logged_steps import read_step, rollouts_fault
 from zerokl.engine.runs.loaded import load_run
 from zerokl.engine.runs.report.rollouts import RolloutLog
-from zerokl.engine.runs.run import resume, train
-from zerokl.engine.runs.setup import make_state
-from zerokl.engine.tasks.loading import load_task
+from zerokl.engine.runs.run import train
 from zerokl.engine.tasks.tokenizer import Tokenizer
-from zerokl.engine.train.collect import collect
 from zerokl.engine.train.monitor import MismatchError
-from zerokl.engine.train.prepare import prepare
-from zerokl.engine.train.shard import ShardWork
 
-from tests.helpers import assert_gradient_at_most_twice_the_error
+from tests.engine.runs.exact_runs import (
+    assert_done_again,
+    assert_gradient_of_transformers,
+    first_gradient,
+    first_state,
+    train_exactly,
+)
 
 PREFIX = ">="
 
@@ -45,18 +43,12 @@ def verifree(config):
         pytest.param("float16", marks=pytest.mark.full),
     ],
 )
-def test_a_run_is_exact_learns_and_is_done_again_to_the_bit(verifree, read_jsonl, tmp_path, dtype, capsys):
+def test_a_run_is_exact_learns_and_is_done_again_to_the_bit(verifree, read_jsonl, tmp_path, dtype):
     path = tmp_path / "run"
-    run = train(verifree(dtype=dtype, checkpoint__every=2, evaluation__every=4), path)
-    assert (run.tokens_unequal, run.mismatch_max_abs) == (0, 0.0)
+    run = train_exactly(verifree(dtype=dtype, checkpoint__every=2, evaluation__every=4), path)
     first, *_, last = [m["verifree/answer_logp"] for m in read_jsonl(path / "metrics.jsonl")]
     assert last > first + 1.0
-    assert main(["verify", "run", str(path), "--replays", "2", "--draw", "0"]) == 0, capsys.readouterr()
-    other = train(verifree(dtype=dtype, workers=2, micro_batch=1, shards_in_flight=2), tmp_path / "other")
-    assert (other.fingerprint, other.weights) == (run.fingerprint, run.weights)
-    shutil.rmtree(path / "checkpoints" / "step-000004")
-    (path / "summary.json").unlink()
-    assert resume(path).fingerprint == run.fingerprint
+    assert_done_again(run, path, verifree, dtype=dtype)
     longer = train(verifree(dtype=dtype, task__answer_prefix=">=:"), tmp_path / "prefix")
     assert longer.weights != run.weights, "control: the prefix must show"
 
@@ -119,29 +111,20 @@ def test_an_advantage_in_the_log_that_is_another_is_found(verifree, read_jsonl, 
 def test_the_gradient_is_that_of_transformers_in_fp64(verifree):
     """The product rule on the whole model: R and the baseline are computed again, in fp64."""
     cfg = verifree()
-    task = load_task(cfg.task.name, cfg.task.options)
-    with open_judge(task, cfg.task, cfg.environment) as judge:
-        state = make_state(cfg, Path(cfg.model), task, judge)
-    batch = collect(state)
-    step = prepare(state, batch).shard
-    work = ShardWork(cfg.sampling.sampling_params, cfg.loss, 16)
-    _, gradient = state.parallel.sum_shards(work, step.cut(cfg.virtual_shards))
-    views = state.policy.layout.checkpoint_views(gradient)
+    with first_state(cfg) as state:
+        batch, _, gradient = first_gradient(state, cfg)
 
-    def of_transformers(dtype: torch.dtype) -> dict[str, torch.Tensor]:
-        policy, loss = Qwen3ForCausalLM.from_pretrained(cfg.model, dtype=dtype), 0.0
-        policy.model.embed_tokens.padding_idx = None  # torch gives the padding token no gradient as an input
+    def loss(policy: Qwen3ForCausalLM) -> torch.Tensor:
+        total = torch.zeros((), dtype=policy.dtype)
         for p in range(cfg.prompts):
             parts = [log_probabilities(policy, r) for r in batch.rollouts[4 * p : 4 * p + 4]]
             R = [answer.exp().item() for _, answer in parts]
             for (reasoning, answer), r in zip(parts, R, strict=True):
-                loss = loss - (r - (sum(R) - r) / 3) * reasoning - r * answer
-        (loss / (cfg.prompts * 4 * cfg.sampling.max_tokens)).backward()
-        return {name: w.grad for name, w in policy.named_parameters() if w.grad is not None}
+                total = total - (r - (sum(R) - r) / 3) * reasoning - r * answer
+        return total / (cfg.prompts * 4 * cfg.sampling.max_tokens)
 
-    exact, plain = of_transformers(torch.float64), of_transformers(torch.float32)
-    assert_gradient_at_most_twice_the_error(views, plain, exact)
-    state.close()
+    views = state.policy.layout.checkpoint_views(gradient)
+    assert_gradient_of_transformers(views, cfg.model, loss)
 
 
 def log_probabilities(policy, rollout) -> tuple[torch.Tensor, torch.Tensor]:

@@ -262,6 +262,7 @@ def test_an_environment_that_does_not_do_the_same_again_is_named():
     assert "answered otherwise" in answers[2][-1].reason
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("text", "reason"),
     [

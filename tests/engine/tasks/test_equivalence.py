@@ -11,6 +11,8 @@ from zerokl.engine.config.run_config import TaskConfig
 from zerokl.engine.tasks.base import Problem
 from zerokl.engine.tasks.equivalence import open_equivalence
 
+from tests.helpers import importable
+
 MODULE = """
 import os
 
@@ -55,10 +57,7 @@ PROBLEMS = [Problem(7, "1=", "1"), Problem(8, "2=", "2")]
 
 @pytest.fixture(scope="module", autouse=True)
 def _module(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    folder = tmp_path_factory.mktemp("meanings")
-    (folder / "meanings.py").write_text(MODULE)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(folder))
+    with importable(tmp_path_factory.mktemp("meanings"), "meanings", MODULE):
         yield
 
 

@@ -280,6 +280,7 @@ def test_programs_of_neighbours_end_neither_each_other_nor_the_process(tmp_path)
         assert [answer.content.split()[1] for answer in answers] == ["1", "2", "3"]
 
 
+@pytest.mark.full
 def test_a_run_with_the_tool_is_exact_and_can_be_read_again(tmp_path, monkeypatch):
     """Some tokens of this model are whole programs, and some are right answers, so that it writes both."""
     programs = [f"```python\nprint({i} * 7)\n```" for i in range(40)]

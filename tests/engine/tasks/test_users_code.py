@@ -7,9 +7,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import suppress
-from pathlib import Path
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -23,6 +21,8 @@ from zerokl.engine.tasks.guard import guarded
 from zerokl.engine.tasks.loading import load_task
 from zerokl.engine.tasks.rewards import Reward, open_reward
 from zerokl.kernels import backend
+
+from tests.helpers import importable
 
 # Each of these rewards is `letters` of the module toy, and does something else beside it.
 MODULE = '''
@@ -203,27 +203,14 @@ def draws(r, A, logp, low, high):
 
 @pytest.fixture(scope="module", autouse=True)
 def _odd_module(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    folder = tmp_path_factory.mktemp("odd")
-    (folder / "odd.py").write_text(MODULE)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(folder))
+    with importable(tmp_path_factory.mktemp("odd"), "odd", MODULE):
         yield
 
 
 @pytest.fixture(autouse=True)
-def marked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Callable[[], set[int]]]:
-    """marked(): all processes that the test has started, whoever their parents are now. None may stay."""
-    monkeypatch.setenv("ZEROKL_TEST_MARK", str(tmp_path))
-
-    def marked() -> set[int]:
-        mark, processes = f"ZEROKL_TEST_MARK={tmp_path}\0".encode(), set()
-        for folder in Path("/proc").glob("[0-9]*"):
-            with suppress(OSError):
-                if mark in (folder / "environ").read_bytes():
-                    processes.add(int(folder.name))
-        return processes
-
-    yield marked
+def _none_stays(marked) -> Iterator[None]:
+    """No process that a test has started outlives it."""
+    yield
     assert not marked()
 
 
@@ -233,6 +220,7 @@ def _table(name: str, texts: list[str], say=print, **settings: object) -> np.nda
         return reward.values([Problem(7, "1=", "1")], [texts])
 
 
+@pytest.mark.full
 def test_a_reward_changes_no_bit_of_the_run(config, tmp_path, capfd):
     expected = train(config(), tmp_path / "toy")
     capfd.readouterr()

@@ -21,16 +21,15 @@ import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
-from zerokl.engine.rollout.players import open_judge
 from zerokl.engine.rollout.types import RngKey, Sampler
-from zerokl.engine.runs.setup import make_state, settled
-from zerokl.engine.tasks.loading import load_task
+from zerokl.engine.runs.setup import settled
 from zerokl.engine.train.gradient_bias import drawn, exact_gradient, loss_products, measured_losses
 from zerokl.engine.train.losses.corrections import CORRECTIONS
 from zerokl.engine.train.state import TrainState
 from zerokl.kernels.philox import Stream
 from zerokl.verify.bias_figures import estimate, figures_of_step, floor_of_step
 
+from tests.engine.runs.exact_runs import first_state
 from tests.random_model import ONE_LAYER, random_model
 
 pytestmark = pytest.mark.full
@@ -90,11 +89,8 @@ def state(four, config, tmp_path_factory) -> Iterator[TrainState]:
             virtual_shards=1,
         )
     )
-    task = load_task(cfg.task.name, cfg.task.options, cfg.task.directory)
-    with open_judge(task, cfg.task, cfg.environment) as judge:
-        state = make_state(cfg, four, task, judge)
+    with first_state(cfg) as state:
         yield state
-        state.close()
 
 
 @dataclass(frozen=True)

@@ -280,3 +280,32 @@ def test_a_critics_head_has_its_own_rate_and_no_other_weight_changes(model, dtyp
     assert torch.equal(both[: head.start], slow[: head.start])
     assert torch.equal(both[head], fast[head])
     assert not torch.equal(both[head], slow[head])
+
+
+def test_narrow_moments_are_those_of_fp32_rounded_after_each_update(model):
+    """The control: moments that fp32 keeps have other bits from the second update on."""
+    decoder, narrow = _optimizer(model, moments="bfloat16")
+    wide_decoder, wide = _optimizer(model)
+    fp32_decoder, fp32 = _optimizer(model)
+    for gradient in _gradients(decoder, 3):
+        _update(decoder, narrow, gradient)
+        _update(wide_decoder, wide, gradient)
+        wide.load_moments([moment.bfloat16().float() for moment in wide.moments], wide.updates)
+        _update(fp32_decoder, fp32, gradient)
+    assert [moment.dtype for moment in narrow.moments] == [torch.bfloat16] * 2
+    assert count_unequal(decoder.flat.detach(), wide_decoder.flat.detach()) == 0
+    assert narrow.hash_moments().root == wide.hash_moments().root
+    assert count_unequal(decoder.flat.detach(), fp32_decoder.flat.detach()) > 0
+
+
+def test_narrow_moments_go_through_a_checkpoint_unchanged(model):
+    decoder, optimizer = _optimizer(model, moments="bfloat16")
+    first, second = _gradients(decoder, 2)
+    _update(decoder, optimizer, first)
+    resumed_decoder, resumed = _optimizer(model, moments="bfloat16")
+    resumed.weights.load(decoder.flat.detach().clone())
+    resumed.load_moments(optimizer.collect_moments(), optimizer.updates)
+    for each_decoder, each in ((decoder, optimizer), (resumed_decoder, resumed)):
+        _update(each_decoder, each, second)
+    assert count_unequal(decoder.flat.detach(), resumed_decoder.flat.detach()) == 0
+    assert optimizer.hash_moments().root == resumed.hash_moments().root

@@ -1,7 +1,6 @@
 """Where a step's time goes, its rates, and the trace of a step: none of it decides a bit."""
 
 import json
-import shutil
 import time
 from types import SimpleNamespace
 
@@ -23,6 +22,7 @@ from zerokl.engine.train.performance import PEAK_TFLOPS, peak_flops, training_fl
 from zerokl.engine.train.shard import Shard
 from zerokl.model.config import ModelConfig
 
+from tests.engine.runs.exact_runs import forget_end
 from tests.helpers import property_settings
 
 STATIONS = ("prompts", "decode", "reward", "score", "forward_backward", "optimizer", "sync")
@@ -276,8 +276,7 @@ def test_a_profiled_run_has_a_trace_and_the_same_bits(run, config, tmp_path, cap
 def test_a_resumed_run_is_profiled_and_keeps_its_traces(run, config, tmp_path):
     path = tmp_path / "run"
     train(config(checkpoint__every=1), path, profile=2)
-    shutil.rmtree(path / "checkpoints" / "step-000003")  # as if it had been killed in its last step
-    (path / "summary.json").unlink()
+    forget_end(path)
     assert resume(path, profile=2).fingerprint == run[1].fingerprint
     assert sorted(p.name for p in (path / "profile").iterdir()) == ["step-000002-2.json", "step-000002.json"]
 

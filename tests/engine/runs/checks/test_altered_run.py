@@ -22,11 +22,20 @@ from zerokl.engine.runs.intact_checkpoints import open_checkpoint
 from zerokl.engine.runs.resume import derived_summary
 from zerokl.engine.runs.run import resume, train
 from zerokl.engine.runs.summary import write_summary
-from zerokl.files.writing import MANIFEST, hash_json, write_manifest
-from zerokl.verify.difference import CheckResult, Mark
+from zerokl.files.writing import hash_json
+from zerokl.verify.difference import Mark
 from zerokl.verify.ledger import read_ledger
 
-from tests.forged_run import all_solved, chain_again, forge_file, forge_head, forge_rollouts, forge_weight
+from tests.engine.runs.exact_runs import faults, forget_end
+from tests.forged_run import (
+    all_solved,
+    chain_again,
+    forge_file,
+    forge_head,
+    forge_manifest,
+    forge_rollouts,
+    forge_weight,
+)
 from tests.helpers import contents, property_settings
 
 # Fields and metrics that only a replay can derive. Those that are measured cannot be derived at all.
@@ -50,13 +59,8 @@ def cut(run, tmp_path_factory) -> Path:
     """The run as a kill in its last step leaves it: step 4 is in the logs, and in no checkpoint."""
     path = tmp_path_factory.mktemp("cut") / "run"
     shutil.copytree(run, path)
-    shutil.rmtree(path / "checkpoints" / "step-000005")
-    (path / "summary.json").unlink()
+    forget_end(path)
     return path
-
-
-def failed(findings: list[CheckResult]) -> list[str]:
-    return [f"{f.what}: {f.result}" for f in findings if not f.holds]
 
 
 def contents_and_times(path: Path) -> dict[Path, tuple]:
@@ -102,7 +106,7 @@ def check_alteration(cut: Path, folder: Path, seed: int, replays: int) -> None:
     number = 4 * per_step + draw.randrange(per_step)
     forbidden = () if replays else tuple(REPLAYED)
     field = alter(path / name, number, draw, lambda f: not f.startswith((*MEASURED, *forbidden)))
-    assert failed(verify_run(path, replays, 0, {})), f"{name} {number} {field}"
+    assert faults(path, replays), f"{name} {number} {field}"
     shutil.rmtree(path)
 
 
@@ -113,7 +117,7 @@ def test_what_cannot_be_read_is_a_fault():
 
 
 def test_a_run_that_nobody_altered_holds(run, cut):
-    assert failed(verify_run(run, STEPS, 0, {})) == failed(verify_run(cut, STEPS, 0, {})) == []
+    assert faults(run, STEPS) == faults(cut, STEPS) == []
 
 
 @pytest.mark.parametrize("value", [0.123, None])
@@ -125,7 +129,7 @@ def test_a_replay_of_the_first_step_evaluates_the_base_model_again(cut, tmp_path
     del metrics["eval/base_reward"]
     metrics |= {} if value is None else {"eval/base_reward": value}
     (path / "metrics.jsonl").write_text("".join([json.dumps(metrics) + "\n", *others]))
-    (line,) = [f for f in failed(verify_run(path, STEPS, 0, {})) if f.startswith("replay of step")]
+    (line,) = [f for f in faults(path, STEPS) if f.startswith("replay of step")]
     assert line.startswith(
         f"replay of step 0: metrics.jsonl: eval/base_reward is {value or 'nothing'}, and the step gives 0."
     )
@@ -160,11 +164,11 @@ def test_every_field_of_the_summary_is_derived_again(run, tmp_path, capsys):
         shutil.copytree(run, path)
         changed = names | {name: -1.0 if name == "seconds" else other(value, random.Random(0))}
         (path / "summary.json").write_text(json.dumps(changed))
-        (line,) = failed(verify_run(path, 0, 0, {}))
+        (line,) = faults(path, 0)
         assert line.startswith("summary: ")
         assert name in line
         resume(path)
-        assert failed(verify_run(path, 0, 0, {})) == []
+        assert faults(path, 0) == []
         assert json.loads((path / "summary.json.damaged").read_text()) == changed
         capsys.readouterr()
 
@@ -194,11 +198,8 @@ def test_without_rollouts_a_run_goes_on_and_verify_says_what_is_lost(run, cut, t
     assert (path / "ledger.jsonl").read_bytes() == (run / "ledger.jsonl").read_bytes()
     whole = (run / "rollouts.jsonl").read_bytes().splitlines(keepends=True)
     assert (path / "rollouts.jsonl").read_bytes() == b"".join(whole[4 * 9 :])
-    assert failed(verify_run(path, 5, 0, {})) == [
-        "rollouts.jsonl: begins at step 4: the steps before are lost"
-    ]
-    shutil.rmtree(path / "checkpoints" / "step-000005")
-    (path / "summary.json").unlink()
+    assert faults(path, 5) == ["rollouts.jsonl: begins at step 4: the steps before are lost"]
+    forget_end(path)
     resume(path)
     assert (path / "rollouts.jsonl").read_bytes() == b"".join(whole[4 * 9 :])
     # An older checkpoint than the first step that the file holds: the file begins there, the old one is kept.
@@ -281,12 +282,12 @@ def test_a_checkpoint_whose_small_files_are_forged_is_found(run, cut, tmp_path, 
     path = tmp_path / "run"
     shutil.copytree(cut, path)
     forge_file(path / "checkpoints" / "step-000004", *FORGED[what])
-    lines = failed(verify_run(path, 0, 0, {}))
+    lines = faults(path, 0)
     assert any("step-000004" in line and what.removeprefix("rms_norm_") in line for line in lines), lines
     resume(path)  # from the checkpoint before it, or with a tokenizer that the ledger's tokens contradict
     if what != "tokenizer.json":
         assert (path / "ledger.jsonl").read_bytes() == (run / "ledger.jsonl").read_bytes()
-        assert failed(verify_run(path, 0, 0, {})) == []
+        assert faults(path, 0) == []
 
 
 @pytest.fixture(scope="module")
@@ -301,14 +302,14 @@ def skipping(config, tmp_path_factory) -> Path:
 
 @pytest.mark.full
 def test_counters_of_a_run_with_skipped_updates_are_bound(skipping, tmp_path):
-    assert failed(verify_run(skipping, STEPS, 0, {})) == []
+    assert faults(skipping, STEPS) == []
     updates = [line.updates for line in read_ledger(skipping / "ledger.jsonl").lines]
     assert 0 < updates[-1] < STEPS, "some updates were skipped"
     for name in ("updates", "version", "scale", "clean", "in_a_row"):
         path = tmp_path / name
         shutil.copytree(skipping, path)
         forge_file(path / "checkpoints" / "step-000004", *FORGED[name])
-        (line,) = failed(verify_run(path, 0, 0, {}))
+        (line,) = faults(path, 0)
         assert re.search(rf"step-000004: .*{name} is .*, and .* in the ledger; the file was altered$", line)
 
 
@@ -320,8 +321,8 @@ def test_a_scale_that_is_forged_in_checkpoint_and_ledger_is_found_by_the_replay(
     lines[4]["notes"]["scaler"]["scale"] = 2.0
     lines[4]["sum"] = hash_json({name: value for name, value in lines[4].items() if name != "sum"})
     (path / "ledger.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    faults = failed(verify_run(path, STEPS, 0, {}))
-    assert any(line.startswith("replay of step 3: the ledger's notes: scaler is ") for line in faults), faults
+    wrong = faults(path, STEPS)
+    assert any(line.startswith("replay of step 3: the ledger's notes: scaler is ") for line in wrong), wrong
 
 
 @pytest.mark.full
@@ -330,7 +331,7 @@ def test_held_out_rewards_of_a_run_that_was_evaluated_in_several_ways_are_checke
     shutil.copytree(cut, path)
     resume(path, {"evaluation.every": 1, "evaluation.num_generations": 2, "evaluation.temperature": 1.0})
     findings = list(verify_run(path, STEPS, 0, {}))
-    assert failed(findings) == []
+    assert [f for f in findings if not f.holds] == []
     assert [f.what for f in findings if f.mark is Mark.NOT_COMPARED] == ["replays"]
     for step in (0, 4):  # evaluated in the first way, and in the second
         forged = tmp_path / f"step {step}"
@@ -340,9 +341,9 @@ def test_held_out_rewards_of_a_run_that_was_evaluated_in_several_ways_are_checke
         values = json.loads(lines[step])
         lines[step] = json.dumps(values | {name: math.nextafter(values[name], 2.0)})
         (forged / "metrics.jsonl").write_text("\n".join(lines) + "\n")
-        faults = failed(verify_run(forged, STEPS, 0, {}))
-        assert any(line.startswith(f"replay of step {step}: metrics.jsonl: {name} is") for line in faults), (
-            faults
+        wrong = faults(forged, STEPS)
+        assert any(line.startswith(f"replay of step {step}: metrics.jsonl: {name} is") for line in wrong), (
+            wrong
         )
 
 
@@ -353,12 +354,12 @@ def test_a_kill_between_the_note_of_a_resume_and_config_toml_is_no_forgery(cut, 
     with pytest.raises(KeyboardInterrupt):
         resume(path, {"evaluation.every": 3})
     monkeypatch.undo()
-    assert failed(verify_run(path, 0, 0, {})) == []
+    assert faults(path, 0) == []
     config = path / "config.toml"
     config.write_text(re.sub(r"(\[evaluation\]\nevery = )2", r"\g<1>4", config.read_text()))
-    assert len(failed(verify_run(path, 0, 0, {}))) == 1
+    assert len(faults(path, 0)) == 1
     resume(path)
-    assert failed(verify_run(path, 0, 0, {})) == []
+    assert faults(path, 0) == []
 
 
 def test_a_forged_accuracy_is_found_although_a_free_setting_was_changed_too(run, tmp_path):
@@ -366,7 +367,7 @@ def test_a_forged_accuracy_is_found_although_a_free_setting_was_changed_too(run,
     shutil.copytree(run, path)
     config = path / "config.toml"
     config.write_text(re.sub(r"(\[evaluation\]\nevery = )2", r"\g<1>3", config.read_text()))
-    (line,) = failed(verify_run(path, 0, 0, {}))
+    (line,) = faults(path, 0)
     assert re.search(r"^config.toml: evaluation.every is 3, and 2 in .*: the file was altered$", line)
 
 
@@ -382,7 +383,7 @@ def test_a_run_that_is_cut_is_not_finished(run, tmp_path):
     checkpoint, _ = open_checkpoint(path / "checkpoints" / "step-000004")
     history = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
     write_summary(path, derived_summary(ledger, history, checkpoint))
-    assert failed(verify_run(path, 0, 0, {})) == ["summary: of a run of 5 steps, of which the ledger holds 4"]
+    assert faults(path, 0) == ["summary: of a run of 5 steps, of which the ledger holds 4"]
 
 
 def notes(path: Path, replays: int) -> dict[str, str]:
@@ -411,10 +412,10 @@ def test_final_weights_without_a_hash_are_those_of_the_last_step(unhashed, tmp_p
     """Whatever is drawn, the last step is done again, and its weights are compared with the checkpoint's."""
     path = tmp_path / "run"
     shutil.copytree(unhashed, path)
-    assert failed(verify_run(path, 1, draw, {})) == []
+    assert faults(path, 1, draw) == []
     forge_weight(path, STEPS)
-    assert failed(verify_run(path, 0, draw, {})) == []  # it is noted that nothing was compared
-    assert failed(verify_run(path, 1, draw, {})) == [
+    assert faults(path, 0, draw) == []  # it is noted that nothing was compared
+    assert faults(path, 1, draw) == [
         f"step-{STEPS:06d}: step {STEPS - 1}: weights, done again, are not the checkpoint's"
     ]
 
@@ -422,14 +423,11 @@ def test_final_weights_without_a_hash_are_those_of_the_last_step(unhashed, tmp_p
 def test_the_newest_checkpoint_of_a_run_that_was_cut_is_bound_too(unhashed, tmp_path):
     path = tmp_path / "run"
     shutil.copytree(unhashed, path)
-    shutil.rmtree(path / "checkpoints" / f"step-{STEPS:06d}")
-    (path / "summary.json").unlink()
-    assert failed(verify_run(path, 1, 0, {})) == []
+    forget_end(path)
+    assert faults(path, 1) == []
     forge_weight(path, 4)
     (path / "summary.json").unlink()
-    assert "step-000004: step 3: weights, done again, are not the checkpoint's" in failed(
-        verify_run(path, 1, 0, {})
-    )
+    assert "step-000004: step 3: weights, done again, are not the checkpoint's" in faults(path, 1)
 
 
 @pytest.mark.parametrize("draw", DRAWS)
@@ -437,8 +435,8 @@ def test_a_last_step_that_is_wholly_forged_is_found_in_every_draw(run, tmp_path,
     path = tmp_path / "run"
     shutil.copytree(run, path)
     chain_again(path, STEPS - 1, lambda hashes: hashes.update(gradient="f" * 64))
-    assert failed(verify_run(path, 0, draw, {})) == []
-    (line,) = failed(verify_run(path, 1, draw, {}))
+    assert faults(path, 0, draw) == []
+    (line,) = faults(path, 1, draw)
     assert line.startswith(f"replay of step {STEPS - 1}: differs at step {STEPS - 1}: gradient")
 
 
@@ -464,7 +462,7 @@ def test_what_follows_from_tokens_is_derived_in_every_step(run, tmp_path, what):
     path, (change, words) = tmp_path / "run", ROLLOUTS[what]
     shutil.copytree(run, path)
     forge_rollouts(path, 1, change)
-    (line,) = failed(verify_run(path, 0, 0, {}))
+    (line,) = faults(path, 0)
     assert line.startswith("rewards: rollouts.jsonl, step 1: prompt ")
     assert words in line
 
@@ -502,9 +500,8 @@ def test_what_a_loader_would_read_of_a_checkpoint_is_bound(run, tmp_path, what):
     shutil.copytree(run, path)
     folder = path / "checkpoints" / "step-000004"
     FOREIGN[what](folder)
-    (folder / MANIFEST).unlink(missing_ok=True)
-    write_manifest(folder)
-    lines = failed(verify_run(path, 0, 0, {}))
+    forge_manifest(folder)
+    lines = faults(path, 0)
     assert [what in line and line.startswith("step-000004: ") for line in lines] == [True]
 
 
@@ -527,6 +524,6 @@ def test_evaluations_that_vanish_are_no_ok(run, tmp_path):
         path = tmp_path / str(setting)
         shutil.copytree(run, path)
         without_evaluations(path, setting)
-        faults = failed(verify_run(path, 0, 0, {}))
-        assert faults == ([] if setting else ["evaluations: step 0 lacks eval/base_reward in metrics.jsonl"])
+        wrong = faults(path, 0)
+        assert wrong == ([] if setting else ["evaluations: step 0 lacks eval/base_reward in metrics.jsonl"])
         assert notes(path, 0).get("evaluations", "").startswith("none: evaluation is off" if setting else "")

@@ -13,11 +13,11 @@ from zerokl.engine.runs.checks import attest_check
 from zerokl.engine.runs.checks.attest_bundle import digest_of, environments, needed_code, sampled_steps
 from zerokl.engine.runs.checks.signature import sign
 from zerokl.engine.runs.run import train
-from zerokl.files.writing import MANIFEST, hash_json, write_manifest
+from zerokl.files.writing import MANIFEST, hash_json
 from zerokl.verify.difference import CheckResult, Difference, Mark
 from zerokl.verify.ledger import read_ledger
 
-from tests.forged_run import all_solved, chain_again, forge_head, forge_rollouts
+from tests.forged_run import all_solved, chain_again, forge_head, forge_manifest, forge_rollouts
 
 pytestmark = pytest.mark.full
 STEPS = 6
@@ -100,8 +100,7 @@ def test_code_of_the_users_is_not_in_a_bundle_and_is_asked_for(bundle, capsys):
 def sign_again(bundle: Path, key: Path, **changes: object) -> None:
     """What a signer with this key can do: hash all again, say what he likes, and sign."""
     contents = bundle / "contents"
-    (contents / MANIFEST).unlink()
-    write_manifest(contents)
+    forge_manifest(contents)
     statement = json.loads((bundle / "statement.json").read_text())
     statement |= {"contents": json.loads((contents / MANIFEST).read_text())["sha256"]} | changes
     (bundle / "statement.json").write_text(json.dumps(statement))
@@ -176,8 +175,7 @@ def forge_checkpoint(run: Path) -> None:
     content = bytearray((folder / "model.safetensors").read_bytes())
     content[-2] ^= 1
     (folder / "model.safetensors").write_bytes(content)
-    (folder / MANIFEST).unlink()
-    write_manifest(folder)
+    forge_manifest(folder)
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,6 @@ A rank that dies ends the job with a reason.
 import json
 import os
 import re
-import shutil
 import socket
 import subprocess
 import sys
@@ -26,6 +25,7 @@ from zerokl.engine.train.parallel.scorer import frozen
 from zerokl.model.checkpoint import load_decoder
 from zerokl.model.weights import VALUE_HEAD_TENSOR
 
+from tests.engine.runs.exact_runs import forget_end
 from tests.forked import ended_ranks, run_ranks
 from tests.helpers import needs_gpus, torchrun, total_unequal
 from tests.random_model import EXPERTS, random_model
@@ -218,7 +218,7 @@ def test_sharded_weights_are_those_of_one_process(config, tmp_path):
     _same_metrics(tmp_path / "run", tmp_path / "alone")
     gathered, whole = (decoder_of(tmp_path / run / "checkpoints" / "step-000004") for run in ("run", "alone"))
     assert total_unequal([gathered], [whole]) == 0
-    _forget_the_end(tmp_path / "run")
+    forget_end(tmp_path / "run")
     resume(tmp_path / "run", {"parallel.engine": "replicated"})
     _same(tmp_path / "run", tmp_path / "alone")
 
@@ -240,12 +240,6 @@ def decoder_of(folder: Path) -> torch.Tensor:
     return load_decoder(folder, torch.float32).flat.detach()
 
 
-def _forget_the_end(run: Path, steps: int = 4) -> None:
-    """Let a finished run be one that was killed before its last checkpoint. steps: of the run."""
-    (run / "summary.json").unlink()
-    shutil.rmtree(run / "checkpoints" / f"step-{steps:06d}")
-
-
 @pytest.mark.full
 def test_frozen_weights_are_those_of_one_process(plain, tmp_path):
     """The slices of the ranks are of what is trained, and a checkpoint holds what is frozen as well."""
@@ -253,7 +247,7 @@ def test_frozen_weights_are_those_of_one_process(plain, tmp_path):
     train(frozen_layer, tmp_path / "alone")
     _run(2, frozen_layer, tmp_path / "run", "--micro_batch", "2")
     _same(tmp_path / "run", tmp_path / "alone")
-    _forget_the_end(tmp_path / "run")
+    forget_end(tmp_path / "run")
     resume(tmp_path / "run")
     _same(tmp_path / "run", tmp_path / "alone")
 
@@ -267,7 +261,7 @@ def test_quantised_weights_are_those_of_one_process(config, tmp_path, dtype):
     train(quantised, tmp_path / "alone")
     _run(2, quantised, tmp_path / "run", "--micro_batch", "2")
     _same(tmp_path / "run", tmp_path / "alone")
-    _forget_the_end(tmp_path / "run", steps=2)
+    forget_end(tmp_path / "run")
     resume(tmp_path / "run")
     _same(tmp_path / "run", tmp_path / "alone")
 
@@ -279,7 +273,7 @@ def test_adapters_are_those_of_one_process(plain, tmp_path, ranks):
     train(lora, tmp_path / "alone")
     _run(ranks, lora, tmp_path / "run", "--micro_batch", "2")
     _same(tmp_path / "run", tmp_path / "alone")
-    _forget_the_end(tmp_path / "run", steps=2)
+    forget_end(tmp_path / "run")
     resume(tmp_path / "run")
     _same(tmp_path / "run", tmp_path / "alone")
 

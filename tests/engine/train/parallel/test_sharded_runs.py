@@ -13,6 +13,7 @@ from zerokl.engine.runs.run import resume, train
 from zerokl.engine.train.parallel.gathered import FrozenPieces
 from zerokl.engine.train.parallel.sharded_adapters import ShardedAdapters
 
+from tests.engine.runs.exact_runs import forget_end
 from tests.engine.train.parallel.test_ranks import _launch
 from tests.random_model import EXPERTS, TWO_LAYERS, random_model
 
@@ -102,8 +103,7 @@ def test_all_parts_together_go_on_over_other_ranks(make, tmp_path, case, dtype):
     assert differences(tmp_path / "run", tmp_path / "alone") == []
     for engine in ("fsdp", "replicated"):
         run = shutil.copytree(tmp_path / "run", tmp_path / engine)
-        (run / "summary.json").unlink()
-        shutil.rmtree(run / "checkpoints" / "step-000002")
+        forget_end(run)
         resume(run, {"parallel.engine": engine})
         assert differences(run, tmp_path / "alone") == [], engine
 

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from zerokl.engine.train.parallel.process_group import Ranks
-from zerokl.engine.train.parallel.spread import merged
+from zerokl.engine.train.parallel.spread import Spread, merged
 from zerokl.engine.train.parallel.tensor import TensorParts
 from zerokl.model.config import ModelConfig
 from zerokl.model.families import MODEL_TYPES
@@ -60,3 +60,36 @@ def test_a_part_has_whole_heads_and_the_same_columns_of_gate_and_up(layout):
 def test_ranges_side_by_side_are_one():
     assert merged([(0, 2), (2, 5), (6, 7), (7, 7), (7, 9)]) == [(0, 5), (6, 9)]
     assert merged([]) == []
+
+
+def test_frozen_weights_are_cut_like_others_and_are_in_no_slice(layout):
+    frozen = Layout(layout.config, ("layers.0.down", "layers.1.qkv", "layers.1.input_norm"))
+    whole, views = torch.arange(frozen.numel), layout.views(torch.arange(layout.numel))
+    by_name = frozen.views(whole)
+    assert views.keys() == by_name.keys()
+    for rank in range(2):
+        parts = parts_of(frozen, rank, 1, 2)
+        part = parts.part.views(parts.cut(whole))
+        assert parts.part.frozen == frozen.frozen
+        assert torch.equal(part["layers.0.down"], by_name["layers.0.down"].chunk(2, 1)[rank])
+        assert torch.equal(part["layers.1.input_norm"], by_name["layers.1.input_norm"])
+        q, k, v = by_name["layers.1.qkv"].chunk(3)
+        assert torch.equal(part["layers.1.qkv"], torch.cat([x.chunk(2)[rank] for x in (q, k, v)]))
+        assert parts.ranges[-1][1] <= frozen.trained_numel
+
+
+def test_a_joined_model_has_its_frozen_weights(layout, monkeypatch):
+    frozen = Layout(layout.config, ("layers.0.down", "layers.1.qkv", "embed"))
+    whole, parts = torch.zeros(frozen.numel), [parts_of(frozen, rank, 1, 2) for rank in range(2)]
+    for name, view in frozen.views(whole).items():
+        view.copy_(randn(len(name), *view.shape))
+
+    def write(spread, flat, vector):  # what each rank broadcasts, without a broadcast
+        start = 0
+        for a, b in spread.ranges:
+            flat[a:b], start = vector[start : start + b - a], start + b - a
+
+    monkeypatch.setattr(Spread, "gather_into", write)
+    first, second = (each.joined(each.cut(whole)) for each in parts)
+    # A weight that no rank cuts is in both; a part of any other in one.
+    assert total_unequal([torch.where(first == 0, second, first)], [whole]) == 0

@@ -8,8 +8,9 @@ from zerokl.engine.config.run_config import Config
 from zerokl.engine.runs.run import resume, train
 from zerokl.model.families import MODEL_TYPES
 
+from tests.engine.runs.exact_runs import forget_end
 from tests.engine.runs.test_leaf_runs import EIGHT_HEADS
-from tests.engine.train.parallel.test_ranks import _forget_the_end, _launch, _run, _same, _same_metrics
+from tests.engine.train.parallel.test_ranks import _launch, _run, _same, _same_metrics
 from tests.random_model import random_model
 
 DTYPES = [
@@ -60,6 +61,8 @@ WORKS = {
     "turns": {"task__name": "nim", "task__options": {}, "task__reward": "", "prompts": 4},
     "windows": {"dtype": "bfloat16"},
     "tied, biases": {"dtype": "bfloat16"},
+    "frozen": {"frozen": ("model.layers.0.*", "*.norm.*"), "dtype": "bfloat16"},
+    "frozen, in place": {"frozen": ("model.embed_tokens.*", "*.down_proj.*"), "checkpoint__every": 1},
 }
 MODELS = {
     "windows": {"model_type": "gemma2"} | dict(MODEL_TYPES["gemma2"].small),
@@ -93,12 +96,12 @@ def test_a_run_goes_on_with_another_number_of_ranks(config, eight, tmp_path):
         x / "checkpoints/step-000003/model.safetensors" for x in (tmp_path / "run", tmp_path / "alone")
     ]
     assert weights[0].read_bytes() == weights[1].read_bytes()
-    _forget_the_end(tmp_path / "run", 3)
+    forget_end(tmp_path / "run")
     process = _launch(4, ["--resume", "run", "--parallel.tensor", "4"], tmp_path)
     output, _ = process.communicate()
     assert process.returncode == 0, output
     _same(tmp_path / "run", tmp_path / "alone")
-    _forget_the_end(tmp_path / "run", 3)
+    forget_end(tmp_path / "run")
     resume(tmp_path / "run", {"parallel.tensor": "1"})
     _same(tmp_path / "run", tmp_path / "alone")
 
@@ -106,7 +109,6 @@ def test_a_run_goes_on_with_another_number_of_ranks(config, eight, tmp_path):
 REFUSED = {
     "leaves": {"precision__leaves": 1},
     "fsdp": {"parallel__engine": "fsdp"},
-    "frozen": {"frozen": ("model.layers.0.*",)},
     "adapters": {"lora__rank": 2},
     "quantised weights": {"precision__weights": "int8/row"},
     "older weights": {"max_staleness": 1},

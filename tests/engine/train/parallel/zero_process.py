@@ -65,7 +65,8 @@ def random_vector(seed: int, numel: int) -> torch.Tensor:
 
 def make_optimizer(dtype: torch.dtype, weights: torch.Tensor, layout: Layout, slices: Slices) -> Optimizer:
     decoder = Decoder(layout.config, weights.to(dtype, copy=True), layout)
-    cfg = OptimizerConfig(lr=1e-2, weight_decay=0.1, warmup_steps=0)
+    moments = "bfloat16" if layout.config.tied else "float32"
+    cfg = OptimizerConfig(lr=1e-2, weight_decay=0.1, warmup_steps=0, moments=moments)
     return Optimizer(SlicedWeights(decoder, weights, slices), cfg, 100)
 
 
