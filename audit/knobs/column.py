@@ -13,7 +13,7 @@ from ...engine.rollout.hf import load_model
 from ...model.checkpoint import DTYPES
 from ...model.weight_files import stored_tensors
 from ..hypotheses.evidence import Evidence
-from ..hypotheses.judgement import FEWEST_TOKENS, FP32, FP32_OF_BF16, SECOND, TIMES
+from ..hypotheses.judgement import FEWEST_TOKENS, FP32, FP32_OF_BF16
 from ..hypotheses.noise import Noise, measured
 from ..hypotheses.scorable_lines import Line
 from ..hypotheses.tried import Row, Tried
@@ -70,14 +70,12 @@ class KnobModel:
 def with_knobs(
     tried: Tried, evidence: Evidence, knob_model: KnobModel, stage: Callable[[str], None] = silent
 ) -> Tried:
-    """What was tried on a column, and its knobs: where no hypothesis leaves rounding, and where asked for.
+    """What was tried on a column, and its knobs: where no hypothesis fits, and where they are asked for.
 
-    A knob that fits is the best row where there is none yet, or where it leaves clearly less than that.
-    Others are rows that do not fit. The search is no part of what an audit promises: where a library fails in
-    it, the report says so.
+    A knob that fits is the best row where there is none yet. Others are rows that do not fit. The search is
+    no part of what an audit promises: where a library fails in it, the report says so.
     """
-    is_open = tried.best is None or tried.best.left > TIMES * tried.rounding
-    wanted = knob_model.always or (is_open and not tried.is_within_rounding)
+    wanted = knob_model.always or (tried.best is None and not tried.is_within_rounding)
     if not wanted or not tried.distance or tried.tokens < FEWEST_TOKENS:
         return tried
     stage("trying a number at every operation")
@@ -103,9 +101,7 @@ def _searched(tried: Tried, evidence: Evidence, knob_model: KnobModel, stage: Ca
     rows, count = _fitted(lines, few, most, evidence.side, knob_model, stage)
     best = next((x for x in rows if x.fits), None)
     rows = sorted([*rows, *tried.rows], key=lambda x: (not x.fits, x.share_left))
-    if not tried.best or (best and best.left <= SECOND * tried.best.left):
-        return replace(tried, tried=tried.tried + count, best=best, also=[], rows=rows)
-    return replace(tried, tried=tried.tried + count, rows=rows)
+    return replace(tried, tried=tried.tried + count, best=tried.best or best, rows=rows)
 
 
 def _fitted(
