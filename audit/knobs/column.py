@@ -202,7 +202,7 @@ def _one(fit: Fitted, turn: Turn, config: object, lm_head: str) -> str:
 
 def _where(turn: Turn) -> str:
     """The layers of a knob, as a part of a sentence; empty for what is in no layer."""
-    if turn.layers == (-1,):
+    if turn.layers == (-1,) or turn.knob.names_layers:
         return ""
     if turn.is_everywhere:
         return " in all layers"

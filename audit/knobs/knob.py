@@ -11,6 +11,9 @@
     positions  m p of the rotation                        neutral 1
     base       m times the base of the rotation           neutral 1
     offset     p + n of learned positions                 neutral 0
+    skip       m x + f(x) of a whole layer                neutral 1
+    clamp      the output within -c and c                 neutral: none, as 0
+    swap, mask another operation of the kind (swaps.py)   neutral 0; 1 has it
 
 Knobs are hooks on transformers' own modules. Attention must be eager: its two products are seen by a
 TorchFunctionMode, because no module returns them.
@@ -19,8 +22,8 @@ Shapes: B sequences, H heads, T tokens.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -29,6 +32,8 @@ from torch.overrides import TorchFunctionMode
 from ..engines.module_trace import first_tensor
 from .module_places import Place
 
+Change = AbstractContextManager[None]
+_OF_PRODUCTS = ("scores", "values", "reach", "cap", "mask")
 _PRODUCTS = (torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__)
 _E4M3_LARGEST = 448.0
 
@@ -45,22 +50,38 @@ class Knob:
     low: float = -1e9
     high: float = 1e9
     is_whole: bool = False  # a number of tokens
+    says: str = ""  # of a swap: what is computed instead
+    # Of a swap: the context in which a module, of a layer, computes something else. Of a mask: which tokens
+    # are read, of the places of those that read and of those that are read.
+    change: Callable[..., Any] | None = field(default=None, compare=False)
+    names_layers: bool = False  # whether its words do
 
     @property
     def name(self) -> str:
         """The operation, in words."""
         kind = self.place.kind
+        if self.says:
+            return self.says
         if self.what in ("scores", "values", "reach", "cap"):
             words = {"scores": "attention's scores", "values": "attention's values"}
             return words.get(
                 self.what, {"reach": "attention's reach", "cap": "attention's cap"}.get(self.what, "")
             )
-        words = {"positions": "positions", "base": "the rotation's base", "offset": "learned positions"}
+        words = {
+            "positions": "positions",
+            "base": "the rotation's base",
+            "layer base": "the rotation's base",
+            "offset": "learned positions",
+        }
         return words.get(self.what, kind)
 
     def words(self, value: float) -> str:
         """What is done with the value."""
         forms = {
+            "swap": self.says,
+            "mask": self.says,
+            "skip": f"{self.name}'s input times {value:.4g} in the residual sum",
+            "clamp": f"the output of {self.name} clamped at {value:.4g}",
             "shift": f"{self.name} with {value:+.4g} on its weight",
             "bias": f"{self.name} with {value:+.4g} on its output",
             "epsilon": f"{self.name} with an epsilon of {value:.3g}",
@@ -96,8 +117,10 @@ def turned(turns: Sequence[Turn]) -> Iterator[None]:
         for turn in turns:
             for layer in turn.layers:
                 module = turn.knob.place.modules[layer]
-                if turn.knob.what in ("scores", "values", "reach", "cap"):
+                if turn.knob.what in _OF_PRODUCTS:
                     products.setdefault(module, []).append(turn)
+                elif turn.knob.what in ("swap", "layer base"):
+                    stack.enter_context(turn.knob.change(module, layer, turn.value))
                 else:
                     stack.enter_context(_APPLY[turn.knob.what](module, turn))
         if products:
@@ -106,16 +129,18 @@ def turned(turns: Sequence[Turn]) -> Iterator[None]:
 
 
 @contextmanager
-def _hooked(module: torch.nn.Module, change: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[None]:
-    """Inside this context the first tensor of a module's output is changed."""
+def output_changed(
+    module: torch.nn.Module, change: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+) -> Iterator[None]:
+    """Inside this context the first tensor that a module gives is another: change, of its input and of it."""
 
-    def hook(_module: torch.nn.Module, _inputs: Any, out: Any) -> Any:
+    def hook(_module: torch.nn.Module, args: tuple, kwargs: dict[str, Any], out: Any) -> Any:
+        x, y = first_tensor([*args, *kwargs.values()]), first_tensor(out)
         if isinstance(out, torch.Tensor):
-            return change(out)
-        y = first_tensor(out)
-        return type(out)(change(x) if x is y else x for x in out) if isinstance(out, tuple | list) else out
+            return change(x, y)
+        return type(out)(change(x, y) if z is y else z for z in out) if isinstance(out, tuple | list) else out
 
-    handle = module.register_forward_hook(hook)
+    handle = module.register_forward_hook(hook, with_kwargs=True)
     try:
         yield
     finally:
@@ -134,7 +159,7 @@ def _with(module: torch.nn.Module, name: str, value: Any) -> Iterator[None]:
 
 
 @contextmanager
-def _with_weight(module: torch.nn.Module, change: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[None]:
+def weight_changed(module: torch.nn.Module, change: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[None]:
     """Inside this context a module has another weight, and whoever shares it, too."""
     old = module.weight.data
     module.weight.data = change(old)
@@ -142,6 +167,19 @@ def _with_weight(module: torch.nn.Module, change: Callable[[torch.Tensor], torch
         yield
     finally:
         module.weight.data = old
+
+
+@contextmanager
+def computing(module: torch.nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
+    """Inside this context a module computes another function. What stood on it before stands there again."""
+    kept = module.__dict__.get("forward")
+    module.forward = forward
+    try:
+        yield
+    finally:
+        del module.forward
+        if kept is not None:
+            module.forward = kept
 
 
 def fp8(x: torch.Tensor, dim: int | None = None) -> torch.Tensor:
@@ -169,13 +207,13 @@ def _positions(module: torch.nn.Module, turn: Turn) -> Iterator[None]:
 
 
 @contextmanager
-def _base(module: torch.nn.Module, turn: Turn) -> Iterator[None]:
+def base_changed(module: torch.nn.Module, times: float) -> Iterator[None]:
     """The rotation with another base: frequency i of n is divided by m^(i / n)."""
     with ExitStack() as stack:
         for name, x in list(module.named_buffers(recurse=False)):
             if name.endswith("inv_freq"):
                 exponents = torch.arange(len(x), device=x.device, dtype=x.dtype) / len(x)
-                stack.enter_context(_with(module, name, x * turn.value**-exponents))
+                stack.enter_context(_with(module, name, x * times**-exponents))
         yield
 
 
@@ -192,15 +230,17 @@ def _offset(module: torch.nn.Module, turn: Turn) -> Iterator[None]:
 
 
 _APPLY: dict[str, Callable[[torch.nn.Module, Turn], Any]] = {
-    "scale": lambda module, t: _hooked(module, lambda y: y * t.value),
-    "bias": lambda module, t: _hooked(module, lambda y: y + t.value),
-    "shift": lambda module, t: _with_weight(module, lambda w: w + t.value),
+    "scale": lambda module, t: output_changed(module, lambda _x, y: y * t.value),
+    "bias": lambda module, t: output_changed(module, lambda _x, y: y + t.value),
+    "shift": lambda module, t: weight_changed(module, lambda w: w + t.value),
     "epsilon": lambda module, t: _with(module, t.knob.place.eps, t.value),
-    "fp8 output": lambda module, t: _hooked(module, lambda y: fp8(y, -1)),
-    "bf16 output": lambda module, t: _hooked(module, lambda y: y.bfloat16().to(y.dtype)),
-    "fp8 weight": lambda module, t: _with_weight(module, fp8),
+    "fp8 output": lambda module, t: output_changed(module, lambda _x, y: fp8(y, -1)),
+    "bf16 output": lambda module, t: output_changed(module, lambda _x, y: y.bfloat16().to(y.dtype)),
+    "fp8 weight": lambda module, t: weight_changed(module, fp8),
     "positions": _positions,
-    "base": _base,
+    "base": lambda module, t: base_changed(module, t.value),
+    "skip": lambda module, t: output_changed(module, lambda x, y: y + (t.value - 1.0) * x),
+    "clamp": lambda module, t: output_changed(module, lambda _x, y: y.clamp(-t.value, t.value)),
     "offset": _offset,
 }
 
@@ -249,6 +289,9 @@ def _of_product(x: torch.Tensor, turn: Turn, module: torch.nn.Module) -> torch.T
         cap = turn.value / _scaling(module)
         return cap * torch.tanh(x / cap)
     T = x.shape[-1]
+    if turn.knob.what == "mask":
+        places = torch.arange(T, device=x.device)
+        return x.masked_fill(~turn.knob.change(places[T - x.shape[-2] :, None], places), -torch.inf)
     far = torch.ones(T, T, dtype=torch.bool, device=x.device).tril(-int(turn.value))
     return x.masked_fill(far[-x.shape[-2] :], -torch.inf)
 

@@ -11,6 +11,7 @@ from .module_places import Place, Places
 _SCALES = (0.0, 0.5, 2.0)
 _EPSILONS = (1e-3, 1e-1)
 _REACHES = (4, 16, 64, 256, 1024)
+_CLAMPS = (0.25, 1.0, 4.0, 16.0)
 _CAPS = (1.0, 5.0, 30.0)
 _STRETCHES = (0.125, 0.25, 0.5, 2.0, 4.0)
 _BASES = (0.01, 0.1, 0.5, 2.0, 10.0, 100.0)
@@ -25,6 +26,7 @@ def knobs_of(places: Places, longest: int, rounds: bool) -> Iterator[Knob]:
 
     longest: tokens of a sequence at most. rounds: whether rounding an output to bf16 may make the difference.
     """
+    yield from (Knob(x, "skip", 1.0, _SCALES, 0.05, -4.0, 4.0) for x in places.blocks if x.kind == "layer")
     modules = sorted(places.modules, key=lambda x: x.kind != places.lm_head)
     yield from (_scale(x, "scale") for x in modules[:1])
     for place in places.attention:
@@ -56,6 +58,7 @@ def _others(place: Place, rounds: bool) -> Iterator[Knob]:
         yield Knob(place, "bias", 0.0, (-1.0, 1.0), 0.05, -8.0, 8.0)
     if place.is_embedding and place.kind in ("wpe", "embed_positions", "position_embeddings"):
         yield Knob(place, "offset", 0.0, tuple(map(float, _OFFSETS)), 0.0, -8.0, 8.0, is_whole=True)
+    yield Knob(place, "clamp", 0.0, _CLAMPS, 0.0, 0.05, 1e3)
     yield Knob(place, "fp8 output", 0.0, (1.0,), 0.0)
     if rounds:
         yield Knob(place, "bf16 output", 0.0, (1.0,), 0.0)

@@ -71,6 +71,8 @@ class Places:
     rotations: tuple[Place, ...]  # that turn positions into angles
     lm_head: str  # the kind of the module that makes the logits
     layers: int
+    blocks: tuple[Place, ...]  # whole layers, and the parts of a layer that hold modules
+    head_dim: int
 
 
 def places_of(model: torch.nn.Module) -> Places:
@@ -93,7 +95,24 @@ def places_of(model: torch.nn.Module) -> Places:
         if x not in rotations and (not list(x.first.children()) or x.kind.endswith("experts"))
     ]
     layers = 1 + max((max(x.layers) for x in all_places), default=0)
-    return Places(tuple(computing), tuple(attention), tuple(rotations), lm_head, layers)
+    whole = dict(enumerate(layers_of(model)))
+    blocks = [Place("layer", whole)] if whole else []
+    blocks += [
+        x for x in all_places if list(x.first.children()) and "." not in x.kind and -1 not in x.modules
+    ]
+    config = model.config.get_text_config()
+    heads = getattr(config, "num_attention_heads", 1)
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    return Places(
+        tuple(computing), tuple(attention), tuple(rotations), lm_head, layers, tuple(blocks), head_dim
+    )
+
+
+def layers_of(model: torch.nn.Module) -> list[torch.nn.Module]:
+    """The layers in their order: of the outermost list that is as long as the config says."""
+    count = getattr(model.config.get_text_config(), "num_hidden_layers", 0)
+    lists = (x for x in model.modules() if isinstance(x, torch.nn.ModuleList) and len(x) == count)
+    return list(next(lists, ()))
 
 
 def _is_attention(place: Place) -> bool:

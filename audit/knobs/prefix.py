@@ -9,7 +9,8 @@ import numpy as np
 import torch
 
 from ..engines.module_trace import first_tensor
-from .knob import Turn
+from .knob import Turn, computing
+from .module_places import layers_of
 
 # Bytes of the layers' outputs that are kept at most.
 _MOST_BYTES = 1 << 29
@@ -32,7 +33,7 @@ class Prefix:
     def _without(self, first: int) -> Iterator[None]:
         with ExitStack() as stack:
             for layer, out in zip(self.layers[: max(first, 0)], self.outputs, strict=False):
-                stack.enter_context(_giving(layer, out))
+                stack.enter_context(computing(layer, lambda *_args, out=out, **_kwargs: out))
             yield
 
 
@@ -42,7 +43,7 @@ def recorded(model: torch.nn.Module, scores: Callable[[], np.ndarray]) -> tuple[
     A family whose later layers read more than the one before gave (shared keys, say) would have other scores
     without the first half of its layers. It has no prefix.
     """
-    layers, outputs = _layers(model), []
+    layers, outputs = layers_of(model), []
     hooks = [x.register_forward_hook(lambda _m, _i, out: outputs.append(out)) for x in layers]
     try:
         base = scores()
@@ -57,26 +58,6 @@ def recorded(model: torch.nn.Module, scores: Callable[[], np.ndarray]) -> tuple[
     return base, prefix if np.array_equal(base, again, equal_nan=True) else Prefix()
 
 
-def _layers(model: torch.nn.Module) -> list[torch.nn.Module]:
-    """The layers in their order: of the outermost list that is as long as the config says."""
-    count = getattr(model.config.get_text_config(), "num_hidden_layers", 0)
-    lists = (x for x in model.modules() if isinstance(x, torch.nn.ModuleList) and len(x) == count)
-    return list(next(lists, ()))
-
-
 def _bytes(out: Any) -> int:
     """The bytes of a layer's output."""
     return (out if isinstance(out, torch.Tensor) else first_tensor(out)).nbytes
-
-
-@contextmanager
-def _giving(module: torch.nn.Module, out: Any) -> Iterator[None]:
-    """Inside this context a module gives a value. A forward that somebody put on it stands there again."""
-    kept = module.__dict__.get("forward")
-    module.forward = lambda *_args, **_kwargs: out
-    try:
-        yield
-    finally:
-        del module.forward
-        if kept is not None:
-            module.forward = kept

@@ -19,15 +19,21 @@ from ...engine.display.progress import silent
 from ..hypotheses.judgement import ERRORS, SECOND, SLOPE
 from ..hypotheses.noise import Noise, is_rounding
 from ..hypotheses.slope import slope
-from .forward import Tokens
+from .forward import Tokens, chosen
 from .knob import Knob, Turn
 from .knob_fit import REFUSALS, Fitted, effect_on, refined, screened
 from .knobs import knobs_of
 from .module_places import Places
+from .swaps import swaps_of
 
 # Classes that are refined in all layers, and that are looked at by layer; leads by layer that are refined;
 # leads that are fitted on all tokens; first and second knobs of pairs.
-_REFINED, _LOOKED_AT, _BY_LAYER, _FINAL, _FIRSTS, _SECONDS = 4, 12, 6, 3, 2, 3
+_REFINED, _LOOKED_AT, _BY_LAYER, _FINAL, _FIRSTS, _SECONDS = 4, 16, 8, 3, 2, 3
+# Other operations that are fitted on all tokens; for the trial of them on very few: the weights of its
+# forwards times their tokens (a minute or two of a processor), tokens, and those that few tokens try next.
+_SWAPS, _SWAP_WORK, _SWAP_TOKENS, _SWAP_LEADS = 5, 2e12, 300, 24
+# Knobs whose values have nothing between them and the neutral one: each value is tried in each layer.
+_TRIED_AS_SWAPS = ("clamp",)
 # Layers up to which each is tried; of more, quarters are tried first.
 _FEW_LAYERS = 8
 # The cosine of two effects from which two knobs do the same; the share of what noise leaves up to which two
@@ -67,9 +73,10 @@ class Knobs:
         """The best knobs, those that fit first, and how many were tried."""
         longest = max(len(x.prompt_ids) + len(x.completion_ids) for x in self.tokens.lines)
         rounds = self.few.left(self.few.base) <= _ROUNDS * self.noise.size
-        knobs = list(knobs_of(self.places, longest, rounds))
+        swaps = list(swaps_of(self.places))
+        knobs = [*knobs_of(self.places, longest, rounds), *(x for x in swaps if x.step)]
         fits = []
-        for knob in knobs:
+        for knob in (x for x in knobs if x.what not in _TRIED_AS_SWAPS):
             self.stage(f"trying a number at every operation: {knob.name}")
             if fit := screened(self.few, knob):
                 fits.append(fit)
@@ -79,11 +86,37 @@ class Knobs:
         )
         small = sorted(self._all_refined(self.few, leads), key=lambda x: x.left)
         finalists = [x.last for x in _each_once(small)[:_FINAL]]
+        others, tried = self._swapped([*swaps, *(x for x in knobs if x.what in _TRIED_AS_SWAPS)])
+        finalists += [x.last for x in others[:_SWAPS]]
         best = sorted(self._all_refined(self.tokens, finalists), key=lambda x: x.left)
-        answers = self._answers(best, classes, knobs, small)
+        answers = self._answers(best, classes, [*knobs, *swaps], small)
         if small and not rounds and not any(x.fits for x in answers):
             answers += self._pairs(small, fits, min((x.left for x in best), default=np.inf))
-        return sorted(answers, key=lambda x: (not x.fits, len(x.fit.turns), x.fit.left)), len(knobs)
+        answers.sort(key=lambda x: (not x.fits, len(x.fit.turns), x.fit.left))
+        return answers, len(fits) + tried
+
+    # --- another operation ---
+
+    def _swapped(self, knobs: Sequence[Knob]) -> tuple[list[Fitted], int]:
+        """Knobs at their values in all layers and in each, the best first, and how many knobs were tried.
+
+        They are tried on very few tokens, and the best on few. A large model ends it before all are tried.
+        """
+        tiny = Tokens(self.few.model, chosen(self.few.lines, _SWAP_TOKENS))
+        weights = sum(x.numel() for x in self.few.model.parameters())
+        forwards_left = int(_SWAP_WORK / (weights * _SWAP_TOKENS))
+        leads: list[tuple[float, Turn]] = []
+        tried = 0
+        for knob in knobs:
+            turns = list(_turns_of(knob))
+            if (forwards_left := forwards_left - len(turns)) < 0:
+                break
+            self.stage(f"trying another operation: {knob.name}")
+            leads += [(fit.left, turn) for turn in turns if (fit := _at(tiny, turn))]
+            tried += 1
+        leads.sort(key=lambda x: x[0])
+        fits = [fit for _, turn in leads[:_SWAP_LEADS] if (fit := _at(self.few, turn))]
+        return sorted(fits, key=lambda x: x.left), tried
 
     # --- one knob ---
 
@@ -294,6 +327,26 @@ def leaves_rounding(noise: Noise, scored: Sequence[tuple[Tokens, np.ndarray]]) -
                 base.append(logp)
     is_small = total <= _LEAVES * noise.size * tokens
     return bool(left and is_small and is_rounding(noise, left, base, signed=False))
+
+
+def _turns_of(knob: Knob) -> Iterator[Turn]:
+    """A knob at each of its values, in each layer and, of a swap, in all of them."""
+    layers = knob.place.layers
+    groups = [(i,) for i in layers]
+    if knob.names_layers:
+        groups = [layers]
+    elif knob.what in ("swap", "mask") and len(layers) > 1:
+        groups.append(layers)
+    return (Turn(knob, value, group) for group in groups for value in knob.values)
+
+
+def _at(tokens: Tokens, turn: Turn) -> Fitted | None:
+    """A turn as it is; None where the model's modules do not take it."""
+    try:
+        scores = tokens.scores((turn,))
+    except REFUSALS:
+        return None
+    return Fitted((turn,), tokens.left(scores), scores)
 
 
 def _quarters(layers: tuple[int, ...]) -> Iterator[tuple[int, ...]]:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 # Doubled completions that chance gives a group at most, in expectation, for doubles to be a fault.
-_BY_CHANCE = 0.01
+_BY_CHANCE = 0.001
 
 
 def look(lines: Sequence[LoggedRollout], tokenizer: Tokenizer | None) -> str | None:
