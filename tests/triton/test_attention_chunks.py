@@ -209,11 +209,11 @@ def test_control_another_join_has_other_bits_before_o_is_rounded(monkeypatch, fa
 
         def reversed_states(kernel, grid, *args, **options):
             if kernel is attention_split_triton._merge:
-                o, *states, lengths, heads, chunks = args
+                o, *states, sinks, lengths, heads, chunks = args
                 for i, n in enumerate(-(-lengths // RULE.chunk)):
                     for x in states:
                         x[i, :, :n] = x[i, :, :n].flip(1)
-                args = o, *states, lengths, heads, chunks
+                args = o, *states, sinks, lengths, heads, chunks
             launch(kernel, grid, *args, **options)
 
         monkeypatch.setattr(attention_split_triton, "launch", reversed_states)
