@@ -77,6 +77,10 @@ _SPLIT_SUMS = (
     "engine on each rank with torchrun, which splits the prompts"
 )
 _RANKS = "each rank has an engine of its own, which zerokl gives its part of the prompts; start more ranks"
+_BY_CHANCE = (
+    "vLLM accepts a guess by chance, and does not compare it with the token that its key draws; set "
+    'sampler = "native" with native.speculate, whose guesses decide no bit'
+)
 REFUSED: dict[str, str] = {
     "tensor_parallel_size": _SPLIT_SUMS,
     "decode_context_parallel_size": _SPLIT_SUMS,
@@ -84,6 +88,7 @@ REFUSED: dict[str, str] = {
     "enable_expert_parallel": _SPLIT_SUMS,
     "pipeline_parallel_size": "vLLM gets whole weights; start one engine on each rank with torchrun",
     "data_parallel_size": _RANKS,
+    "speculative_config": _BY_CHANCE,
 }
 
 

@@ -75,12 +75,17 @@ def test_without_vllm_a_run_ends_with_one_line_and_writes_nothing(installed, tmp
     assert not run.exists()
 
 
-@pytest.mark.parametrize(
-    "name", ["quantization", "speculative_config", "enforce_eager", "logprobs_mode", "new_in_0_34"]
-)
+@pytest.mark.parametrize("name", ["quantization", "enforce_eager", "logprobs_mode", "new_in_0_34"])
 def test_an_argument_of_vllm_that_is_not_allowed_is_refused(name):
     with pytest.raises(ValueError, match=rf"vllm.engine: {name} \('value'\) is not known to keep the bits"):
         check_engine_arguments({"gpu_memory_utilization": 0.5, name: "value"})
+
+
+def test_speculative_decoding_is_refused_with_the_sampler_that_has_it():
+    with pytest.raises(
+        ValueError, match="speculative_config .* is refused: vLLM accepts .* native.speculate"
+    ):
+        check_engine_arguments({"speculative_config": {"method": "ngram"}})
 
 
 @pytest.mark.parametrize("name", SET_BY_ZEROKL)
