@@ -83,7 +83,7 @@ def test_an_argument_of_vllm_that_is_not_allowed_is_refused(name):
 
 def test_speculative_decoding_is_refused_with_the_sampler_that_has_it():
     with pytest.raises(
-        ValueError, match="speculative_config .* is refused: vLLM accepts .* native.speculate"
+        ValueError, match=r"speculative_config .* is refused: vLLM accepts .* native\.speculate"
     ):
         check_engine_arguments({"speculative_config": {"method": "ngram"}})
 
