@@ -59,21 +59,17 @@ class Knob:
     @property
     def name(self) -> str:
         """The operation, in words."""
-        kind = self.place.kind
-        if self.says:
-            return self.says
-        if self.what in ("scores", "values", "reach", "cap"):
-            words = {"scores": "attention's scores", "values": "attention's values"}
-            return words.get(
-                self.what, {"reach": "attention's reach", "cap": "attention's cap"}.get(self.what, "")
-            )
         words = {
+            "scores": "attention's scores",
+            "values": "attention's values",
+            "reach": "attention's reach",
+            "cap": "attention's cap",
             "positions": "positions",
             "base": "the rotation's base",
             "layer base": "the rotation's base",
             "offset": "learned positions",
         }
-        return words.get(self.what, kind)
+        return self.says or words.get(self.what, self.place.kind)
 
     def words(self, value: float) -> str:
         """What is done with the value."""

@@ -110,9 +110,7 @@ def _norms(maker: _Maker) -> Iterator[Knob]:
             lambda x, y, half=half: normed(x, y, lambda x: _mean_square(x.chunk(2, -1)[half])),
         )
     yield maker.swap("{} less the mean, as LayerNorm", lambda module, _: _centred(module))
-    yield maker.output(
-        "{} without its division", lambda x, y: y * torch.sqrt(x.pow(2).mean(-1, keepdim=True))
-    )
+    yield maker.output("{} without its division", lambda x, y: y * torch.sqrt(_mean_square(x)))
     yield maker.swap("{} without its weight", lambda module, _: weight_changed(module, torch.ones_like))
 
 
@@ -173,10 +171,7 @@ def _layers_exchanged(place: Place) -> Iterator[Knob]:
     """The modules of two layers change places, or one stands in both."""
     if not list(place.first.parameters()):
         return
-    pairs = combinations(place.layers, 2)
-    for a, b in (
-        pairs if len(place.layers) <= _ALL_PAIRS else zip(place.layers, place.layers[1:], strict=False)
-    ):
+    for a, b in _pairs_of(place.layers):
         both = replace(place, modules={a: place.modules[a], b: place.modules[b]})
         forward = {i: both.modules[j].forward for i, j in ((a, b), (b, a))}
 
@@ -284,10 +279,7 @@ def _of_side(maker: _Maker, side: str, words: str, f: Callable[[Tensor], Tensor]
 
 def _orders(count: int, part: str) -> Iterator[tuple[str, Callable[[Tensor], Tensor]]]:
     """Parts [..., count, D] that are lost, or in another order."""
-    pairs = (
-        list(combinations(range(count), 2)) if count <= _ALL_PAIRS else [(i, i + 1) for i in range(count - 1)]
-    )
-    for i, j in pairs:
+    for i, j in _pairs_of(range(count)):
         order = list(range(count))
         order[i], order[j] = j, i
         yield f"{part} {i} and {j} exchanged", lambda x, order=tuple(order): x[..., list(order), :]
