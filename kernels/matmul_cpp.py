@@ -6,6 +6,8 @@ library sums in this way, which a probe finds (`agrees`): oneDNN does up to a wi
 Shapes: x [T, K]; w [N, K] or a transposed view; y [T, N]. N and K are multiples of ALIGN.
 """
 
+from functools import cache
+
 import torch
 
 from .cpp import call
@@ -29,7 +31,12 @@ def product(
     """x w^T, [T, N]. panels: the packed copy of w, where it is made. leaves, widths: see matmul_leaves."""
     panels = pack_panels(w_NK) if panels is None else panels
     (T, K), N = x_TK.shape, w_NK.shape[0]
-    pieces = torch.tensor([width // leaves for width in widths], dtype=torch.int64)
     y = torch.empty(T, N, dtype=torch.float32)
-    call("matmul_panels", None, x_TK, panels, y, T, N, K, pieces, len(widths), leaves)
+    call("matmul_panels", None, x_TK, panels, y, T, N, K, _pieces(widths, leaves), len(widths), leaves)
     return y
+
+
+@cache
+def _pieces(widths: tuple[int, ...], leaves: int) -> torch.Tensor:
+    """The numbers of each part of K that one leaf has, made once: a decoded token has many products."""
+    return torch.tensor([width // leaves for width in widths], dtype=torch.int64)
