@@ -132,6 +132,20 @@ class _DeepseekFields(Fields):
 _DEEPSEEK_KIND = {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}
 
 
+# Of `zerokl init`: an expert that all tokens share, groups of which half may be chosen, one dense layer.
+SMALL_DEEPSEEK_EXPERTS = {
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 160,
+    "n_shared_experts": 1,
+    "n_group": 4,
+    "topk_group": 2,
+    "routed_scaling_factor": 1.5,
+    "norm_topk_prob": True,
+    "first_k_dense_replace": 1,
+}
+
+
 def read_deepseek_experts(config: ConfigFile) -> Experts:
     """The experts of a model with DeepSeek-V3's router. Raises UnsupportedError (see read_experts)."""
     raw = {"n_routed_experts": config.raw.get("num_local_experts")}

@@ -6,7 +6,12 @@ DeepSeek-V3 is in fp8: convert it to bf16 first, with the script that comes with
 
 from pydantic import NonNegativeInt
 
-from ..blocks.experts import ExpertNames, MixtureOfExperts, read_deepseek_experts
+from ..blocks.experts import (
+    SMALL_DEEPSEEK_EXPERTS,
+    ExpertNames,
+    MixtureOfExperts,
+    read_deepseek_experts,
+)
 from ..blocks.latent_attention import SMALL_LATENT, latent_widths, read_latent
 from ..blocks.mlp import GatedMlp
 from ..blocks.residual import Layer, pre_norm
@@ -33,16 +38,5 @@ FAMILY = Family(
     layers,
     defaults={"q_lora_rank": 1536},
     head_widths=latent_widths,
-    small=SMALL_LATENT
-    | {
-        "n_routed_experts": 8,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 160,
-        "n_shared_experts": 1,
-        "n_group": 4,
-        "topk_group": 2,
-        "routed_scaling_factor": 1.5,
-        "norm_topk_prob": True,
-        "first_k_dense_replace": 1,
-    },
+    small=SMALL_LATENT | SMALL_DEEPSEEK_EXPERTS,
 )

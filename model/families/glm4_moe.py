@@ -7,7 +7,12 @@ guess tokens ahead; no log-probability depends on them, so they are not read.
 from pydantic import NonNegativeInt
 
 from ..blocks.attention import Attention
-from ..blocks.experts import ExpertNames, MixtureOfExperts, read_deepseek_experts
+from ..blocks.experts import (
+    SMALL_DEEPSEEK_EXPERTS,
+    ExpertNames,
+    MixtureOfExperts,
+    read_deepseek_experts,
+)
 from ..blocks.mlp import GatedMlp
 from ..blocks.residual import Layer, pre_norm
 from ..config_file import ConfigFile, Fields
@@ -33,17 +38,5 @@ FAMILY = Family(
     layers,
     defaults={"num_key_value_heads": 8, "partial_rotary_factor": 0.5},
     partial_rotary=True,
-    small={
-        "partial_rotary_factor": 0.5,
-        "use_qk_norm": True,
-        "n_routed_experts": 8,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 160,
-        "n_shared_experts": 1,
-        "n_group": 4,
-        "topk_group": 2,
-        "routed_scaling_factor": 1.5,
-        "norm_topk_prob": True,
-        "first_k_dense_replace": 1,
-    },
+    small={"partial_rotary_factor": 0.5, "use_qk_norm": True} | SMALL_DEEPSEEK_EXPERTS,
 )
