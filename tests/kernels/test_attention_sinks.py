@@ -108,11 +108,16 @@ def plain(
     return [o.detach(), *torch.autograd.grad(o, leaves, dy.to(dtype))]
 
 
-def compared(dtype: torch.dtype, rule: AttentionRule) -> list[list[torch.Tensor]]:
-    """Ours, those of plain torch, and those of fp64, of six seeds: of each name one stack."""
+def compared(
+    dtype: torch.dtype, rule: AttentionRule, shape: tuple = ([150], 4, 4, 32), seeds: int = 6
+) -> list[list[torch.Tensor]]:
+    """Ours, those of plain torch, and those of fp64, of several seeds: of each name one stack.
+
+    shape: see make_case.
+    """
     runs: list[list[list[torch.Tensor]]] = [[], [], []]
-    for seed in range(10, 70, 10):
-        case = make_case([150], 4, 4, 32, dtype, seed)
+    for seed in range(10, 10 + 10 * seeds, 10):
+        case = make_case(*shape, dtype, seed)
         w, dy = weight_of(case, seed), randn(seed + 5, *case.q.shape, dtype=dtype)
         runs[0].append(results(case, w, dy, rule))
         runs[1].append(plain(case, w, dy, rule.window, dtype))

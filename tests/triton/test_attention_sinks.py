@@ -13,10 +13,11 @@ from zerokl.kernels.attention_triton import attention_paged
 
 from tests.helpers import assert_at_most_twice_the_error, property_settings, randn, total_unequal
 from tests.kernels.test_attention import CHUNKS, Case, cached, make_case, whole
-from tests.kernels.test_attention_sinks import NAMES, plain, results, rows_of, weight_of
+from tests.kernels.test_attention_sinks import NAMES, compared, results, rows_of, weight_of
 from tests.triton.test_attention import _paged
 from tests.triton.test_attention_windows import drawn_cases, dtypes
 
+SMALL = ([70], 4, 2, 64), 3  # of `compared`: two tiles, and as many sinks and seeds as an error asks for
 rules = st.builds(AttentionRule, chunk=st.sampled_from([0, 64]), window=st.sampled_from([0, 31, 64]))
 
 
@@ -84,29 +85,17 @@ def test_one_chunk_split_chunks_and_shared_ones_end_with_one_sink(dtype):
     assert total_unequal([single], [expected[2:]]) == 0
 
 
-def compared(dtype: torch.dtype, rule: AttentionRule) -> list[list[torch.Tensor]]:
-    """Ours, those of plain torch, and those of fp64, of three seeds: of each name one stack."""
-    runs: list[list[list[torch.Tensor]]] = [[], [], []]
-    for seed in (10, 20):
-        case = make_case([70], 2, 1, 64, dtype, seed)
-        w, dy = weight_of(case, seed), randn(seed + 5, *case.q.shape, dtype=dtype)
-        runs[0].append(results(case, w, dy, rule))
-        runs[1].append(plain(case, w, dy, rule.window, dtype))
-        runs[2].append(plain(case, w, dy, rule.window, torch.float64))
-    return [[torch.stack(x) for x in zip(*who, strict=True)] for who in runs]
-
-
 @dtypes
 @pytest.mark.parametrize("rule", [AttentionRule(), AttentionRule(64, 50)])
 def test_o_and_every_gradient_are_at_most_twice_as_far_from_fp64_as_plain_torch(dtype, rule):
-    for name, *one in zip(NAMES, *compared(dtype, rule), strict=True):
+    for name, *one in zip(NAMES, *compared(dtype, rule, *SMALL), strict=True):
         assert_at_most_twice_the_error(*one, name)
 
 
 def test_control_sinks_left_out_and_a_gradient_of_the_other_sign_are_seen(monkeypatch):
     rule, right = AttentionRule(), attention_sinks_triton.sinks_bwd
     monkeypatch.setattr(attention_sinks_triton, "sinks_bwd", lambda *a: -right(*a))
-    ours, torchs, exact = (one[-1] for one in compared(torch.bfloat16, rule))
+    ours, torchs, exact = (one[-1] for one in compared(torch.bfloat16, rule, *SMALL))
     with pytest.raises(AssertionError, match="dsinks"):
         assert_at_most_twice_the_error(ours, torchs, exact, "dsinks")
     case = make_case([70], 2, 1, 64, torch.bfloat16, 1)
