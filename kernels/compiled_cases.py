@@ -418,10 +418,8 @@ def _mask_name(rule: AttentionRule) -> str:
 
 def _chunked_attention(dtype: torch.dtype, D: int, group: int, sinks: bool = False) -> Iterator[Case]:
     """Sums in chunks of keys: packed, over pages, and a decoding turn; and each without a second chunk."""
-    name, rule = (
-        f"attention in chunks {_name(dtype)} {D}, groups of {group}" + ", sinks" * sinks,
-        RULES["chunked-512"],
-    )
+    rule = RULES["chunked-512"]
+    name = f"attention in chunks {_name(dtype)} {D}, groups of {group}" + ", sinks" * sinks
     z = _meta(FP32, 256, 8 * group) if sinks else None
     z2 = z[:2] if sinks else None
     q, k, scale = _meta(dtype, 256, 8 * group, D), _meta(dtype, 256, 8, D), D**-0.5
