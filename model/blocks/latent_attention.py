@@ -11,7 +11,7 @@ Shapes: T tokens of packed sequences, H heads, N and R the widths of k' and of t
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -139,19 +139,11 @@ class LatentAttention(Mixer):
             if name == "o":
                 rows += self._attended(c)
             source, site = reads.get(name, "attention"), f"self_attn.{module}"
-            rows.append(
-                projection_row(
-                    f"{name}_proj",
-                    source,
-                    inputs,
-                    outputs,
-                    site,
-                    kept=0 if name == "o" else outputs,
-                    # transformers gives kv_b its latents as one head, before the tokens.
-                    transformers=Site(site, heads_first=name == "kv_b"),
-                    vllm=None if name == "kv_b" else Site(site),
-                )
-            )
+            kept = 0 if name == "o" else outputs
+            row = projection_row(f"{name}_proj", source, inputs, outputs, site, kept=kept)
+            if name == "kv_b":  # transformers gives it its latents as one head, before the tokens
+                row = replace(row, transformers=Site(site, heads_first=True), vllm=None)
+            rows.append(row)
             if name in widths:
                 site = f"self_attn.{name}_layernorm"
                 norm = f"{name}_norm"
