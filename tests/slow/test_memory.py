@@ -14,12 +14,14 @@ from tests.random_model import random_model
 
 pytestmark = pytest.mark.slow
 _RUN = """
-import resource, sys
+import sys
 from pathlib import Path
+import torch
 from zerokl.engine.config.config_file import load_config
 from zerokl.engine.runs.init import random_decoder
 from zerokl.engine.runs.run import train
 from zerokl.engine.tasks.tokenizer import character_tokenizer
+from zerokl.engine.train.performance import peak_memory_bytes
 from zerokl.model.checkpoint_writing import write_checkpoint
 folder = Path(sys.argv[1])
 if not (folder / "model").exists():
@@ -29,7 +31,7 @@ if not (folder / "model").exists():
 overrides = dict(word.split("=") for word in sys.argv[3:])
 overrides |= {"model": str(folder / "model"), "steps": "2", "evaluation.every": "0"}
 train(load_config(None, "demo", overrides), sys.argv[2])
-print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20)
+print(peak_memory_bytes(torch.device("cpu")) / 2**30)
 """
 
 

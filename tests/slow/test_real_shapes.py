@@ -39,9 +39,11 @@ _SHAPES = {
     ),
 }
 _STEP = """
-import json, resource, sys
+import json, sys
+import torch
 from zerokl.engine.config.config_file import load_config
 from zerokl.engine.runs.run import train
+from zerokl.engine.train.performance import peak_memory_bytes
 model, run, dtype = sys.argv[1:]
 overrides = {
     "model": model,
@@ -57,7 +59,7 @@ overrides = {
 }
 summary = train(load_config(None, None, overrides), run)
 print(json.dumps({"unequal": summary.tokens_unequal, "tokens": summary.tokens,
-                  "peak_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20}))
+                  "peak_gib": peak_memory_bytes(torch.device("cpu")) / 2**30}))
 """
 
 

@@ -1,6 +1,8 @@
 """Where a step's time goes, its rates, and the trace of a step: none of it decides a bit."""
 
 import json
+import subprocess
+import sys
 import time
 from types import SimpleNamespace
 
@@ -33,6 +35,15 @@ CPU = torch.device("cpu")
 def run(config, tmp_path_factory):
     path = tmp_path_factory.mktemp("runs") / "run"
     return path, train(config(checkpoint__every=1), path)
+
+
+def test_the_peak_of_a_process_leaves_out_what_its_parent_held():
+    child = """if True:
+        from zerokl.engine.train.performance import peak_memory_bytes, torch
+        print(peak_memory_bytes(torch.device("cpu")))"""
+    held = torch.ones(1 << 29)  # 2 GiB, which getrusage would count for the child too
+    printed = subprocess.run([sys.executable, "-c", child], capture_output=True, text=True, check=True).stdout
+    assert 50 << 20 < float(printed) < held.nbytes
 
 
 def test_the_stations_of_a_step_lie_within_it(run, read_jsonl):
