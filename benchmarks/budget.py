@@ -19,17 +19,16 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from triton.tools.tensor_descriptor import TensorDescriptor
 from zerokl.benchmarks.machine import SHAPES, shape_config
 from zerokl.engine.config.loss_section import LossConfig
 from zerokl.engine.rollout.decode import DecodeMemory, DecodeRows, Row
 from zerokl.engine.rollout.types import DrawParams, RngKey, Rollout
+from zerokl.engine.runs.compile_ahead import NoMemory
 from zerokl.engine.train.losses.advantage import of_tokens
 from zerokl.engine.train.parallel.gradient import ShardSum
 from zerokl.engine.train.shard import Shard, ShardWork
-from zerokl.kernels import backend
 from zerokl.kernels.launch import recorded_launches
 from zerokl.kernels.matmul import UNPACKED
 from zerokl.kernels.philox import Stream
@@ -51,30 +50,26 @@ _MEMORY = ("empty", "empty_like", "empty_strided", "new_empty", "detach", "alias
 _WAITS = ("_local_scalar_dense", "nonzero", "masked_select", "equal", "is_nonzero", "unique")
 
 
-class HostWork(TorchDispatchMode):
-    """Counts torch's operations on the device, copies to it, and what the host waits for.
+class HostWork(NoMemory):
+    """Counts torch's operations on the device, copies to it, and what the host waits for."""
 
-    A copy from the device gives zeros.
-    """
-
-    def __init__(self, device: str = "meta"):
+    def __init__(self) -> None:
         super().__init__()
-        self.counts, self._device = Counter(), device
+        self.counts = Counter()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name = func.overloadpacket.__name__
         read = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
-        from_device = any(x.device.type == self._device for x in read)
+        from_device = any(x.is_meta for x in read)
         target = torch.device(kwargs.get("device") or "meta").type if name == "_to_copy" else None
         if from_device and (name in _WAITS or target == "cpu"):
             self.counts["waits"] += 1
-            if name == "_to_copy":
-                return torch.zeros(args[0].shape, dtype=kwargs.get("dtype") or args[0].dtype)
-            raise AssertionError(f"{name} of a tensor on the device has no result without the device")
-        out = func(*args, **kwargs)
+            assert name == "_to_copy", f"{name} of a tensor on the device has no result without the device"
+            return super().__torch_dispatch__(func, types, args, kwargs)
+        out = super().__torch_dispatch__(func, types, args, kwargs)
         written = [x for x in tree_leaves(out) if isinstance(x, torch.Tensor)]
-        if not any(x.device.type == self._device for x in [*read, *written]):
+        if not any(x.is_meta for x in [*read, *written]):
             return out
         if any(x.device.type == "cpu" and x.dim() for x in read):
             self.counts["uploads"] += 1
@@ -216,7 +211,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--record", type=Path, help="write the counts to this file")
     options = parser.parse_args()
-    backend.INTERPRETED = True  # tensors without memory take the GPU's way
     text = json.dumps(all_budgets(), indent=1)
     print(text)
     if options.record:

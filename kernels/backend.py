@@ -1,7 +1,8 @@
 """Which of an operation's implementations runs. The device chooses, nobody else.
 
 - Triton runs on CUDA tensors. In a process that was started with TRITON_INTERPRET=1 it runs on CPU tensors
-  too: the tests use this, and Triton's interpreter executes the same kernels with numpy.
+  too: the tests use this, and Triton's interpreter executes the same kernels with numpy. Tensors of the meta
+  device, which have no memory, take the same way: their launches can be recorded (launch.recorded_launches).
 - The plain torch reference runs on all other tensors, and on every device for fp64, the judge of accuracy.
 - Loops in C++ (cpp/) take the place of many references on a CPU. They have the references' bits, so it is no
   choice of bits whether they run.
@@ -22,7 +23,7 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 def on_triton(x: torch.Tensor) -> bool:
     """Whether operations on x run the Triton kernels."""
-    return (x.is_cuda or INTERPRETED) and x.dtype != torch.float64
+    return (x.is_cuda or x.is_meta or INTERPRETED) and x.dtype != torch.float64
 
 
 def on_cpp(x: torch.Tensor) -> bool:

@@ -55,8 +55,7 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, num_warps: int, **opt
         recording.launches.append(Launch(kernel, args, options))
         if not recording.and_run:
             return
-    # The kernel's function, as a hash of the kernel itself takes the host 0.4 microseconds.
-    kind = (kernel.fn, *options, *options.values(), *map(_specialised, args))
+    kind = kind_of(kernel, args, options)
     handle = _handles.get(kind)
     if handle is not None:
         handle.binary[grid + (1,) * (3 - len(grid))](*args, *handle.constants)
@@ -65,6 +64,12 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, num_warps: int, **opt
     if binary is not None and torch.version.hip is None:  # an interpreter compiles nothing
         names = kernel.arg_names[len(args) :]
         _handles[kind] = _Handle(binary, tuple(options[name] for name in names))
+
+
+def kind_of(kernel: Any, args: tuple[Any, ...], options: dict[str, Any]) -> tuple[Any, ...]:
+    """What Triton may specialise a launch on. Launches of one kind have one binary."""
+    # The kernel's function, as a hash of the kernel itself takes the host 0.4 microseconds.
+    return (kernel.fn, *options, *options.values(), *map(_specialised, args))
 
 
 def _specialised(x: Any) -> Any:

@@ -68,7 +68,7 @@ def specialised(
     from triton.compiler import ASTSource, make_backend
     from triton.runtime.jit import create_function_from_signature
 
-    gpu = GPUTarget(*TARGETS[target])
+    gpu = GPUTarget(*TARGETS.get(target) or ("cuda", int(target.removeprefix("sm_")), 32))
     backend = make_backend(gpu)
     bind = create_function_from_signature(kernel.signature, kernel.params, backend)
     bound, specialization, rest = bind(*args, **options)

@@ -82,7 +82,7 @@ class NativeSampler:
             if value < 0:
                 raise ValueError(f"sampler: {name} ({value}) must not be negative")
         self.decoder, self.version = decoder, version
-        default = _GPU_BATCH_TOKENS if decoder.device.type == "cuda" else _BATCH_TOKENS
+        default = _BATCH_TOKENS if decoder.device.type == "cpu" else _GPU_BATCH_TOKENS
         self.limits = PassLimits(-(-max_concurrency // workers), -(-(max_batch_tokens or default) // workers))
         self.workers = workers
         self.samples_at_once = self.tokens_read = self.tokens_cached = 0

@@ -45,6 +45,7 @@ from ..train.parallel.scorer import Scorer, frozen
 from ..train.parallel.workers import Workers, automatic
 from ..train.parallel.zero import Slices
 from ..train.state import TrainState
+from .compile_ahead import compiled_ahead
 from .engine import Engine, EngineInputs, sharded_engine, tensor_engine
 from .memory import PassSizes, RunShape, fit
 from .offloading import placed, told
@@ -111,12 +112,13 @@ def make_state(
     if shape.is_away and config.memory.offload == "auto":
         console.print(told(shape, sizes))
     inputs = EngineInputs(shape.config, model, layout, own_layout, base, ranks, device, ref_model)
-    if config.parallel.engine == "fsdp":
-        engine = sharded_engine(inputs, sizes.micro_batch, stopwatch)
-    elif config.parallel.tensor > 1:
-        engine = tensor_engine(inputs, sizes.micro_batch, stopwatch)
-    else:
-        engine = _replicated_engine(inputs, sizes, stopwatch)
+    with compiled_ahead(shape, sizes, device, ranks):
+        if config.parallel.engine == "fsdp":
+            engine = sharded_engine(inputs, sizes.micro_batch, stopwatch)
+        elif config.parallel.tensor > 1:
+            engine = tensor_engine(inputs, sizes.micro_batch, stopwatch)
+        else:
+            engine = _replicated_engine(inputs, sizes, stopwatch)
     return TrainState(
         config=config,
         policy=engine.policy,

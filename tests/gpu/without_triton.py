@@ -26,8 +26,11 @@ class _Descriptor(NamedTuple):
 
 
 def _jit(kernel: Callable | None = None, **options: Any) -> Callable:
-    """triton.jit, with and without options: the function itself, which has the kernel's name."""
-    return kernel or (lambda function: function)
+    """triton.jit, with and without options: the function itself, which has the kernel's names."""
+    if kernel is None:
+        return _jit
+    kernel.fn = kernel
+    return kernel
 
 
 def ragged_descriptor(x: torch.Tensor, block_shape: list[int]) -> _Descriptor:

@@ -1,0 +1,51 @@
+"""The launches of a step that has no memory: every family that a GPU computes, and what a run may set."""
+
+import pytest
+from zerokl.benchmarks.device.families import DENSE, MIXTURES, family_config
+from zerokl.engine.config.config_file import load_config
+from zerokl.engine.runs.compile_ahead import launches_of_a_step
+from zerokl.engine.runs.memory import PassSizes, RunShape
+from zerokl.engine.runs.trained import model_layout
+from zerokl.kernels.launch import Launch, kind_of
+from zerokl.model.adapters import AdapterLayout
+
+from tests.gpu.without_triton import kernels_without_triton
+
+SETTINGS = {
+    "fp16": {"dtype": "float16"},
+    "fp32": {"dtype": "float32"},
+    "chunks": {"precision.attention": "chunked-512"},
+    "guesses": {"native.speculate": "3"},
+    "critic": {"loss.preset": "ppo"},
+    "recompute": {"recompute": "layer"},
+    "adapters": {"lora.rank": "4"},
+    "adapters beside": {"lora.rank": "4", "lora.merge": "false"},
+    "filter": {"sampling.top_p": "0.9", "sampling.top_k": "20"},
+}
+
+
+def step(family: str, **settings: str) -> list[Launch]:
+    small = {"prompts": "2", "num_generations": "2", "virtual_shards": "1", "sampling.max_tokens": "8"}
+    config = load_config(None, "demo", {"dtype": "bfloat16", **small, **settings})
+    layout = model_layout(config, family_config(family, is_small=True))
+    lora = config.lora.shape
+    shape = RunShape(config, layout, prompt_tokens=9, adapters=AdapterLayout(layout, lora) if lora else None)
+    with kernels_without_triton():
+        return launches_of_a_step(shape, PassSizes(4, 1, 1), "sm_90")
+
+
+@pytest.mark.parametrize("family", [*DENSE, *MIXTURES])
+def test_the_step_of_every_family_is_gone_through_without_memory(family):
+    names = {launch.kernel.__name__ for launch in step(family)}
+    assert {"_embedding_bwd", "_logprob_bwd", "_tile_sums"} <= names  # trained, and drawn from
+
+
+@pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
+def test_a_setting_changes_what_is_compiled_and_no_kind_stands_twice(settings):
+    plain, launches = (
+        [(launch.kernel.__name__, *kind_of(*launch)[1:]) for launch in step("qwen3", **x)]
+        for x in ({}, settings)
+    )
+    assert len(launches) == len(set(launches))
+    # Guesses and recomputed layers make launches of the same kinds.
+    assert (set(launches) == set(plain)) == (settings.keys() <= {"native.speculate", "recompute"})
