@@ -14,6 +14,7 @@ from ...engine.rollout.hf import load_model
 from ...model.weight_files import stored_tensors
 from ..hypotheses.evidence import Evidence
 from ..hypotheses.judgement import FEWEST_TOKENS, SECOND, TIMES
+from ..hypotheses.noise import Noise
 from ..hypotheses.scorable_lines import Line
 from ..hypotheses.tried import Row, Tried
 from .dictionary import meaning
@@ -140,7 +141,7 @@ def _fitted(
     rows = []
     for x in answers[:_LISTED]:
         row = _row(x, tokens, places, side, count)
-        rows.append(_checked(row, x, checks) if x.fits else row)
+        rows.append(_checked(row, x, checks, noise(x.fit.turns)) if x.fits else row)
     return rows, count
 
 
@@ -148,12 +149,12 @@ def _untried(tried: Tried, reason: str) -> Tried:
     return replace(tried, untried=f"No number at an operation was fitted: {reason}.")
 
 
-def _checked(row: Row, answer: Answer, checks: Sequence[Tokens]) -> Row:
+def _checked(row: Row, answer: Answer, checks: Sequence[Tokens], noise: Noise) -> Row:
     """The row of an answer that fits some lines: it fits where it leaves rounding in others, too."""
     scored = [(t, t.scores(answer.fit.turns)) for t in checks]
     nearer = sum(_nearer(t, scores) for t, scores in scored)
     total = sum(len(t.lines) for t in checks)
-    if leaves_rounding(answer.noise, scored):
+    if leaves_rounding(noise, scored):
         return replace(row, lines=nearer, lines_tried=total)
     what = f"{row.what}; so in {nearer} of {total} lines"
     return replace(row, what=what, lines=nearer, lines_tried=total, fits=False)

@@ -57,7 +57,6 @@ class Answer:
     fits: bool
     slope: float
     errors: float  # by which the slope is away from 0
-    noise: Noise  # of a model that has it
 
 
 @dataclass(frozen=True)
@@ -270,9 +269,8 @@ class Knobs:
         angle, errors = slope(*(t.by_line(x) for x in (moved, r, t.base)))
         share = fit.left / t.left(t.base)
         follows = SLOPE[0] <= angle <= SLOPE[1] and errors >= ERRORS and share <= _SHARE
-        noise = self.noise(fit.turns)
-        fits = follows and leaves_rounding(noise, [(t, fit.scores)])
-        return Answer(fit, (), bool(fits), angle, float(min(errors, 1e9)), noise)
+        fits = follows and leaves_rounding(self.noise(fit.turns), [(t, fit.scores)])
+        return Answer(fit, (), bool(fits), angle, float(min(errors, 1e9)))
 
     # --- two at once ---
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from zerokl.audit.conclusion.log_findings import fitting, none_fits
 from zerokl.audit.hypotheses.evidence import Evidence
-from zerokl.audit.hypotheses.noise import Noise, measured
+from zerokl.audit.hypotheses.noise import measured
 from zerokl.audit.hypotheses.scorable_lines import Line
 from zerokl.audit.hypotheses.tried import Row, Tried
 from zerokl.audit.knobs import column
@@ -152,7 +152,7 @@ def test_each_of_two_knobs_has_its_meaning(folder):
     by_what = {x.what: x for x in knobs_of(places, 30, False)}
     scores, stretch = by_what["scores"], by_what["positions"]
     turns = Turn(scores, 1.459, scores.place.layers), Turn(stretch, 0.25, stretch.place.layers)
-    answer = Answer(Fitted(turns, 0.1, np.empty(0), 0.001), (), True, 1.0, 99.0, Noise("bfloat16", 0.1))
+    answer = Answer(Fitted(turns, 0.1, np.empty(0), 0.001), (), True, 1.0, 99.0)
     config = SimpleNamespace(head_dim=8, hidden_size=32, num_attention_heads=4)
     first, second = words_of(answer, config, "lm_head", "sampler").split("; and ")
     assert "in all layers (near 1.459, YaRN's attention factor for a scaling of 8, squared)" in first
