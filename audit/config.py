@@ -102,8 +102,8 @@ class AuditSettings(Section):
     adapter drew the log? Others that may have drawn it follow, each a folder of PEFT, or a folder of such.
     """
     knobs: bool = False
-    """Fit a number at every operation of the model to each column of a log, though a hypothesis fits already.
-    Without it they are tried where none fits.
+    """Fit a number at every operation of the model to each column of a log, whatever fits it already.
+    Without it they are tried where no hypothesis leaves rounding alone.
     """
     full_vocab: bool = False
     """Compare the log-probabilities of the whole vocabulary at each place, too: the KL both ways, total

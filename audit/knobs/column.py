@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -10,17 +11,16 @@ import torch
 
 from ...engine.display.progress import silent
 from ...engine.rollout.hf import load_model
-from ...model.checkpoint import DTYPES
 from ...model.weight_files import stored_tensors
 from ..hypotheses.evidence import Evidence
-from ..hypotheses.judgement import FEWEST_TOKENS, FP32, FP32_OF_BF16
-from ..hypotheses.noise import Noise, measured
+from ..hypotheses.judgement import FEWEST_TOKENS, SECOND, TIMES
+from ..hypotheses.noise import Noise
 from ..hypotheses.scorable_lines import Line
 from ..hypotheses.tried import Row, Tried
 from .dictionary import meaning
 from .forward import Tokens, chosen, sampled, usable
-from .knob import Turn
-from .knob_fit import REFUSALS, Fitted
+from .knob import REFUSALS, Turn
+from .knob_fit import Fitted
 from .module_places import Places, places_of
 from .search import Answer, Knobs, leaves_rounding
 
@@ -62,20 +62,19 @@ class KnobModel:
             self._loaded.append(load_model(self.folder, torch.float32, "eager").to(self.device))
         return self._loaded[0]
 
-    def rounded(self, dtype: torch.dtype) -> torch.nn.Module:
-        """The same in a dtype, whose rounding is measured."""
-        return load_model(self.folder, dtype, "eager").to(self.device)
+    def dtype_of(self, side: str) -> str:
+        """The dtype whose rounding a side may leave: the sampler's where it was given, else bf16."""
+        return (side == "sampler" and self.sampler_dtype) or "bfloat16"
 
 
 def with_knobs(
     tried: Tried, evidence: Evidence, knob_model: KnobModel, stage: Callable[[str], None] = silent
 ) -> Tried:
-    """What was tried on a column, and its knobs: where no hypothesis fits, and where they are asked for.
+    """What was tried on a column, and its knobs: where no hypothesis leaves rounding, and where asked for.
 
-    A knob that fits is the best row where there is none yet. Others are rows that do not fit. The search is
-    no part of what an audit promises: where a library fails in it, the report says so.
+    The search is no part of what an audit promises: where a library fails in it, the report says so.
     """
-    wanted = knob_model.always or (tried.best is None and not tried.is_within_rounding)
+    wanted = knob_model.always or (_leaves_more(tried) and not tried.is_within_rounding)
     if not wanted or not tried.distance or tried.tokens < FEWEST_TOKENS:
         return tried
     stage("trying a number at every operation")
@@ -99,9 +98,28 @@ def _searched(tried: Tried, evidence: Evidence, knob_model: KnobModel, stage: Ca
         return _untried(tried, f"no prompt leaves room within the {most} tokens of a forward{asked}")
     few = chosen(lines, min(_SCREEN_TOKENS, int(_SCREEN * share)))
     rows, count = _fitted(lines, few, most, evidence.side, knob_model, stage)
-    best = next((x for x in rows if x.fits), None)
-    rows = sorted([*rows, *tried.rows], key=lambda x: (not x.fits, x.share_left))
-    return replace(tried, tried=tried.tried + count, best=tried.best or best, rows=rows)
+    return replace(beside_knobs(tried, rows), tried=tried.tried + count)
+
+
+def _leaves_more(tried: Tried) -> bool:
+    """Whether what fits best leaves more than rounding, or nothing fits."""
+    return tried.best is None or tried.best.left > TIMES * tried.rounding
+
+
+def beside_knobs(tried: Tried, knobs: Sequence[Row]) -> Tried:
+    """What was tried, and rows of knobs, the nearest first. A knob that fits is the best where none is yet.
+
+    A cause leaves rounding alone. Of a large difference one that is only like it may leave as little as an
+    exact one. So it is no cause where a knob leaves clearly less: that is the best then if it fits, else
+    nothing fits.
+    """
+    best, others = next((x for x in knobs if x.fits), None), tried.rows
+    least = min((x.left for x in knobs), default=math.inf)
+    if tried.best and _leaves_more(tried) and least <= SECOND * tried.best.left:
+        others = [replace(x, fits=x.fits and least > SECOND * x.left) for x in others]
+        tried = replace(tried, best=None, also=[])
+    rows = sorted([*knobs, *others], key=lambda x: (not x.fits, x.share_left))
+    return replace(tried, best=tried.best or best, rows=rows)
 
 
 def _fitted(
@@ -116,30 +134,19 @@ def _fitted(
     model = knob_model.model()
     tokens, places = Tokens(model, chosen(lines, most)), places_of(model)
     types = getattr(model.config.get_text_config(), "layer_types", None) or ()
-    noise = noise_beside(tokens, knob_model, side)
+    noise = partial(tokens.noise, knob_model.dtype_of(side))
     answers, count = Knobs(Tokens(model, few), tokens, places, noise, types, stage).answer()
     stage("trying what was fitted on other lines")
     checks = [Tokens(model, x) for x in sampled(lines, most, _CHECKS)]
     rows = []
     for x in answers[:_LISTED]:
         row = _row(x, tokens, places, side, count)
-        rows.append(_checked(row, x, checks, noise) if x.fits else row)
+        rows.append(_checked(row, x, checks, noise(x.fit.turns)) if x.fits else row)
     return rows, count
 
 
 def _untried(tried: Tried, reason: str) -> Tried:
     return replace(tried, untried=f"No number at an operation was fitted: {reason}.")
-
-
-def noise_beside(tokens: Tokens, knob_model: KnobModel, side: str) -> Noise:
-    """What a side rounds beside the exact scores: in the sampler's dtype where it was given, else in bf16."""
-    given = knob_model.sampler_dtype if side == "sampler" else ""
-    dtype = "float16" if given == "float16" else "bfloat16"
-    with torch.no_grad():
-        rounded = replace(tokens, model=knob_model.rounded(DTYPES[dtype])).scores(())
-    known = tokens.known & np.isfinite(rounded)
-    noise = measured(dtype, [rounded[known]], [tokens.base[known]])
-    return Noise("float32", max(noise.size * FP32_OF_BF16, FP32)) if given == "float32" else noise
 
 
 def _checked(row: Row, answer: Answer, checks: Sequence[Tokens], noise: Noise) -> Row:

@@ -3,7 +3,8 @@
 Shapes: B lines, T tokens of the longest, C completion tokens of one, N those of all lines together.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -11,10 +12,11 @@ import numpy as np
 import torch
 
 from ...kernels.truncation import scaled_logits
-from ..hypotheses.judgement import MOST
-from ..hypotheses.noise import weight
+from ...model.checkpoint import DTYPES
+from ..hypotheses.judgement import FP32, FP32_OF_BF16, MOST
+from ..hypotheses.noise import Noise, measured, weight
 from ..hypotheses.scorable_lines import Line
-from .knob import Turn, turned
+from .knob import REFUSALS, Turn, turned
 from .prefix import Prefix, recorded
 
 # Tokens that a completion is cut to at least.
@@ -54,6 +56,20 @@ class Tokens:
         with self._recorded[1].before(turns), turned(turns):
             return self._scores()
 
+    def noise(self, dtype: str, turns: Sequence[Turn] = ()) -> Noise:
+        """What a dtype rounds beside these scores, with some knobs, which may make a rounding larger."""
+        narrow = "bfloat16" if dtype == "float32" else dtype
+        exact = self.scores(turns)
+        try:
+            with _in_dtype(self.model, DTYPES[narrow]), turned(turns):
+                rounded = self._scores()
+        except REFUSALS:
+            if not turns:
+                raise
+            return self.noise(dtype)  # a knob may compute in fp32 alone
+        noise = measured(narrow, [rounded[self.known]], [exact[self.known]])
+        return Noise("float32", max(noise.size * FP32_OF_BF16, FP32)) if dtype == "float32" else noise
+
     @torch.no_grad()
     def _scores(self) -> np.ndarray:
         """The scores of the model as it is, [N] fp64."""
@@ -76,12 +92,15 @@ class Tokens:
             d = self.logged - scores
         return np.where(np.isfinite(d), np.clip(d, -MOST, MOST), np.nan)
 
-    def left(self, scores: np.ndarray) -> float:
-        """The mean difference, over the weight of each token. A token of probability 0 counts MOST."""
+    def gaps(self, scores: np.ndarray) -> np.ndarray:
+        """|logged - scores| in nats, [N]: MOST at most, and where a score is no number."""
         with np.errstate(invalid="ignore"):
             d = np.abs(self.logged - scores)
-        d = np.where(np.isnan(scores) | np.isinf(scores), MOST, np.minimum(d, MOST))
-        return float(np.mean((d / self.w)[self.known]))
+        return np.where(np.isfinite(scores), np.minimum(d, MOST), MOST)
+
+    def left(self, scores: np.ndarray) -> float:
+        """The mean difference, over the weight of each token."""
+        return float(np.mean((self.gaps(scores) / self.w)[self.known]))
 
     @cached_property
     def known(self) -> np.ndarray:
@@ -91,6 +110,19 @@ class Tokens:
     def by_line(self, x: np.ndarray) -> list[np.ndarray]:
         """[N] as [C] of each line."""
         return np.split(x, np.cumsum([len(line.completion_ids) for line in self.lines])[:-1])
+
+
+@contextmanager
+def _in_dtype(model: torch.nn.Module, dtype: torch.dtype) -> Iterator[None]:
+    """Inside this context the weights of a model are in a dtype. Its buffers, as those of angles, are not."""
+    kept = [(x, x.data) for x in model.parameters()]
+    try:
+        for x, data in kept:
+            x.data = data.to(dtype)
+        yield
+    finally:
+        for x, data in kept:
+            x.data = data
 
 
 def usable(lines: Sequence[Line], most_tokens: int) -> list[Line]:

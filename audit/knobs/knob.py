@@ -36,6 +36,8 @@ Change = AbstractContextManager[None]
 _OF_PRODUCTS = ("scores", "values", "reach", "cap", "mask")
 _PRODUCTS = (torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__)
 _E4M3_LARGEST = 448.0
+# What a forward with a knob may raise that the model's module does not take.
+REFUSALS = (RuntimeError, TypeError, AttributeError, IndexError, ValueError, KeyError)
 
 
 @dataclass(frozen=True)

@@ -13,15 +13,13 @@ from dataclasses import dataclass
 import numpy as np
 
 from .forward import Tokens
-from .knob import Knob, Turn
+from .knob import REFUSALS, Knob, Turn
 
 # Times the median |r| beyond which a token counts no more: a few tokens must not decide a slope.
 _OUTLIER = 6.0
 # From this distance from neutral on, a slope is trusted less, and usual values are tried beside it.
 _FAR = 0.2
 _STEPS = 3
-# What a forward with a knob may raise that the model's module does not take.
-REFUSALS = (RuntimeError, TypeError, AttributeError, IndexError, ValueError, KeyError)
 
 
 @dataclass(frozen=True)

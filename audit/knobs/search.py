@@ -6,7 +6,8 @@
    where both leave clearly less than the best one alone.
 
 A knob fits where the difference follows what it predicts with a slope of 1, far from 0 beside its error, and
-what is left is what bf16 rounds and the smaller part of the difference.
+what is left is the smaller part of the difference, and what bf16 rounds in a model with the knob: larger
+weights and colder temperatures round more.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -17,11 +18,11 @@ import numpy as np
 
 from ...engine.display.progress import silent
 from ..hypotheses.judgement import ERRORS, SECOND, SLOPE
-from ..hypotheses.noise import Noise, is_rounding
+from ..hypotheses.noise import Noise, is_rounding, weight
 from ..hypotheses.slope import slope
 from .forward import Tokens, chosen
-from .knob import Knob, Turn
-from .knob_fit import REFUSALS, Fitted, effect_on, refined, screened
+from .knob import REFUSALS, Knob, Turn
+from .knob_fit import Fitted, effect_on, refined, screened
 from .knobs import knobs_of
 from .module_places import Places
 from .swaps import swaps_of
@@ -65,14 +66,14 @@ class Knobs:
     few: Tokens
     tokens: Tokens
     places: Places
-    noise: Noise
+    noise: Callable[[Sequence[Turn]], Noise]  # of a model with some knobs
     layer_types: Sequence[str] = ()
     stage: Callable[[str], None] = silent
 
     def answer(self) -> tuple[list[Answer], int]:
         """The best knobs, those that fit first, and how many were tried."""
         longest = max(len(x.prompt_ids) + len(x.completion_ids) for x in self.tokens.lines)
-        rounds = self.few.left(self.few.base) <= _ROUNDS * self.noise.size
+        rounds = self.few.left(self.few.base) <= _ROUNDS * self.noise(()).size
         swaps = list(swaps_of(self.places))
         knobs = [*knobs_of(self.places, longest, rounds), *(x for x in swaps if x.step)]
         fits = []
@@ -87,18 +88,19 @@ class Knobs:
         small = sorted(self._all_refined(self.few, leads), key=lambda x: x.left)
         finalists = [x.last for x in _each_once(small)[:_FINAL]]
         others, tried = self._swapped([*swaps, *(x for x in knobs if x.what in _TRIED_AS_SWAPS)])
+        tried |= {x.last.knob for x in fits}
         finalists += [x.last for x in others[:_SWAPS]]
         best = sorted(self._all_refined(self.tokens, finalists), key=lambda x: x.left)
         answers = self._answers(best, classes, [*knobs, *swaps], small)
         if small and not rounds and not any(x.fits for x in answers):
             answers += self._pairs(small, fits, min((x.left for x in best), default=np.inf))
         answers.sort(key=lambda x: (not x.fits, len(x.fit.turns), x.fit.left))
-        return answers, len(fits) + tried
+        return answers, len(tried)
 
     # --- another operation ---
 
-    def _swapped(self, knobs: Sequence[Knob]) -> tuple[list[Fitted], int]:
-        """Knobs at their values in all layers and in each, the best first, and how many knobs were tried.
+    def _swapped(self, knobs: Sequence[Knob]) -> tuple[list[Fitted], set[Knob]]:
+        """Knobs at their values in all layers and in each, the best first, and the knobs that were tried.
 
         They are tried on very few tokens, and the best on few. A large model ends it before all are tried.
         """
@@ -106,14 +108,14 @@ class Knobs:
         weights = sum(x.numel() for x in self.few.model.parameters())
         forwards_left = int(_SWAP_WORK / (weights * _SWAP_TOKENS))
         leads: list[tuple[float, Turn]] = []
-        tried = 0
+        tried = set()
         for knob in knobs:
             turns = list(_turns_of(knob))
             if (forwards_left := forwards_left - len(turns)) < 0:
                 break
             self.stage(f"trying another operation: {knob.name}")
             leads += [(fit.left, turn) for turn in turns if (fit := _at(tiny, turn))]
-            tried += 1
+            tried.add(knob)
         leads.sort(key=lambda x: x[0])
         fits = [fit for _, turn in leads[:_SWAP_LEADS] if (fit := _at(self.few, turn))]
         return sorted(fits, key=lambda x: x.left), tried
@@ -267,7 +269,7 @@ class Knobs:
         angle, errors = slope(*(t.by_line(x) for x in (moved, r, t.base)))
         share = fit.left / t.left(t.base)
         follows = SLOPE[0] <= angle <= SLOPE[1] and errors >= ERRORS and share <= _SHARE
-        fits = follows and leaves_rounding(self.noise, [(t, fit.scores)])
+        fits = follows and leaves_rounding(self.noise(fit.turns), [(t, fit.scores)])
         return Answer(fit, (), bool(fits), angle, float(min(errors, 1e9)))
 
     # --- two at once ---
@@ -318,15 +320,17 @@ class Knobs:
 
 def leaves_rounding(noise: Noise, scored: Sequence[tuple[Tokens, np.ndarray]]) -> bool:
     """Whether what scores leave of some tokens is what a sampler rounds, in all of their lines."""
-    left, base, total, tokens = [], [], 0.0, 0
+    left, logp = [], []
     for t, scores in scored:
-        total, tokens = total + t.left(scores) * t.known.sum(), tokens + t.known.sum()
-        for known, d, logp in zip(*map(t.by_line, (t.known, t.difference(scores), t.base)), strict=True):
-            if (known & ~np.isnan(d)).any():
-                left.append(np.where(known, d, np.nan))
-                base.append(logp)
-    is_small = total <= _LEAVES * noise.size * tokens
-    return bool(left and is_small and is_rounding(noise, left, base, signed=False))
+        gaps = np.where(t.known, t.gaps(scores), np.nan)
+        for known, d, x in zip(*map(t.by_line, (t.known, gaps, np.nan_to_num(scores))), strict=True):
+            if known.any():
+                left.append(d)
+                logp.append(x)
+    if not left:
+        return False
+    mean = np.nanmean(np.concatenate(left) / weight(np.concatenate(logp)))
+    return bool(mean <= _LEAVES * noise.size and is_rounding(noise, left, logp, signed=False))
 
 
 def _turns_of(knob: Knob) -> Iterator[Turn]:

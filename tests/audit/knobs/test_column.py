@@ -8,16 +8,18 @@ import pytest
 import torch
 from zerokl.audit.conclusion.log_findings import fitting, none_fits
 from zerokl.audit.hypotheses.evidence import Evidence
+from zerokl.audit.hypotheses.noise import measured
 from zerokl.audit.hypotheses.scorable_lines import Line
 from zerokl.audit.hypotheses.tried import Row, Tried
 from zerokl.audit.knobs import column
-from zerokl.audit.knobs.column import KnobModel, noise_beside, with_knobs, words_of
+from zerokl.audit.knobs.column import KnobModel, beside_knobs, with_knobs, words_of
 from zerokl.audit.knobs.forward import Tokens, chosen, sampled, usable
 from zerokl.audit.knobs.knob import Turn
 from zerokl.audit.knobs.knob_fit import Fitted
 from zerokl.audit.knobs.knobs import knobs_of
 from zerokl.audit.knobs.module_places import places_of
 from zerokl.audit.knobs.search import Answer
+from zerokl.engine.rollout.hf import load_model
 
 from tests.audit.families import write_family
 
@@ -103,16 +105,46 @@ def test_rows_are_the_nearest_first_and_numbers_at_operations_are_counted(folder
     assert tried.tried == 44 + 56
 
 
+@pytest.mark.parametrize(
+    ("named_leaves", "knob_leaves", "knob_fits", "best"),
+    [
+        (0.09, 0.03, True, "knob"),  # a cause that is like the true one
+        (0.09, 0.03, False, None),
+        (0.09, 0.07, True, "named"),  # little less: a knob of another place takes some of it by chance
+        (0.02, 0.01, True, "named"),  # what is left may be rounding
+    ],
+)
+def test_a_hypothesis_that_leaves_more_than_rounding_is_none_where_a_knob_leaves_less(
+    named_leaves, knob_leaves, knob_fits, best
+):
+    named, knob = row("named", named_leaves, fits=True), row("knob", knob_leaves, knob_fits)
+    tried = beside_knobs(replace(TRIED, rounding=0.01, best=named, rows=[named], also=["x"]), [knob])
+    assert (tried.best.name if tried.best else None) == best
+    assert [x.fits for x in tried.rows if x.name == "named"] == [best == "named"]
+    assert bool(tried.also) == (best == "named")
+
+
 def test_a_sampler_of_a_narrower_rounding_gets_no_room_for_that_of_bf16(folder):
     """The noise of a dtype that was given; the trainer's column of a log is in another one."""
     models = {x: replace(knob_model(folder), sampler_dtype=x) for x in ("", "bfloat16", "float16", "float32")}
+    assert {x: (m.dtype_of("sampler"), m.dtype_of("trainer")) for x, m in models.items()} == {
+        x: (x or "bfloat16", "bfloat16") for x in models
+    }
     tokens = Tokens(models[""].model(), LINES)
-    noises = {x: noise_beside(tokens, m, "sampler") for x, m in models.items()}
-    assert noises["bfloat16"] == noises[""]
+    noises = {x: tokens.noise(x) for x in models if x}
     assert noises["float16"].size < noises["bfloat16"].size / 4
     assert noises["float32"].size < noises["float16"].size / 10
     assert noises["float32"].dtype == "float32"
-    assert noise_beside(tokens, models["float32"], "trainer") == noises[""]
+
+
+def test_a_rounding_is_that_of_a_model_loaded_in_the_dtype_and_larger_where_a_knob_makes_it_so(folder):
+    tokens = Tokens(knob_model(folder).model(), LINES)
+    plain, rounded = tokens.noise("bfloat16"), Tokens(load_model(folder, torch.bfloat16, "eager"), LINES)
+    assert plain == measured("bfloat16", [rounded.base], [tokens.base])
+    assert all(x.dtype == torch.float32 for x in tokens.model.parameters())
+    places = places_of(tokens.model)
+    head = next(x for x in knobs_of(places, 30, False) if x.place.kind == places.lm_head)
+    assert tokens.noise("bfloat16", [Turn(head, 3.0, head.place.layers)]).size > 2 * plain.size
 
 
 def test_each_of_two_knobs_has_its_meaning(folder):

@@ -44,7 +44,7 @@ def tokens_of(model, *turned: tuple[str, str, float, tuple[int, ...] | None], no
 
 
 def answers(tokens: Tokens, size: float):
-    return Knobs(tokens, tokens, places_of(tokens.model), Noise("bfloat16", size)).answer()[0]
+    return Knobs(tokens, tokens, places_of(tokens.model), lambda _: Noise("bfloat16", size)).answer()[0]
 
 
 SCORES = ("attention's scores", "scores", 1.828, None)
