@@ -20,7 +20,7 @@ from .launch import ceil_div, dense, launch
 from .order import TokenBlocks
 
 # Rows and columns of a tile, and warps. They order the sum, so they are constants.
-ROWS, COLUMNS, WARPS = 32, 128, 4
+ROWS, COLUMNS, WARPS = 32, 64, 4
 
 
 @triton.jit(do_not_specialize=["sequences"], do_not_specialize_on_alignment=["sum_ptr"])
