@@ -6,7 +6,7 @@
 
 Shapes: x [T, K]; w [E N, K] holds the matrices [N, K] of the experts one after another; y [R, N]. T tokens,
 R rows (expert_rows.py), E experts. Or w [E, K, N], each matrix transposed, as gpt-oss stores them, and with
-it b [E, N]; both on a CPU only.
+it b [E, N].
 Roundings: y is rounded once, after a bias was added. dy_r w_e is rounded once, then the slots are added in
 fp32, slot after slot, and the sum is rounded once. dw is not rounded where the pass has fp32 buffers
 (grad.py).
@@ -15,7 +15,8 @@ CPU those of torch.mm (grouped_matmul_ref): the product of matmul.py takes two t
 rows. dw_e is summed over the sequences of the pass, in their order. The rows of e in a sequence are cut into
 token blocks of their own: a block of 128 tokens has few of them (8, if a token has 8 of 128 experts), and a
 GPU multiplies tiles of 32 rows. Blocks that span sequences would depend on the micro-batch. The experts of
-other tokens change nothing. db_e has the same blocks, each summed as in columns.py.
+other tokens change nothing. db_e has the same blocks, each summed as in columns.py; on a GPU the sequences'
+rows in tiles (expert_columns_triton.py).
 The gradients of LoRA adapters of the experts' matrices (low_rank.py) have the same order.
 """
 
