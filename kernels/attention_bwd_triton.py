@@ -240,7 +240,7 @@ def attention_bwd(
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
     delta = torch.empty_like(lse)
     width = next_power_of_2(D)
-    q_options, kv_options = _tiles(q.dtype, width, generation(q.device))
+    q_options, kv_options = _tiles(q.dtype, width, generation(q.device), rule.window > 0)
     shape = {"GROUP": H // kv_heads, "D": D, "WIDTH": width, "CAP": rule.cap, **rule.constants(scale)}
 
     def strides(*tensors: torch.Tensor) -> list[int]:
@@ -256,7 +256,9 @@ def attention_bwd(
     return dq, dk, dv
 
 
-def _tiles(dtype: torch.dtype, width: int, gpu: str) -> tuple[dict[str, int], dict[str, int]]:
+def _tiles(
+    dtype: torch.dtype, width: int, gpu: str, has_window: bool = False
+) -> tuple[dict[str, int], dict[str, int]]:
     """The queries and keys of a tile in the two passes, which order the sums. `gpu` is the GPU's generation.
 
     They are the largest tiles that spill no register with Triton 3.6 to 3.9. Those of heads above 128 were
@@ -275,7 +277,8 @@ def _tiles(dtype: torch.dtype, width: int, gpu: str) -> tuple[dict[str, int], di
         return tiles(32, 32, 8) | registers, tiles(16, 32, 8) | registers
     if dtype == torch.float32:
         # Without maxnreg the compiler stops at 64 to 96 registers on Hopper and Ampere, and spills.
-        q_registers = {"maxnreg": 128} if gpu == "hopper" and width > 64 else {}
+        narrow_window = gpu == "ampere" and width <= 64 and has_window
+        q_registers = {"maxnreg": 128} if narrow_window or (gpu == "hopper" and width > 64) else {}
         kv_registers = {"maxnreg": 128} if gpu in ("ampere", "hopper") and width <= 64 else {}
         kv_warps = 8 if gpu == "ampere" and width > 64 else 4
         return tiles(32, 16, 8) | q_registers, tiles(16, 16, kv_warps) | kv_registers
@@ -283,4 +286,6 @@ def _tiles(dtype: torch.dtype, width: int, gpu: str) -> tuple[dict[str, int], di
         return tiles(64, 64, 8), tiles(32, 64, 8)
     if gpu == "ampere" and width <= 64:
         return tiles(64, 32, 8), tiles(16, 64, 8) | {"num_stages": 1}
-    return tiles(64, 32, 8), tiles(16, 64, 4 if gpu == "amd" else 8)
+    # Without maxnreg the compiler stops at 128 registers on Blackwell, and spills.
+    kv_registers = {"maxnreg": 168} if gpu == "blackwell" and width <= 64 and has_window else {}
+    return tiles(64, 32, 8), tiles(16, 64, 4 if gpu == "amd" else 8) | kv_registers

@@ -48,26 +48,36 @@ def clamped_swiglu_bwd_ref(dy: torch.Tensor, gu: torch.Tensor, alpha: float, lim
     return dgu
 
 
+def _forward(gu: torch.Tensor, alpha: float, limit: float) -> torch.Tensor:
+    if not on_triton(gu):
+        return clamped_swiglu_ref(gu, alpha, limit)
+    from .clamped_swiglu_triton import clamped_swiglu_fwd
+
+    return clamped_swiglu_fwd(gu, alpha, limit)
+
+
 class _ClampedSwiglu(torch.autograd.Function):
     @staticmethod
     def forward(ctx, gu, alpha, limit):
         ctx.save_for_backward(gu)
         ctx.alpha, ctx.limit = alpha, limit
-        return clamped_swiglu_ref(gu, alpha, limit)
+        return _forward(gu, alpha, limit)
 
     @staticmethod
     def backward(ctx, dy):
         (gu,) = ctx.saved_tensors
-        return clamped_swiglu_bwd_ref(dy, gu, ctx.alpha, ctx.limit), None, None
+        if not on_triton(gu):
+            return clamped_swiglu_bwd_ref(dy, gu, ctx.alpha, ctx.limit), None, None
+        from .clamped_swiglu_triton import clamped_swiglu_bwd
+
+        return clamped_swiglu_bwd(dy, gu, ctx.alpha, ctx.limit), None, None
 
 
 def clamped_swiglu(gu: torch.Tensor, alpha: float, limit: float) -> torch.Tensor:
-    """gu [T, 2 I] -> [T, I]. Raises ValueError on a bad shape or dtype, and on a GPU."""
+    """gu [T, 2 I] -> [T, I]. Raises ValueError on a bad shape or dtype."""
     check_dtype("clamped_swiglu", gu=gu)
     if gu.dim() != 2 or gu.shape[1] % 2:
         raise ValueError(f"clamped_swiglu: gu {tuple(gu.shape)} must be [T, 2 I]")
-    if on_triton(gu):
-        raise ValueError("clamped_swiglu: is not computed on a GPU; take the reference")
     if not torch.is_grad_enabled():
-        return clamped_swiglu_ref(gu, alpha, limit)
+        return _forward(gu, alpha, limit)
     return _ClampedSwiglu.apply(gu, alpha, limit)

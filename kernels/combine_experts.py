@@ -55,7 +55,7 @@ def _forward(
     from .expert_rows_triton import sum_slots
     from .grouped_linear_triton import grouped_matmul
 
-    return sum_slots(grouped_matmul(h, experts_of(w, rows), rows, x_of_tokens=False, q_Tk=q), rows)
+    return sum_slots(grouped_matmul(h, experts_of(w, rows), rows, x_of_tokens=False, q_Tk=q, b=b), rows)
 
 
 def combine_bwd_ref(
@@ -88,13 +88,16 @@ def _backward(
     """The results of combine_bwd_ref; on a GPU by the Triton kernels."""
     if not on_triton(h):
         return combine_bwd_ref(dy, h, w, q, rows, b)
-    from .combine_experts_triton import combine_bwd
+    from .combine_experts_triton import add_bias_dots, combine_bwd
     from .expert_rows_triton import rows_of_tokens
     from .grouped_linear_triton import grouped_matmul
 
     w_EKN = experts_of(w, rows).transpose(1, 2)
     dot = grouped_matmul(dy, w_EKN, rows, x_of_tokens=True, dtype=torch.float32)
-    return *combine_bwd(dot, h, q, rows), rows_of_tokens(dy, rows, q)
+    dh, dq = combine_bwd(dot, h, q, rows)
+    if b is not None:
+        add_bias_dots(dq, dy, b, rows)
+    return dh, dq, rows_of_tokens(dy, rows, q)
 
 
 class _CombineExperts(torch.autograd.Function):

@@ -25,14 +25,17 @@ from .attention_tables import Spans
 from .attention_triton import attention_packed, attention_paged
 from .block_digest import BLOCK, LANES
 from .block_digest_triton import block_digests
+from .clamped_swiglu_triton import clamped_swiglu_bwd, clamped_swiglu_fwd
 from .columns_triton import NORM_ROWS, add_all_partials, add_partials, bias_columns
-from .combine_experts_triton import combine_bwd
+from .combine_experts_triton import add_bias_dots, combine_bwd
 from .decode_heads_triton import heads_to_cache
 from .draw_triton import draw_tokens
 from .embedding_triton import embedding_bwd, sorted_ids
+from .expert_columns_triton import add_expert_columns
 from .expert_rows_triton import ExpertTables, rows_of_tokens, runs_of_experts, sort_slots, sum_slots
 from .gelu_mul_triton import gelu_mul_bwd, gelu_mul_fwd
 from .given_softmax_triton import given_weights
+from .grad import GradBuffer
 from .grouped_linear_triton import add_expert_runs, grouped_matmul
 from .launch import Launch, recorded_launches
 from .logprob_triton import logprob_bwd, logprob_fwd
@@ -76,6 +79,7 @@ _MANY_ROWS = 8192
 # Tokens whose experts have few rows and many (tiles.grouped_rows).
 _TOKENS_OF_EXPERTS = {"decode": 64, "prefill": 4096}
 _EXPERTS = 128, 8, 2048, 768  # experts, those of a token, hidden size, and size of an expert
+_CLAMPED_EXPERTS = 128, 4, 2880  # gpt-oss-120B's; the hidden size is that of an expert, too
 _BLOCKS = token_blocks([256])
 Case = tuple[str, Callable[[], object]]
 
@@ -109,6 +113,7 @@ def cases() -> Iterator[Case]:
         yield from _products(dtype)
         yield from _attention(dtype)
         yield from _experts(dtype)
+        yield from _clamped_experts(dtype)
     for rows in (*_ROWS.values(), _MANY_ROWS):  # another BLOCK_K on some generations
         square = f"bfloat16 {rows} rows, 2048 x 2048"
         yield (
@@ -334,8 +339,38 @@ def _experts(dtype: torch.dtype) -> Iterator[Case]:
             )
 
 
-def _rows(T: int) -> ExpertTables:
-    E, k, _, _ = _EXPERTS
+def _clamped_experts(dtype: torch.dtype) -> Iterator[Case]:
+    """The experts of gpt-oss-120B, whose matrices are transposed and have biases."""
+    name, (E, k, D) = _name(dtype), _CLAMPED_EXPERTS
+    gate_up, down = (_meta(dtype, E, D, N).transpose(1, 2) for N in (2 * D, D))
+    for phase, T in _TOKENS_OF_EXPERTS.items():
+        rows, q = _rows(T, E, k), _meta(FP32, T, k)
+        x, h, dgu = _meta(dtype, T, D), _meta(dtype, T * k, D), _meta(dtype, T * k, 2 * D)
+        products = {
+            "gate and up": (x, gate_up, rows, True, None, None, _meta(dtype, E, 2 * D)),
+            "down": (h, down, rows, False, q, None, _meta(dtype, E, D)),
+            "input gradient": (dgu, gate_up.transpose(1, 2), rows, False),
+            "gradient of down": (x, down.transpose(1, 2), rows, True, None, FP32),
+        }
+        for what, args in products.items():
+            yield f"clamped experts' {what} {name} {phase}", lambda args=args: grouped_matmul(*args)
+    yield f"clamped_swiglu {name}", lambda: _clamped_swiglu(_meta(dtype, 256, 2 * D))
+    yield f"clamped experts' biases {name}", lambda: _expert_biases(dtype)
+
+
+def _clamped_swiglu(gu: torch.Tensor) -> None:
+    clamped_swiglu_bwd(clamped_swiglu_fwd(gu, 1.702, 7.0), gu, 1.702, 7.0)
+
+
+def _expert_biases(dtype: torch.dtype) -> None:
+    """What they add to the gradient of the routing weights, and their own gradient."""
+    (E, k, D), T = _CLAMPED_EXPERTS, 256
+    rows = _rows(T, E, k)
+    add_bias_dots(_meta(FP32, T, k), _meta(dtype, T, D), _meta(dtype, E, D), rows)
+    add_expert_columns(GradBuffer(_meta(FP32, 1, E, D)), _meta(dtype, T * k, D), rows, _BLOCKS)
+
+
+def _rows(T: int, E: int = _EXPERTS[0], k: int = _EXPERTS[1]) -> ExpertTables:
     return ExpertTables.empty(_meta(torch.int64, T, k), E)
 
 
@@ -403,8 +438,6 @@ def _attention_of(
     if dtype != FP32:
         prompts = f"attention {name}, prompts in pages"
         yield prompts, lambda: _paged(dtype, dtype, D, group, tokens=256, rule=rule, sinks=sinks)
-    if sinks:
-        return
     yield (
         f"attention backward {name}",
         lambda: attention_bwd(q, q, k, k, q, lse, spans, scale, rule),

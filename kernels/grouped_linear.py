@@ -6,7 +6,7 @@
 
 Shapes: x [T, K]; w [E N, K] holds the matrices [N, K] of the experts one after another; y [R, N]. T tokens,
 R rows (expert_rows.py), E experts. Or w [E, K, N], each matrix transposed, as gpt-oss stores them, and with
-it b [E, N]; both on a CPU only.
+it b [E, N].
 Roundings: y is rounded once, after a bias was added. dy_r w_e is rounded once, then the slots are added in
 fp32, slot after slot, and the sum is rounded once. dw is not rounded where the pass has fp32 buffers
 (grad.py).
@@ -15,7 +15,8 @@ CPU those of torch.mm (grouped_matmul_ref): the product of matmul.py takes two t
 rows. dw_e is summed over the sequences of the pass, in their order. The rows of e in a sequence are cut into
 token blocks of their own: a block of 128 tokens has few of them (8, if a token has 8 of 128 experts), and a
 GPU multiplies tiles of 32 rows. Blocks that span sequences would depend on the micro-batch. The experts of
-other tokens change nothing. db_e has the same blocks, each summed as in columns.py.
+other tokens change nothing. db_e has the same blocks, each summed as in columns.py; on a GPU the sequences'
+rows in tiles (expert_columns_triton.py).
 The gradients of LoRA adapters of the experts' matrices (low_rank.py) have the same order.
 """
 
@@ -46,10 +47,8 @@ def experts_of(w: torch.Tensor, rows: Rows) -> torch.Tensor:
 
 
 def check_experts(op: str, x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None, rows: Rows) -> None:
-    """Raise ValueError for weights w and b that do not fit the rows of x [..., K], or the device."""
+    """Raise ValueError for weights w and b that do not fit the rows of x [..., K]."""
     if w.dim() == 3 or b is not None:
-        if on_triton(x):
-            raise ValueError(f"{op}: transposed matrices and biases are not computed on a GPU")
         if w.dim() != 3 or w.shape[0] != rows.experts or x.dim() != 2 or x.shape[1] != w.shape[1]:
             raise ValueError(
                 f"{op}: x {tuple(x.shape)} must be [., K], and w {tuple(w.shape)} [{rows.experts}, K, N]"
@@ -179,10 +178,12 @@ def add_grouped_outer_ref(
             add_outer_ref(acc[expert], *((x, dy) if is_transposed else (dy, x)), bounds)
 
 
-def add_grouped_columns(
-    buffer: GradBuffer, dy_RN: torch.Tensor, rows: ExpertRows, blocks: TokenBlocks
-) -> None:
+def add_grouped_columns(buffer: GradBuffer, dy_RN: torch.Tensor, rows: Rows, blocks: TokenBlocks) -> None:
     """buffer [shards, E, N] += the column sums of each expert's rows, block by block as above."""
+    if on_triton(dy_RN):
+        from .expert_columns_triton import add_expert_columns
+
+        return add_expert_columns(buffer, dy_RN, rows, blocks)
     sums = buffer.zeroed(blocks.shards)
     for shard, by_expert in rows.blocks(blocks):
         add_columns_cpu(sums[shard], dy_RN, blocks_of_shards(dict(by_expert)))
@@ -228,15 +229,15 @@ def add_grouped(
 
 
 def _forward(x: torch.Tensor, w_ENK: torch.Tensor, b: torch.Tensor | None, rows: Rows) -> torch.Tensor:
+    if on_triton(x):
+        from .grouped_linear_triton import grouped_matmul
+
+        return grouped_matmul(x, w_ENK, rows, x_of_tokens=True, b=b)
     if b is not None:
         acc = accumulate_dtype(x.dtype)
         y = grouped_matmul_ref(x[rows.tokens].to(acc), w_ENK.to(acc), rows)
         return add_bias(y, b, rows).to(x.dtype)
-    if not on_triton(x):
-        return grouped_matmul_ref(x[rows.tokens], w_ENK, rows)
-    from .grouped_linear_triton import grouped_matmul
-
-    return grouped_matmul(x, w_ENK, rows, x_of_tokens=True)
+    return grouped_matmul_ref(x[rows.tokens], w_ENK, rows)
 
 
 def _dx(dy: torch.Tensor, w_ENK: torch.Tensor, rows: Rows) -> torch.Tensor:
@@ -282,9 +283,7 @@ class _GroupedLinear(torch.autograd.Function):
         return dx, dw, db, None, None
 
 
-def bias_gradient(
-    b: torch.Tensor, dy_RN: torch.Tensor, rows: ExpertRows, in_pass: Pass
-) -> torch.Tensor | None:
+def bias_gradient(b: torch.Tensor, dy_RN: torch.Tensor, rows: Rows, in_pass: Pass) -> torch.Tensor | None:
     """What a backward returns for the bias b [E, N] of the rows' experts (Pass.returned_grad)."""
     buffer = in_pass.buffer(b)
     add_grouped_columns(buffer, dy_RN, rows, in_pass.blocks)

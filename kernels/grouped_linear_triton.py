@@ -1,12 +1,12 @@
 """Products of rows with the matrices of their experts on a GPU.
 
-    y_r = x_r w_e^T,  or q_r (x_r w_e^T)      of a row r of expert e
+    y_r = x_r w_e^T + b_e,  or q_r (x_r w_e^T + b_e)      of a row r of expert e; b where there is one
     dw_e += sum over the rows r of e of dy_r^T x_r
 
 Shapes: x [T, K], a row for each token, or x [R, K]; w [E, N, K], a view with any strides; q [T, k] in fp32;
 y [R, N]. The rows are those of expert_rows_triton.py.
-Roundings: y is rounded once, after the product of the fp32 sum with q. fp32 operands are multiplied as they
-are (ieee), never rounded to tf32.
+Roundings: y is rounded once, after the bias was added to the fp32 sum, and the product with q. fp32
+operands are multiplied as they are (ieee), never rounded to tf32.
 Order: a program walks tiles of BLOCK_K along K in ascending order, with one fp32 accumulator. This is the
 arithmetic of vLLM's fused_moe_kernel in batch-invariant mode, where BLOCK_K is 32 (get_default_config). A row
 tile holds rows of one expert, and no row knows the others: a row has the same bits in any tile. dw is summed
@@ -21,7 +21,7 @@ import triton.language as tl
 
 from .expert_rows_triton import ExpertTables, runs_of_experts
 from .grad import GradBuffer
-from .launch import ceil_div, launch, rows_contiguous
+from .launch import ceil_div, dense, launch, rows_contiguous
 from .matmul_tma_triton import BAND, add_outer_tma, tile_place
 from .matmul_triton import add_runs, outer_readable
 from .order import Runs, TokenBlocks
@@ -33,6 +33,7 @@ def _grouped_matmul(
     # pointers
     x_ptr,
     w_ptr,
+    b_ptr,
     q_ptr,
     y_ptr,
     slot_ptr,
@@ -78,6 +79,8 @@ def _grouped_matmul(
             x = tl.load(x_step, mask=in_m & (step + k < K)[None, :], other=0.0)
             w = tl.load(w_step, mask=in_n & (step + k < K)[:, None], other=0.0)
         acc = tl.dot(x, w, acc, input_precision="ieee")
+    if b_ptr is not None:
+        acc += tl.load(b_ptr + expert * N + n + c, mask=n + c < N, other=0.0).to(tl.float32)[None, :]
     if HAS_WEIGHT:
         acc *= tl.load(q_ptr + slots, mask=rows < end, other=0.0)[:, None]
     y_tile = y_ptr + rows.to(tl.int64)[:, None] * N + n + c[None, :]
@@ -91,8 +94,9 @@ def grouped_matmul(
     x_of_tokens: bool,
     q_Tk: torch.Tensor | None = None,
     dtype: torch.dtype | None = None,
+    b: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Each row times the matrix of its expert, transposed, and times q. -> [R, N].
+    """Each row times the matrix of its expert, transposed, plus its bias of b [E, N], and times q. -> [R, N].
 
     x_of_tokens: x is [T, K], and a row takes its token's; otherwise x is [R, K]. dtype: of the result, None
     is that of x.
@@ -108,6 +112,7 @@ def grouped_matmul(
         (tiles * ceil_div(N, t.block_n),),
         x,
         w_ENK,
+        None if b is None else dense(b),
         q_Tk,
         y,
         rows.slots,
@@ -137,17 +142,18 @@ def add_grouped_outer(
 ) -> None:
     """buffer [shards, E N, K] += dy^T x of each expert's rows, sequence after sequence of `blocks`.
 
+    Or buffer [shards, E, K, N] += x^T dy, where the matrices lie transposed.
     One launch for each shard, whose expert is the place of a sum.
     """
     if not blocks.shards:
         return
     empty, sums, E = buffer.begin(blocks), buffer.sums, rows.experts
-    dy_RN, x_RK = rows_contiguous(dy_RN), rows_contiguous(x_RK)
+    left, right = map(rows_contiguous, (x_RK, dy_RN) if sums.dim() == 4 else (dy_RN, x_RK))
     sequences = blocks.on(x_RK.device).sequences
     places = torch.arange(E + 1, dtype=torch.int32, device=x_RK.device)
     for shard, (a, b) in zip(blocks.shards, pairwise(blocks.first_sequence.tolist()), strict=True):
         runs = Runs(places[:E], places * (b - a), runs_of_experts(rows, sequences[a:b]))
-        add_expert_runs(sums[shard].view(E, -1, x_RK.shape[1]), dy_RN, x_RK, runs, empty)
+        add_expert_runs(sums[shard].view(E, -1, right.shape[1]), left, right, runs, empty)
 
 
 def add_expert_runs(

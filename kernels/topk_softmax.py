@@ -61,8 +61,11 @@ def topk_softmax_bwd_ref(
 def topk_of_logits(logits_TE: torch.Tensor, k: int) -> torch.Tensor:
     """The ids [T, k] int64 of the largest logits [T, E], by falling logit; of equal ones the lower id first.
 
-    For a CPU. In topk_softmax logits that differ may have equal p. given_softmax.py weighs what is chosen.
+    In topk_softmax logits that differ may have equal p. given_softmax.py weighs what is chosen.
     """
+    if on_triton(logits_TE):  # a sort of whole rows; + 0.0: a -0.0 is equal to 0.0
+        z = logits_TE.detach().float() + 0.0
+        return z.sort(dim=1, descending=True, stable=True).indices[:, :k].contiguous()
     z = logits_TE.detach().to(accumulate_dtype(logits_TE.dtype)).numpy()
     return torch.from_numpy(np.ascontiguousarray(np.argsort(-z, axis=1, kind="stable")[:, :k]))
 

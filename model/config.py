@@ -113,12 +113,6 @@ class ModelConfig(Sizes):
                 f'device ("cuda"): the latent attention of a {self.architecture} is not computed on a GPU; '
                 'set device = "cpu"'
             )
-        if any(row.sinks for rows in self.layer_operations for row in rows):
-            # Its sinks are computed; the only family that has them has these experts.
-            raise ValueError(
-                f'device ("cuda"): the clamped experts of a {self.architecture} are not computed on a GPU; '
-                'set device = "cpu"'
-            )
 
     def check_leaves(self, count: int) -> None:
         """Raise ValueError where sums of so many leaves are not built, or their parts are not equal."""

@@ -49,6 +49,10 @@ DENSE: dict[str, _Widths] = {
 }
 MIXTURES: dict[str, _Widths] = {
     "glm4_moe": ((4096, 10944, 96, 8, 128), {"moe_intermediate_size": 1408}),  # GLM-4.5-Air
+    "gpt_oss": (  # 20B
+        (2880, 2880, 64, 8, 64),
+        {"num_local_experts": 32, "num_experts_per_tok": 4, "sliding_window": 32, **_BOTH_KINDS},
+    ),
     "mixtral": ((4096, 14336, 32, 8, 128), {"num_local_experts": 3}),  # 8x7B
     "qwen2_moe": (  # Qwen1.5-MoE-A2.7B
         (2048, 5632, 16, 16, 128),
@@ -57,7 +61,7 @@ MIXTURES: dict[str, _Widths] = {
     "qwen3_moe": ((2048, 6144, 32, 4, 128), {"moe_intermediate_size": 768}),  # 30B-A3B
 }
 # No GPU computes them (ModelConfig.refuse_on_triton).
-NOT_ON_A_GPU = ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "gpt_oss", "deepseek_v3")
+NOT_ON_A_GPU = ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "deepseek_v3")
 _TOY = (64, 128, 4, 2, 16)
 
 

@@ -85,7 +85,7 @@ def test_every_family_has_two_layers_at_published_widths_or_is_named():
             config = families.family_config(name, is_small)
             assert len(config.blocks) == 2
             windows = [row.window for rows in config.layer_operations for row in rows if row.window]
-            assert len(windows) == (name in ("gemma2", "gemma3_text", "olmo3"))
+            assert len(windows) == (name in ("gemma2", "gemma3_text", "gpt_oss", "olmo3"))
             assert max(windows, default=0) < 48
     for name in families.NOT_ON_A_GPU:
         with pytest.raises(ValueError, match=r'^device \("cuda"\): '):

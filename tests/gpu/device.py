@@ -15,6 +15,7 @@ from zerokl.benchmarks.machine import model_config
 from zerokl.kernels import upload
 from zerokl.kernels.launch import Launch, launch, recorded_launches
 from zerokl.kernels.tiles import tiles_of_target
+from zerokl.model.config import ModelConfig
 from zerokl.model.decoder import COMPUTE, Decoder, Numerics
 from zerokl.model.sizes import Experts
 from zerokl.model.weights import Layout
@@ -97,9 +98,16 @@ def model(
     experts: Experts | None = None,
     **options: bool,
 ) -> Decoder:
-    """A decoder on the device."""
+    """A decoder of Qwen3's kind on the device."""
     config = model_config("Qwen3", 64, 96, 4, 2, 64, layers=layers, vocab=VOCABULARY, context=256)
     config = config if experts is None else with_experts(config, experts)
+    return model_of(config, dtype, numerics, **options)
+
+
+def model_of(
+    config: ModelConfig, dtype: torch.dtype, numerics: Numerics = COMPUTE, **options: bool
+) -> Decoder:
+    """A decoder on the device."""
     layout = Layout(config)
     flat = torch.zeros(layout.numel, dtype=dtype, device=CUDA)
     return Decoder(config, flat, layout, numerics, **options)

@@ -6,6 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from zerokl.engine.runs.init import preset_config
 from zerokl.engine.train.parallel.gradient import ShardSum, TrainedAdapters
 from zerokl.model.adapters import AdapterLayout, adapted_layout
 from zerokl.model.blocks import experts
@@ -13,13 +14,22 @@ from zerokl.model.decoder import Decoder
 from zerokl.model.lora import Lora
 from zerokl.model.sizes import Experts
 
-from tests.gpu.device import Device, Fault, gpu, model, plant
+from tests.gpu.device import VOCABULARY, Device, Fault, gpu, model, model_of, plant
 from tests.gpu.test_passes import LOGPROBS, SETTINGS, UPLOAD, make_shard
 from tests.gpu.test_turns import generate
 from tests.helpers import DTYPES
 
 SPARSE = Experts(number=6, per_token=2, size=48, renormalise=True, layers=frozenset({1}))
+# A small gpt-oss, whose matrices are transposed and have biases.
+CLAMPED = preset_config(
+    "gpt_oss",
+    VOCABULARY,
+    {"hidden_size": 64, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    | {"num_key_value_heads": 2, "layer_types": ["sliding_attention", "full_attention"]},
+)
 FORWARD = ("_topk_softmax_fwd", "_count_slots", "_sort_slots", "_grouped_matmul", "_sum_slots")
+OF_CLAMPED = ("_clamped_swiglu_fwd", "_grouped_matmul", "_sum_slots", "_given_weights", "_sort_slots")
+BACKWARD_OF_CLAMPED = ("_clamped_swiglu_bwd", "_add_bias_dots", "_add_expert_columns", "_sinks_bwd")
 BACKWARD = ("_topk_softmax_bwd", "_combine_bwd", "_rows_of_tokens", "_runs_of_experts")
 
 
@@ -131,3 +141,21 @@ def test_replayed_experts_of_prompts_and_samples_cost_no_further_wait():
     assert device.places("wait") == {LOGPROBS}
     assert device.places("upload") == {UPLOAD}
     assert 2 * names(device)["_given_weights"] == names(device)["_topk_softmax_fwd"]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_gpt_oss_costs_no_further_wait_in_a_pass_and_none_in_a_captured_turn(dtype):
+    with gpu() as device:
+        generate(model_of(CLAMPED, dtype))
+    (graph,) = device.captures
+    assert graph.replays >= 10
+    assert device.in_graphs() == []
+    assert all(names(device)[name] >= 4 for name in OF_CLAMPED)
+    with gpu() as device:
+        total = ShardSum(model_of(CLAMPED, dtype), 64, 4)
+        device.cuda.events.clear()
+        total.add(SETTINGS["plain"].work, [make_shard(i) for i in range(4)])
+    assert device.places("wait") == {LOGPROBS}
+    assert device.places("copy") == set()
+    assert device.places("upload") == {UPLOAD}
+    assert set(OF_CLAMPED) | set(BACKWARD_OF_CLAMPED) <= set(names(device))

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from zerokl.kernels.clamped_swiglu import clamped_swiglu
 from zerokl.kernels.combine_experts import combine_experts
-from zerokl.kernels.expert_rows import ExpertRows
+from zerokl.kernels.expert_rows import ExpertRows, expert_rows
 from zerokl.kernels.given_softmax import given_softmax
 from zerokl.kernels.grad import GradBuffer
 from zerokl.kernels.grouped_linear import add_grouped_columns, grouped_linear
@@ -46,7 +46,7 @@ def results(x: torch.Tensor, logits: torch.Tensor, w: Weights, dy: torch.Tensor,
     buffers = {t: GradBuffer.like(t) for t in w}
     in_pass = Pass(token_blocks(lengths), buffers)
     ids = topk_of_logits(logits, K)
-    rows = ExpertRows(ids, E)
+    rows = expert_rows(ids, E, x)
     h = clamped_swiglu(grouped_linear(x, w[0], rows, in_pass, w[1]), ALPHA, LIMIT)
     y = combine_experts(h, w[2], given_softmax(logits, ids, True), rows, in_pass, w[3])
     y.backward(dy)

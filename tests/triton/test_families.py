@@ -1,4 +1,4 @@
-"""The law for tiny models of the families with windows, caps and norms by 1 + w, on Triton, interpreted."""
+"""The law for tiny models with windows, caps, sinks and norms by 1 + w, on Triton, interpreted."""
 
 import pytest
 import torch
@@ -38,6 +38,8 @@ def attentions(config: ModelConfig) -> list[tuple[int, float]]:
         ("gemma2", torch.float16, AttentionRule(64)),
         ("gemma3_text", torch.bfloat16, AttentionRule()),
         ("olmo3", torch.float16, AttentionRule()),
+        ("gpt_oss", torch.bfloat16, AttentionRule()),
+        ("gpt_oss", torch.float32, AttentionRule(64)),
     ],
 )
 def test_the_law(model_type, dtype, rule):
