@@ -89,7 +89,7 @@ def test_control_another_setting_has_other_weights(model, other):
     assert count_unequal(updated(load_decoder(model, torch.float32), **other)[0], expected) > 0
 
 
-def test_matrices_layer_matrices_have_one_moment_and_the_rest_is_adamws(model):
+def test_matrices_of_layers_have_one_moment_and_the_rest_is_adamws(model):
     decoder = load_decoder(model, torch.float32)
     before, gradient = decoder.flat.detach().clone(), gradients(decoder)[0]
     ours = muon(decoder)
