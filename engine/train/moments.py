@@ -70,22 +70,21 @@ class Moment:
         if self._kept.dtype == torch.float32 and len(self._kept) == self._numel:
             return self._kept
         wide = torch.zeros(self._numel, device=self._kept.device)
-        for part in self._parts():
-            with self.brought(part) as moment:
-                wide[part] = moment.to(wide.device)
+        for place in self._ranges:
+            wide[place] = self._read(place)
         return wide
+
+    def _read(self, part: slice) -> torch.Tensor:
+        """A part of one range, in fp32, where it is kept."""
+        return self._kept[self._place(part)].float()
 
     def load(self, wide: torch.Tensor) -> None:
         """Replace it. wide: at least [numel] fp32."""
-        for part in self._parts():
-            with self.brought(part) as moment:
-                moment.copy_(wide[part])
-
-    def _parts(self) -> Iterator[slice]:
-        """All of the ranges, in parts that are on the device at once."""
         for place in self._ranges:
             for part in self._offload.slices(place.stop - place.start):
-                yield slice(place.start + part.start, place.start + part.stop)
+                within = slice(place.start + part.start, place.start + part.stop)
+                with self.brought(within) as moment:
+                    moment.copy_(wide[within])
 
 
 class CodedMoment(Moment):
@@ -101,14 +100,20 @@ class CodedMoment(Moment):
         self._first_chunk = list(accumulate(chunks, initial=0))
         self._scales = offload.empty(sum(chunks), device).zero_()
 
-    @contextmanager
-    def brought(self, part: slice) -> Iterator[torch.Tensor]:
+    def _codes(self, part: slice) -> tuple[torch.Tensor, torch.Tensor]:
+        """The codes of a part of one range, and the scales of its chunks."""
         i = self._number(part)
         first, rest = divmod(part.start - self._ranges[i].start, CHUNK)
         assert rest == 0, f"{part} cuts a chunk of {self._ranges[i]}"
         codes, first = self._kept[self._place(part)], first + self._first_chunk[i]
-        scales = self._scales[first : first - (-len(codes) // CHUNK)]
-        with self._offload.brought(self._device, codes, scales) as (codes_here, scales_here):
+        return codes, self._scales[first : first - (-len(codes) // CHUNK)]
+
+    def _read(self, part: slice) -> torch.Tensor:
+        return decode(*self._codes(part), self._signed)
+
+    @contextmanager
+    def brought(self, part: slice) -> Iterator[torch.Tensor]:
+        with self._offload.brought(self._device, *self._codes(part)) as (codes_here, scales_here):
             wide = decode(codes_here, scales_here, self._signed)
             yield wide
             for here, new in zip((codes_here, scales_here), encode(wide, self._signed), strict=True):
