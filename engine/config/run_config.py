@@ -109,9 +109,7 @@ class Config(Section):
     dtype: Annotated[Literal["float32", "bfloat16", "float16"], ShortNames] = setting(
         "float32", common=True, also_called="bf16 fp16 torch_dtype mixed_precision compute_dtype"
     )
-    """Compute dtype of sampler and trainer; fp32, bf16 and fp16 will do. Master weights and optimizer state
-    are always fp32.
-    """
+    """Compute dtype of sampler and trainer; fp32, bf16 and fp16 will do. Master weights are always fp32."""
     device: Literal["auto", "cpu", "cuda"] = setting("auto", common=True)
     """Where sampler and trainer compute. auto is a CUDA GPU where there is one, unless the vLLM that samples
     is a build for CPUs; otherwise it is the CPU. The device changes the bits: the kernels on a GPU sum in

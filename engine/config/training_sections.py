@@ -8,8 +8,14 @@ from .section import WHERE_SET, PlannedRun, Section, Temperature, free, rule, se
 
 
 class OptimizerConfig(Section):
-    """AdamW (Loshchilov & Hutter, arXiv:1711.05101) on fp32 master weights."""
+    """AdamW (Loshchilov & Hutter, arXiv:1711.05101), or Muon, on fp32 master weights."""
 
+    name: Literal["adamw", "muon"] = setting(
+        "adamw", head=WHERE_SET, also_called="optim optimizer_type optimizer_name"
+    )
+    """muon: the matrices of the layers move along the polar factor of their momentum (Jordan et al.,
+    kellerjordan.github.io/posts/muon), which has one moment. All other weights have AdamW.
+    """
     lr: float = setting(1e-4, ge=0, common=True, also_called="learning_rate actor_learning_rate max_lr")
     """Peak learning rate."""
     schedule: Literal["constant", "linear", "cosine", "cosine_with_restarts", "wsd"] = setting(
@@ -36,11 +42,29 @@ class OptimizerConfig(Section):
     """Decay of the second moment."""
     eps: float = setting(1e-8, gt=0, also_called="adam_epsilon adam_eps")
     """Added to the square root of the second moment."""
-    moments: Literal["float32", "bfloat16"] = setting(
-        "float32", head=WHERE_SET, also_called="optimizer_state_dtype"
+    momentum: float = setting(0.95, ge=0, lt=1, head=WHERE_SET, also_called="muon_momentum")
+    """Decay of Muon's momentum, an average of the gradients."""
+    nesterov: bool = setting(True, head=WHERE_SET)
+    """Whether Muon mixes the gradient into the momentum once more before it takes the polar factor."""
+    ns_steps: int = setting(5, ge=1, le=20, head=WHERE_SET, also_called="muon_num_ns_steps")
+    """Newton-Schulz iterations of a polar factor, of three products each, in fp32."""
+    adjust_lr: Literal["match_rms_adamw", "original"] = setting(
+        "match_rms_adamw", head=WHERE_SET, also_called="adjust_lr_fn muon_scale_mode"
     )
-    """How both moments are kept between updates. bfloat16: rounded to the nearest after each update, which
-    computes in fp32; half the memory, and small changes of a moment are lost.
+    """By what Muon's steps are scaled. match_rms_adamw: 0.2 sqrt(max(rows, columns)), so that they are about
+    as large as AdamW's (arXiv:2502.16982). original: sqrt(max(1, rows / columns)).
+    """
+    muon_lr_ratio: float = setting(1.0, gt=0, le=1e6, head=WHERE_SET)
+    """Learning rate of Muon's matrices, in units of the rate of the other weights."""
+    moments: Literal["float32", "bfloat16", "int8"] = setting(
+        "float32",
+        head=WHERE_SET,
+        needs_whole=lambda moments: moments == "int8",
+        also_called="optimizer_state_dtype optim_bits",
+    )
+    """How the moments are kept between updates, which compute in fp32. bfloat16: rounded to the nearest; half
+    the memory, and small changes of a moment are lost. int8: codes of 8 bits, with a scale for 256 of them
+    (arXiv:2110.02861); a quarter of the memory.
     """
     weight_decay: float = Field(0.0, ge=0)
     """Decoupled weight decay of matrices (not of norms and biases), per unit of learning rate."""
@@ -48,6 +72,23 @@ class OptimizerConfig(Section):
         1.0, ge=0, common=True, also_called="max_norm grad_clip clip_grad gradient_clipping"
     )
     """A gradient with a larger global norm is scaled down to this norm; 0 is off."""
+
+    @rule
+    def _muon(self, run: PlannedRun) -> str | None:
+        settings = "momentum", "nesterov", "ns_steps", "adjust_lr", "muon_lr_ratio"
+        others = [name for name in settings if getattr(self, name) != type(self).model_fields[name].default]
+        if self.name != "muon" and others:
+            return f'optimizer.{others[0]} is of name = "muon", not of "{self.name}"; leave it out'
+        if self.name == "muon" and run.config.lora.rank:
+            return (
+                f'optimizer.name ("muon") with lora.rank ({run.config.lora.rank}): A and B are factors of a '
+                'step, and the polar factor of either is none of their product; set it to "adamw"'
+            )
+        if self.name == "muon" and self.moments == "int8":
+            return (
+                'optimizer.moments ("int8") with optimizer.name ("muon"): 8 bits are for AdamW\'s moments; '
+                'set it to "bfloat16" or "float32"'
+            )
 
     @rule
     def _schedule(self, run: PlannedRun) -> str | None:

@@ -17,6 +17,8 @@ from ..config.run_config import Config
 from ..config.sampler_names import EXTERNAL
 from ..rollout.cache_size import GPU_CACHE_SHARE, free_bytes, wanted_blocks
 from ..rollout.vllm.generator import CACHE_BYTES
+from ..train.moments import CHUNK
+from ..train.muon import Matrix, matrices
 from .samplers import copied_weight_bytes, is_separate, numerics_of
 
 # Rows of a pass where the configuration names no micro_batch and the memory allows it: enough for a GPU.
@@ -70,8 +72,21 @@ class RunShape:
 
     @property
     def moment_bytes(self) -> int:
-        """Of both moments of a weight."""
-        return 2 * DTYPES[self.config.optimizer.moments].itemsize
+        """Of the moments of all that is trained, over all ranks. Muon's matrices have one moment."""
+        optimizer = self.config.optimizer
+        elements = 2 * self.trained_numel - sum(matrix.rows * matrix.columns for matrix in self._muon)
+        if optimizer.moments == "int8":
+            return elements + 4 * -(-elements // CHUNK)
+        return elements * DTYPES[optimizer.moments].itemsize
+
+    @property
+    def polar_bytes(self) -> int:
+        """What Muon needs for one polar factor: the matrix, its gram and temporaries of both, in fp32."""
+        return 24 * max((matrix.rows * matrix.columns for matrix in self._muon), default=0)
+
+    @property
+    def _muon(self) -> list[Matrix]:
+        return list(matrices(self.layout)) if self.config.optimizer.name == "muon" else []
 
     @property
     def is_away(self) -> bool:
@@ -171,12 +186,13 @@ def footprint(run: RunShape, sizes: PassSizes, free: int) -> Footprint:
     weights = layout.numel * run.dtype.itemsize
     other_weights = run.ref_numel * run.dtype.itemsize + layout.numel * copied_weight_bytes(config)
     in_place = run.dtype == torch.float32 and not config.precision.weights  # the master weights
-    optimizer = layout.trained_numel * (run.moment_bytes + (0 if in_place else 4)) // run.ranks
+    optimizer = (run.moment_bytes + (0 if in_place else 4 * layout.trained_numel)) // run.ranks
     if run.adapters:
         other_weights += 0 if run.is_away else layout.trained_numel * run.base.itemsize
-        optimizer = run.adapters.numel * (4 + run.moment_bytes // run.ranks)
+        optimizer = 4 * run.adapters.numel + run.moment_bytes // run.ranks
     if run.is_away:
-        narrow = run.moment_bytes % 8  # a slice of narrow moments has a copy in fp32 beside it
+        # A slice of narrow moments has a copy in fp32 beside it, and codes need temporaries.
+        narrow = {"float32": 0, "bfloat16": 4, "int8": 24}[config.optimizer.moments]
         optimizer = (4 * 4 + narrow) * min(SLICE, run.trained_numel) + (
             4 * run.adapters.numel if run.adapters else 0
         )
@@ -187,7 +203,7 @@ def footprint(run: RunShape, sizes: PassSizes, free: int) -> Footprint:
     return Footprint(
         weights=weights,
         other_weights=other_weights,
-        optimizer=optimizer,
+        optimizer=optimizer + run.polar_bytes,
         gradients=_gradient_bytes(run, sizes),
         activations=_activation_bytes(run, sizes),
         logits=max(3 * GPU_CHUNK_BYTES, GPU_CHUNK_BYTES_16),
@@ -215,7 +231,7 @@ def _gradient_bytes(run: RunShape, sizes: PassSizes) -> int:
 class ShardedBytes(NamedTuple):
     """Bytes of a rank whose weights FSDP shards, without activations, the cache and the gradient's tree.
 
-    persistent: a rank's part of the master weights, of two moments for what is trained, and of the reference.
+    persistent: a rank's part of the master weights, of the moments of what is trained, and of the reference.
     With LoRA: of the merged weights, of the base, and the adapters with their moments.
     drawing: the whole copy of whoever draws or scores. computing: the weights and gradients that are whole
     while a layer, or what lies outside of layers, computes. Of the two there is one at a time.
@@ -237,10 +253,10 @@ def sharded_bytes(run: RunShape) -> ShardedBytes:
     computing = size * (outside + 3 * layer)
     spread = 4 * layout.numel + size * run.ref_numel
     if run.adapters:
-        adapter_bytes = run.adapters.numel * (4 + run.moment_bytes // run.ranks)
+        adapter_bytes = 4 * run.adapters.numel + run.moment_bytes // run.ranks
         persistent = (spread + run.base.itemsize * layout.trained_numel) // run.ranks + adapter_bytes
     else:
-        persistent = (spread + run.moment_bytes * layout.trained_numel) // run.ranks
+        persistent = (spread + run.moment_bytes) // run.ranks
         computing += 16 * max(layer, outside)
     return ShardedBytes(persistent, size * max(layout.numel, run.ref_numel), computing)
 

@@ -17,7 +17,7 @@ _HOST_SHARE = 0.8
 class Beside(NamedTuple):
     """Bytes beside the device, by what they are for."""
 
-    optimizer: int  # fp32 master weights, unless they are computed with, and two moments
+    optimizer: int  # fp32 master weights, unless they are computed with, and moments
     gradients: int  # partial sums
     base: int  # that LoRA's adapters are merged into
     activations: int  # inputs of recomputed layers; torch pins a power of two of bytes for each
@@ -31,7 +31,7 @@ def beside(run: RunShape, sizes: PassSizes) -> Beside:
     layers = run.layout.config.layers - layers_without_backward(run.layout)
     inputs = 2 * next_power_of_2(rows * run.layout.config.hidden_size * run.dtype.itemsize)
     return Beside(
-        optimizer=numel * (run.moment_bytes + (0 if in_place else 4)) // run.ranks,
+        optimizer=(run.moment_bytes + (0 if in_place else 4 * numel)) // run.ranks,
         gradients=4 * numel * levels(sizes.shards_at_once),
         base=run.layout.trained_numel * run.base.itemsize if run.adapters else 0,
         activations=layers * inputs if config.recompute == "layer" else 0,

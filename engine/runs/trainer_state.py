@@ -152,8 +152,7 @@ def _save_rows(state: TrainState, target: Path) -> _Spread:
     staging = target.with_name(f".{target.name}.partial-sharded")
     ranks.from_first(lambda: staging.mkdir(parents=True))
     _save(staging / "weights", weights.tensors(), ranks)
-    in_fp32 = [moment.float() for moment in state.optimizer.moments]
-    moments = zip(MOMENT_NAMES, map(weights.placed, in_fp32), strict=True)
+    moments = zip(MOMENT_NAMES, map(weights.placed, state.optimizer.moments), strict=True)
     by_name = {f"{moment}.{name}": x for moment, tensors in moments for name, x in tensors.items()}
     _save(staging / "moments", by_name, ranks)
     return _Spread(staging, weights.collect_beside())
@@ -349,7 +348,7 @@ def rewind(state: TrainState, master: torch.Tensor) -> None:
     """Put the state back to before the first step. master: the first weights, [layout.numel] fp32."""
     optimizer, place = state.optimizer, state.optimizer.slices.own
     optimizer.weights.load(master)
-    optimizer.load_moments([torch.zeros(place.stop - place.start)] * len(optimizer.moments), 0)
+    optimizer.load_moments([torch.zeros(place.stop - place.start)] * len(MOMENT_NAMES), 0)
     if state.older_weights is not None:
         state.older_weights.reset()
     state.scaler.load(LossScaler(state.config.precision, state.policy.dtype).state)

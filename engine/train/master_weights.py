@@ -6,6 +6,7 @@ one slice, and LoRA adapters; sharded_weights.py has the rows that FSDP gives to
 
 import math
 from abc import ABC, abstractmethod
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ from ...verify.ledger import Tree
 from .parallel.gathered import WholeWeights
 from .parallel.pieces import WayToSlices
 from .parallel.sharded_adapters import ShardedAdapters
+from .parallel.spread import Spread
 from .parallel.tree_hash import hash_tree
 from .parallel.zero import Slices
 
@@ -43,6 +45,10 @@ class Piece:
     matrices: Sequence[slice] = ()  # those of them that are matrices', which alone decay
     is_copy: bool = False  # another rank has them, too, and counts them
 
+    def within(self, part: slice) -> slice:
+        """A part of `place`, counted from its start."""
+        return slice(part.start - self.place.start, part.stop - self.place.start)
+
 
 def overlaps(places: Iterable[slice], within: slice) -> Iterator[slice]:
     """What lies of each place in `within`, counted from its start; nothing of the others."""
@@ -50,6 +56,16 @@ def overlaps(places: Iterable[slice], within: slice) -> Iterator[slice]:
         start, stop = max(place.start, within.start), min(place.stop, within.stop)
         if start < stop:
             yield slice(start - within.start, stop - within.start)
+
+
+def in_place(places: Sequence[slice], within: slice) -> Iterator[tuple[int, slice]]:
+    """What lies of each place in `within`, with the place's number. places: ascending, and apart."""
+    for i in range(bisect_right(places, within.start, key=lambda place: place.stop), len(places)):
+        start, stop = max(places[i].start, within.start), min(places[i].stop, within.stop)
+        if places[i].start >= within.stop:
+            return
+        if start < stop:
+            yield i, slice(start, stop)
 
 
 class MasterWeights(ABC):
@@ -68,9 +84,14 @@ class MasterWeights(ABC):
         return self.slices.layout
 
     @property
-    @abstractmethod
+    def spread(self) -> Spread:
+        """What of the trained weights each rank has."""
+        return self.slices
+
+    @property
     def numel(self) -> int:
         """Those that are trained in this rank."""
+        return self.spread.numel
 
     @property
     def computed_numel(self) -> int:
@@ -157,8 +178,8 @@ class SpreadWeights(MasterWeights):
         self._way, self.slices = way, slices
 
     @property
-    def numel(self) -> int:
-        return self._way.numel
+    def spread(self) -> Spread:
+        return self._way
 
     def to_slice(self, vector: torch.Tensor) -> torch.Tensor:
         return self._way.to_slice(vector)
@@ -214,10 +235,6 @@ class SlicedWeights(WholeFrozen):
     def _flat(self) -> torch.Tensor:
         """What the master weights give, whole in every rank, [layout.numel]: the compute weights."""
         return self.decoder.flat.detach()
-
-    @property
-    def numel(self) -> int:
-        return self.master.numel()
 
     def pieces(self) -> Iterator[Piece]:
         rounded = None if self.in_place else self._flat[self.slices.own]

@@ -1,4 +1,4 @@
-"""The optimizer: AdamW on fp32 master weights.
+"""The optimizer: AdamW on fp32 master weights, or Muon on matrices and AdamW on the rest (muon.py).
 
 The weights come in the pieces that a rank has (master_weights.py). The gradient is flat over what is trained
 (model/weights.py), or over a rank's slice of it (parallel/zero.py). Frozen weights have no state: they are
@@ -8,6 +8,8 @@ operations are those of kernels/order.py, so pieces, slices and threads decide n
 
 import math
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import groupby
 
 import numpy as np
 import torch
@@ -15,11 +17,12 @@ import torch
 from ...files.bitwise import unequal
 from ...kernels.adamw import AdamW, adamw
 from ...kernels.order import tree_sum
-from ...model.checkpoint import DTYPES
 from ...model.weights import FLAT_TILE, FlatLayout
 from ...verify.ledger import Tree
 from ..config.run_config import OptimizerConfig
-from .master_weights import MasterWeights, Piece, overlaps
+from .master_weights import MasterWeights, Piece, in_place, overlaps
+from .moments import CodedMoment, Moment
+from .muon import rounds
 from .parallel.zero import Slices
 from .schedule import learning_rate
 
@@ -40,16 +43,22 @@ class GradientOverflowError(FloatingPointError):
 
 
 class Optimizer:
-    """AdamW on the master weights of this rank, with their moments: [weights.numel] each, as kept."""
+    """AdamW, or Muon, on the master weights of this rank."""
 
     def __init__(self, weights: MasterWeights, cfg: OptimizerConfig, total_updates: int):
         """total_updates: of the whole run, for the schedule of the learning rate."""
         self.weights, self.cfg, self.total_updates = weights, cfg, total_updates
         self._device = device = weights.decoder.device
-        offload = weights.decoder.offload
-        kept = DTYPES[cfg.moments]
-        self.moments = tuple(offload.empty(weights.numel, device, kept).zero_() for _ in range(2))
         self.updates, self._slice = 0, GPU_SLICE if device.type == "cuda" else SLICE
+        self._rounds = rounds(weights.layout, weights.spread) if cfg.name == "muon" else []
+        muon = sorted((place for r in self._rounds for place in r.places), key=lambda place: place.start)
+        # Of this rank's vector, what AdamW updates; the first moment of Muon's matrices is their momentum.
+        ends = [place.stop for place in muon], [place.start for place in muon]
+        self._adamw_ranges = list(map(slice, [0, *ends[0]], [*ends[1], weights.numel]))
+        first_ranges = [slice(0, weights.numel)]
+        if cfg.moments == "int8":
+            first_ranges = self._adamw_ranges = self._tensors()
+        self._first, self._second = self._moment(first_ranges, True), self._moment(self._adamw_ranges, False)
 
     @property
     def slices(self) -> Slices:
@@ -61,24 +70,35 @@ class Optimizer:
         """Of all that is trained."""
         return self.weights.layout
 
+    @property
+    def moments(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The first and the second moment, [weights.numel] fp32; 0 where there is none."""
+        return self._first.wide, self._second.wide
+
+    def _moment(self, ranges: list[slice], signed: bool) -> Moment:
+        where = self.weights.numel, ranges, self.weights.decoder.offload, self._device
+        kept = self.cfg.moments
+        return CodedMoment(*where, signed) if kept == "int8" else Moment(kept, *where)
+
+    def _tensors(self) -> list[slice]:
+        """What this rank has of each tensor of the checkpoint, which begins at a block of the ledger."""
+        by_name = (list(blocks) for _, blocks in groupby(self.slices.blocks, lambda block: block.name))
+        return [slice(blocks[0].start, blocks[-1].stop) for blocks in by_name]
+
     def hash_moments(self) -> Tree:
         """The hash tree of the moments. All ranks must call this together."""
-        return self.slices.hash_tree(self.slices.hashing(*map(self._to_slice, self.moments)))
+        return self.slices.hash_tree(self.slices.hashing(*map(self.weights.to_slice, self.moments)))
 
     def collect_moments(self) -> list[torch.Tensor | None]:
         """The moments of all ranks, [layout.trained_numel] fp32 each, in rank 0. A call of all ranks."""
-        return [self.slices.collect(self._to_slice(moment)) for moment in self.moments]
-
-    def _to_slice(self, moment: torch.Tensor) -> torch.Tensor:
-        """This rank's slice of a moment in fp32, which holds what is kept exactly."""
-        return self.weights.to_slice(moment.float())
+        return [self.slices.collect(self.weights.to_slice(moment)) for moment in self.moments]
 
     @torch.no_grad()
     def load_moments(self, moments: Sequence[torch.Tensor], updates: int) -> None:
         """Replace the moments, as they were after so many updates. moments: this rank's slice of each."""
         self.updates = updates
-        for moment, loaded in zip(self.moments, moments, strict=True):
-            moment.copy_(self.weights.from_slice(loaded))
+        for moment, loaded in zip((self._first, self._second), moments, strict=True):
+            moment.load(self.weights.from_slice(loaded))
 
     def learning_rate(self) -> float:
         """The learning rate of the next update."""
@@ -86,7 +106,7 @@ class Optimizer:
 
     @torch.no_grad()
     def update(self, grad: torch.Tensor | None, loss_scale: float = 1.0) -> dict[str, float]:
-        """One AdamW update. Returns grad_norm (before clipping), lr and update/moved (docs/metrics.md).
+        """One update. Returns grad_norm (before clipping), lr and update/moved (docs/metrics.md).
 
         grad: the gradient of the loss times `loss_scale`, [layout.trained_numel] fp32; None is zero. With
         ranks it is this rank's part (Slices.of_gradient), and all ranks must call this together.
@@ -106,7 +126,7 @@ class Optimizer:
         lr = self.learning_rate()
         self.updates += 1
         # clip / loss_scale has the significand of clip, so the loss scale adds no rounding of the gradient.
-        moved = self._adamw(grad, self._numbers(clip / loss_scale, lr))
+        moved = self._change(grad, self._numbers(clip / loss_scale, lr))
         return {"grad_norm": norm, "lr": lr, "update/moved": moved}
 
     def _numbers(self, grad_scale: float, lr: float) -> AdamW:
@@ -115,47 +135,87 @@ class Optimizer:
         corrections = 1.0 - c.beta1**self.updates, 1.0 - c.beta2**self.updates
         return AdamW(grad_scale, lr, c.beta1, c.beta2, *corrections, c.eps)
 
-    def _adamw(self, grad: torch.Tensor, numbers: AdamW) -> float:
+    def _change(self, grad: torch.Tensor, numbers: AdamW) -> float:
         """Update moments, master weights and compute weights, in all ranks.
 
         Returns the share of the weights of what is trained that compute with other bits than before.
         """
-        rank_grad, critic_lr = self.weights.from_slice(grad), numbers.lr * self.cfg.critic_lr_ratio
-        decay = 1.0 - numbers.lr * self.cfg.weight_decay
+        rank_grad, pieces = self.weights.from_slice(grad), list(self.weights.pieces())
         moved: list[torch.Tensor] = []
-        for piece in self.weights.pieces():
-            piece_numbers = numbers._replace(lr=critic_lr) if piece.is_critic_head else numbers
-            moved_here = list(self._update_piece(piece, rank_grad[piece.place], piece_numbers, decay))
-            moved += [] if piece.is_copy else moved_here
+        if self._rounds:
+            self._muon(pieces, rank_grad, numbers, moved)
+        for piece in pieces:
+            self._adamw(piece, rank_grad, numbers, moved)
         n = self.weights.changed()
         if n is None:
             n = sum(self.slices.ranks.gather(lambda: int(sum(moved))))
         return n / self.weights.computed_numel
 
-    def _update_piece(
-        self, piece: Piece, grad: torch.Tensor, numbers: AdamW, decay: float
-    ) -> Iterator[torch.Tensor]:
-        """AdamW of a piece by slices, which come to the device where its state lies beside it.
+    def _adamw(self, piece: Piece, grad: torch.Tensor, numbers: AdamW, moved: list[torch.Tensor]) -> None:
+        """AdamW of what of a piece is not Muon's. grad: at least [weights.numel]. moved: see _changing."""
+        decay = 1.0 - numbers.lr * self.cfg.weight_decay
+        if piece.is_critic_head:
+            numbers = numbers._replace(lr=numbers.lr * self.cfg.critic_lr_ratio)
+        for _, place in in_place(self._adamw_ranges, piece.place):
+            for part in self._slices(place):
+                with (
+                    self._changing(piece, part, moved) as (weights, rounded),
+                    self._first.brought(part) as first,
+                    self._second.brought(part) as second,
+                ):
+                    for matrix in overlaps(piece.matrices, piece.within(part)) if decay != 1.0 else ():
+                        weights[matrix].mul_(decay)
+                    adamw(weights, first, second, grad[part].to(self._device), numbers, rounded)
 
-        Yields how many elements have other bits than before once they are rounded to the compute dtype.
+    def _muon(
+        self, pieces: Sequence[Piece], grad: torch.Tensor, numbers: AdamW, moved: list[torch.Tensor]
+    ) -> None:
+        """Muon of its matrices, of which the pieces have parts; as _adamw. A call of all ranks."""
+        c, lr, places = self.cfg, numbers.lr * self.cfg.muon_lr_ratio, [piece.place for piece in pieces]
+        decay = 1.0 - lr * c.weight_decay
+        for matrices in self._rounds:
+            parts = [grad[:0].to(self._device)]  # a rank may have none
+            parts += [self._direction(place, grad, numbers.grad_scale) for place in matrices.places]
+            steps = matrices.steps(torch.cat(parts), c.ns_steps, lr, c.adjust_lr)
+            for place, step in zip(matrices.places, steps.split(list(map(len, parts[1:]))), strict=True):
+                for i, common in in_place(places, place):
+                    for part in self._slices(common):
+                        with self._changing(pieces[i], part, moved) as (weights, rounded):
+                            if decay != 1.0:
+                                weights.mul_(decay)
+                            weights.sub_(step[part.start - place.start : part.stop - place.start])
+                            if rounded is not None:
+                                rounded.copy_(weights)
+
+    def _direction(self, place: slice, grad: torch.Tensor, grad_scale: float) -> torch.Tensor:
+        """What Muon orthogonalises, of a part of a matrix, once its momentum has the gradient."""
+        mu, directions = self.cfg.momentum, []
+        for part in self._slices(place):
+            with self._first.brought(part) as momentum:
+                g = grad[part].to(self._device) * grad_scale * (1.0 - mu)
+                momentum.mul_(mu).add_(g)
+                directions.append(g + momentum * mu if self.cfg.nesterov else momentum)
+        return torch.cat(directions)
+
+    def _slices(self, place: slice) -> Iterator[slice]:
+        """The parts of a place that are on the device at once."""
+        for part in self.weights.decoder.offload.slices(place.stop - place.start, self._slice):
+            yield slice(place.start + part.start, place.start + part.stop)
+
+    @contextmanager
+    def _changing(
+        self, piece: Piece, part: slice, moved: list[torch.Tensor]
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor | None]]:
+        """A part of a piece on the device, which is changed inside this context; and its compute weights.
+
+        Adds to `moved` how many elements have other bits than before, once rounded to the compute dtype.
         """
-        offload, device, dtype = self.weights.decoder.offload, self._device, self.weights.compute_dtype
-        moments = [moment[piece.place] for moment in self.moments]
-        for part in offload.slices(len(piece.weights), self._slice):
-            rounded = None if piece.rounded is None else piece.rounded[part]
-            with (
-                piece.offload.brought(device, piece.weights[part]) as (weights,),
-                offload.brought(device, *(moment[part] for moment in moments)) as state,
-            ):
-                before = weights.to(dtype, copy=True)
-                for matrix in overlaps(piece.matrices, part) if decay != 1.0 else ():
-                    weights[matrix].mul_(decay)
-                wide = [moment.float() for moment in state]  # themselves, where they are kept in fp32
-                adamw(weights, *wide, grad[part].to(device), numbers, rounded)
-                for moment, new in zip(state, wide, strict=True):
-                    if new is not moment:
-                        moment.copy_(new)
-                yield unequal(before, weights.to(dtype)).sum()
+        within, dtype = piece.within(part), self.weights.compute_dtype
+        with piece.offload.brought(self._device, piece.weights[within]) as (weights,):
+            before = weights.to(dtype, copy=True)
+            yield weights, None if piece.rounded is None else piece.rounded[within]
+            if not piece.is_copy:
+                moved.append(unequal(before, weights.to(dtype)).sum())
 
     def _norm(self, grad: torch.Tensor) -> float:
         """The global norm of all ranks' gradients.

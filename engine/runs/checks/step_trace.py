@@ -83,7 +83,7 @@ class _Recording:
         if update != self._update:
             return
         optimizer, views = self._state.optimizer, self._state.optimizer.layout.trained_views
-        flats = (gradient, *(moment.float() for moment in optimizer.moments), optimizer.weights.master)
+        flats = (gradient, *optimizer.moments, optimizer.weights.master)
         for prefix, flat in zip(_WEIGHT_PREFIXES, flats, strict=True):
             for name, view in views(flat).items():
                 self._weight_rows[prefix + name] = view.to("cpu", copy=True).reshape(view.shape[0], -1)

@@ -3,7 +3,7 @@
 Ranks cut the flat tensor into slices (zero.py), or each tensor of the checkpoint into rows (pieces.py).
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 import torch.distributed as dist
@@ -92,16 +92,24 @@ def merged(ranges: Sequence[Range]) -> list[Range]:
     return fewer
 
 
-def _overlap(ranges: Sequence[Range], other: Sequence[Range]) -> list[Range]:
-    """What two lists of ranges have in common, as places in the vector of the first, in ascending order."""
-    places, start, j = [], 0, 0
+def in_common(ranges: Sequence[Range], other: Sequence[Range]) -> Iterator[tuple[int, int, Range]]:
+    """What two lists of ranges have in common, in ascending order.
+
+    Each with the number of its range in `other`, and its start in the vector of the first.
+    """
+    start, j = 0, 0
     for a, b in ranges:
         while j < len(other) and other[j][1] <= a:
             j += 1
-        for c, d in other[j:]:
+        for k in range(j, len(other)):
+            c, d = other[k]
             if c >= b:
                 break
             if (first := max(a, c)) < (last := min(b, d)):
-                places.append((start + first - a, start + last - a))
+                yield k, start + first - a, (first, last)
         start += b - a
-    return merged(places)
+
+
+def _overlap(ranges: Sequence[Range], other: Sequence[Range]) -> list[Range]:
+    """What two lists of ranges have in common, as places in the vector of the first, in ascending order."""
+    return merged([(start, start + b - a) for _, start, (a, b) in in_common(ranges, other)])

@@ -80,9 +80,11 @@ def test_another_name_of_a_setting_is_refused_with_ours():
 def test_a_value_for_a_section_is_refused_with_the_key_that_was_meant():
     with pytest.raises(ValueError, match=r"^config: loss \('grpo'\) is a section; did you mean loss.preset"):
         load_config(None, None, {"loss": "grpo"})
-    message = r"^config: optimizer \(1\) is a section; its settings are optimizer.lr"
+    with pytest.raises(ValueError, match=r"^config: optimizer \('muon'\) is .*; did you mean optimizer.name"):
+        load_config(None, None, {"optimizer": "muon"})
+    message = r"^config: checkpoint \(1\) is a section; its settings are checkpoint.every"
     with pytest.raises(ValueError, match=message):
-        load_config(None, None, {"optimizer": 1})
+        load_config(None, None, {"checkpoint": 1})
 
 
 @pytest.mark.parametrize(("short", "full"), SHORT_DTYPES.items())

@@ -125,10 +125,15 @@ def test_eight_long_samples_of_a_1_7b_fit_80_gb_with_recompute():
     predicted = footprint(run, fitted, free)
     # bf16 weights; fp32 masters and two moments of AdamW.
     assert (predicted.weights, predicted.optimizer) == (2 * LARGE.numel, 12 * LARGE.numel)
-    narrow = config.model_copy(
-        update={"optimizer": config.optimizer.model_copy(update={"moments": "bfloat16"})}
-    )
-    assert footprint(RunShape(narrow, LARGE, 1, 200), fitted, free).optimizer == 8 * LARGE.numel
+    matrices = sum(x.numel for name, x in LARGE.entries.items() if name[:2] == "la" and len(x.shape) == 2)
+    for settings, expected in (
+        ({"moments": "bfloat16"}, 8 * LARGE.numel),
+        ({"moments": "int8"}, 6 * LARGE.numel + 8 * LARGE.numel // 256),
+        # One moment, and six temporaries of the largest matrix.
+        ({"name": "muon"}, 12 * LARGE.numel - 4 * matrices + 24 * 2048 * 6144),
+    ):
+        other = config.model_copy(update={"optimizer": config.optimizer.model_copy(update=settings)})
+        assert footprint(RunShape(other, LARGE, 1, 200), fitted, free).optimizer == expected
     # Two inputs of every layer in bf16, and one layer's activations twice, of a sample and its prompt.
     rows = 8192 + 200
     assert predicted.activations > rows * (28 * 2 * 2048 * 2 + 2 * layer_bytes_per_token(LARGE.config, 2))

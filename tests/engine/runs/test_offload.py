@@ -79,6 +79,8 @@ RUNS = [
         marks=pytest.mark.full,
     ),
     pytest.param({"dtype": "bfloat16", "loss__preset": "ppo"}, marks=pytest.mark.full),
+    pytest.param({"dtype": "bfloat16", "optimizer__name": "muon"}, marks=pytest.mark.full),
+    pytest.param({"dtype": "float32", "optimizer__moments": "int8"}, marks=pytest.mark.full),
 ]
 
 
@@ -104,11 +106,13 @@ def test_control_a_state_that_does_not_come_back_from_the_device_is_another_run(
     assert train(away(cfg, "host"), tmp_path / "there").weights != here.weights
 
 
-@pytest.mark.parametrize("lora", [LoraConfig(), LoraConfig(rank=5)], ids=["all", "lora"])
+@pytest.mark.parametrize(
+    ("lora", "name"), [(0, "adamw"), (0, "muon"), (5, "adamw")], ids=["all", "muon", "lora"]
+)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_the_predicted_bytes_beside_the_device_are_those_of_a_run(config, model, moved, dtype, lora):
-    cfg = away(config(dtype=dtype, model=model, recompute="layer"), "host")
-    cfg = cfg.model_copy(update={"lora": lora})
+def test_the_predicted_bytes_beside_the_device_are_those_of_a_run(config, model, moved, dtype, lora, name):
+    cfg = away(config(dtype=dtype, model=model, recompute="layer", optimizer__name=name), "host")
+    cfg = cfg.model_copy(update={"lora": LoraConfig(rank=lora)})
     layout = model_layout(cfg, ModelConfig.from_file(model))
     adapters, base = adapter_layout(cfg, layout, model)
     run = RunShape(cfg, layout, adapters=adapters, base=base)

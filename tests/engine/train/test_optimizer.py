@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from zerokl.engine.config.run_config import OptimizerConfig
 from zerokl.engine.train.master_weights import SlicedWeights
+from zerokl.engine.train.moments import decode, encode
 from zerokl.engine.train.optimizer import Optimizer
 from zerokl.engine.train.parallel.gradient import GradientTree, ShardSum
 from zerokl.engine.train.schedule import learning_rate
@@ -282,27 +283,38 @@ def test_a_critics_head_has_its_own_rate_and_no_other_weight_changes(model, dtyp
     assert not torch.equal(both[head], slow[head])
 
 
-def test_narrow_moments_are_those_of_fp32_rounded_after_each_update(model):
+KEPT = {
+    "bfloat16": lambda x, signed: x.bfloat16().float(),
+    "int8": lambda x, signed: decode(*encode(x, signed), signed),
+}
+
+
+@pytest.mark.parametrize("moments", KEPT)
+def test_narrow_moments_are_those_of_fp32_rounded_after_each_update(model, moments):
     """The control: moments that fp32 keeps have other bits from the second update on."""
-    decoder, narrow = _optimizer(model, moments="bfloat16")
+    decoder, narrow = _optimizer(model, moments=moments)
     wide_decoder, wide = _optimizer(model)
     fp32_decoder, fp32 = _optimizer(model)
     for gradient in _gradients(decoder, 3):
         _update(decoder, narrow, gradient)
         _update(wide_decoder, wide, gradient)
-        wide.load_moments([moment.bfloat16().float() for moment in wide.moments], wide.updates)
+        for moment, signed in zip(wide.moments, (True, False), strict=True):
+            for view in wide.layout.trained_views(moment).values():
+                view.copy_(KEPT[moments](view.flatten(), signed).view(view.shape))
         _update(fp32_decoder, fp32, gradient)
-    assert [moment.dtype for moment in narrow.moments] == [torch.bfloat16] * 2
     assert count_unequal(decoder.flat.detach(), wide_decoder.flat.detach()) == 0
     assert narrow.hash_moments().root == wide.hash_moments().root
     assert count_unequal(decoder.flat.detach(), fp32_decoder.flat.detach()) > 0
 
 
-def test_narrow_moments_go_through_a_checkpoint_unchanged(model):
-    decoder, optimizer = _optimizer(model, moments="bfloat16")
+@pytest.mark.parametrize(
+    "settings", [{"moments": "bfloat16"}, {"moments": "int8"}, {"name": "muon"}], ids=str
+)
+def test_what_is_kept_goes_through_a_checkpoint_unchanged(model, settings):
+    decoder, optimizer = _optimizer(model, **settings)
     first, second = _gradients(decoder, 2)
     _update(decoder, optimizer, first)
-    resumed_decoder, resumed = _optimizer(model, moments="bfloat16")
+    resumed_decoder, resumed = _optimizer(model, **settings)
     resumed.weights.load(decoder.flat.detach().clone())
     resumed.load_moments(optimizer.collect_moments(), optimizer.updates)
     for each_decoder, each in ((decoder, optimizer), (resumed_decoder, resumed)):

@@ -34,7 +34,10 @@ from zerokl.model.scoring import pack
 from zerokl.model.weights import Layout
 
 SHARDS, EMPTY, WITHOUT_GRADIENT = 16, {1, 4, 5, 6, 7, 11}, 9
-CLIPPED = OptimizerConfig(lr=1e-2, weight_decay=0.1, max_grad_norm=0.5)
+CLIPPED = {
+    dtype: OptimizerConfig(name=name, lr=1e-2, weight_decay=0.1, max_grad_norm=0.5)
+    for dtype, name in {torch.float16: "muon", torch.bfloat16: "adamw", torch.float32: "adamw"}.items()
+}
 
 
 def make_pairs(seed: int) -> list[tuple[list[int], list[int]]]:
@@ -79,7 +82,7 @@ class Alone:
         weights = read_weights(folder, layout).to(device)
         self.decoder = Decoder(layout.config, weights.to(dtype), layout)
         self.model = CausalLM.over(self.decoder)
-        self.optimizer = Optimizer(SlicedWeights(self.decoder, weights), CLIPPED, 100)
+        self.optimizer = Optimizer(SlicedWeights(self.decoder, weights), CLIPPED[dtype], 100)
 
     def gradient(self, work: Work, shards: list[int | None]) -> tuple[list[float | None], torch.Tensor]:
         tree, results = GradientTree(SHARDS), []
@@ -106,7 +109,7 @@ def compare(
     model = ShardedModel(folder, layout, dtype, Numerics(), dtype == torch.bfloat16, ranks, device)
     policy = Decoder(layout.config, torch.zeros(layout.numel, dtype=dtype, device=device), layout)
     whole = WholeWeights(model.gather_into, policy)
-    ours = Optimizer(ShardedWeights(model, whole), CLIPPED, 100)
+    ours = Optimizer(ShardedWeights(model, whole), CLIPPED[dtype], 100)
     workers, alone = ShardedWorkers(model, SHARDS), Alone(folder, layout, dtype, device)
     slices, unequal, work = ours.slices, dict.fromkeys(("gradient", "norm", "results"), 0), Work(scale)
     for update in range(updates):

@@ -21,6 +21,7 @@ FROZEN = {"frozen": ("model.layers.1.*", "model.norm.*")}
 CRITIC = {"loss__preset": "ppo", "optimizer__critic_lr_ratio": 3.0}
 BALANCED = {"loss__router_aux_coef": 0.01, "precision__router_dtype": "float32", "recompute": "layer"}
 LORA = {"lora__rank": 3}
+MUON = {"optimizer__name": "muon", "optimizer__weight_decay": 0.1}
 # The settings of each part of a run; True where the model has experts, and where there is a reference.
 CASES: dict[str, tuple[dict[str, Any], bool, bool]] = {
     "reference": ({}, False, True),
@@ -28,6 +29,7 @@ CASES: dict[str, tuple[dict[str, Any], bool, bool]] = {
     "frozen": (FROZEN, False, False),
     "frozen first": ({"frozen": ("model.embed_tokens.*", "model.layers.0.*")}, False, False),
     "critic": (CRITIC, False, False),
+    "muon": (MUON | FROZEN | CRITIC, True, False),
     "adapters": (LORA, False, True),
     "experts": ({}, True, False),
     "balanced experts": (BALANCED, True, False),

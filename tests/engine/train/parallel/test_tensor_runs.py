@@ -58,6 +58,7 @@ WORKS = {
         "native__speculate": 3,
         "dtype": "float16",
     },
+    "muon": {"optimizer__name": "muon", "optimizer__weight_decay": 0.1, "dtype": "bfloat16"},
     "turns": {"task__name": "nim", "task__options": {}, "task__reward": "", "prompts": 4},
     "windows": {"dtype": "bfloat16"},
     "tied, biases": {"dtype": "bfloat16"},

@@ -65,8 +65,9 @@ def random_vector(seed: int, numel: int) -> torch.Tensor:
 
 def make_optimizer(dtype: torch.dtype, weights: torch.Tensor, layout: Layout, slices: Slices) -> Optimizer:
     decoder = Decoder(layout.config, weights.to(dtype, copy=True), layout)
-    moments = "bfloat16" if layout.config.tied else "float32"
-    cfg = OptimizerConfig(lr=1e-2, weight_decay=0.1, warmup_steps=0, moments=moments)
+    tied, large = layout.config.tied, layout.config.vocab_size > 2000
+    settings = {"name": "muon"} if not tied else {"moments": "bfloat16" if large else "int8"}
+    cfg = OptimizerConfig(lr=1e-2, weight_decay=0.1, warmup_steps=0, **settings)
     return Optimizer(SlicedWeights(decoder, weights, slices), cfg, 100)
 
 
