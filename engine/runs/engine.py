@@ -18,6 +18,7 @@ from ..processes.allocator import return_freed_memory
 from ..rollout.stopwatch import Stopwatch
 from ..train.master_weights import AdapterWeights, MasterWeights
 from ..train.optimizer import Optimizer
+from ..train.parallel.cut import CutWorkers
 from ..train.parallel.data_parallel import RankedSampler, RankedScorer, RankedWorkers
 from ..train.parallel.gathered import FrozenPieces, WholeWeights
 from ..train.parallel.gradient import TrainedAdapters
@@ -25,7 +26,7 @@ from ..train.parallel.process_group import Ranks
 from ..train.parallel.scorer import Scorer, WorkersSampler, frozen
 from ..train.parallel.sharded_adapters import AdapterGradient, ShardedAdapters, ShardedAdapterWorkers
 from ..train.parallel.sharded_model import ShardedModel, ShardedWorkers
-from ..train.parallel.tensor import SharedScorer, TensorParts, TensorWorkers
+from ..train.parallel.tensor import SharedScorer, TensorParts
 from ..train.parallel.workers import Workers
 from ..train.parallel.zero import Slices
 from ..train.sharded_weights import ShardedWeights
@@ -89,7 +90,7 @@ def tensor_engine(run: EngineInputs, micro_batch: int, stopwatch: Stopwatch) -> 
         ref_policy = RankedScorer(shared, data)
     if config.loss.has_critic:
         critic = RankedScorer(Scorer(workers, micro_batch), data)
-    parallel = TensorWorkers(workers, parts, config.virtual_shards)
+    parallel = CutWorkers(workers, parts, config.virtual_shards)
     return Engine(policy, optimizer, parallel, Samplers(sampler, sampler), ref_policy, critic)
 
 
