@@ -3,7 +3,6 @@
 section.py says what a setting is. docs/extend.md shows how to add one.
 """
 
-import json
 from typing import Annotated, Any, Literal, get_origin
 
 from pydantic import Field, field_validator
@@ -42,6 +41,20 @@ _SAMPLER_HELP = (
     f"The engine that draws the completions: {listed(SAMPLERS)}. native and vllm-zerokl draw the same "
     "tokens. hf and vllm need exact = false; vllm-exact needs a GPU."
 )
+
+
+def needing_whole_rows(run: PlannedRun) -> list[str]:
+    """The settings of a run that ranks with parts of the rows are not built with, as `key (value)`."""
+    config, spread = run.config, run.config.parallel
+    others = {
+        f'parallel.engine ("{spread.engine}")': spread.engine == "fsdp",
+        f"parallel.tensor ({spread.tensor})": spread.tensor > 1,
+        f"precision.leaves ({config.precision.leaves})": config.precision.leaves > 1,
+        f"lora.rank ({config.lora.rank})": config.lora.rank,
+        f'loss.advantage ("{config.loss.advantage}")': config.loss.has_critic,
+        f'device ("{run.device}")': run.device == "cuda",
+    }
+    return [name for name, is_set in others.items() if is_set] + needing_whole(config)
 
 
 class ParallelConfig(Section, head=_SPREAD):
@@ -106,25 +119,12 @@ class ParallelConfig(Section, head=_SPREAD):
                 f"parallel.context ({self.context}) must divide the ranks ({run.ranks}); start a multiple "
                 "of it, or set it to 1"
             )
-        others = self._beside_rows(run)
-        if self.context > 1 and others:
+        whole = needing_whole_rows(run)
+        if self.context > 1 and whole:
             return (
-                f"parallel.context ({self.context}) with {others[0]}: this is not built with shared rows; "
+                f"parallel.context ({self.context}) with {whole[0]}: this is not built with shared rows; "
                 "leave one out"
             )
-
-    def _beside_rows(self, run: PlannedRun) -> list[str]:
-        """The settings that shared rows are not built with, as `key (value)`."""
-        config = run.config
-        others = {
-            f'parallel.engine ("{self.engine}")': self.engine == "fsdp",
-            f"parallel.tensor ({self.tensor})": self.tensor > 1,
-            f"precision.leaves ({config.precision.leaves})": config.precision.leaves > 1,
-            f"lora.rank ({config.lora.rank})": config.lora.rank,
-            f"loss.preset ({json.dumps(config.loss.preset)})": config.loss.has_critic,
-            f'device ("{run.device}")': run.device == "cuda",
-        }
-        return [name for name, is_set in others.items() if is_set] + needing_whole(config)
 
 
 class Config(Section):

@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from zerokl.docs._wire import Widths, sent_by_a_layer
 from zerokl.engine.config.loss_section import LossConfig
 from zerokl.engine.train.parallel.context import ContextParts
 from zerokl.engine.train.parallel.gradient import ShardSum
@@ -17,9 +18,10 @@ from zerokl.kernels.sampling_params import SamplingParams
 from zerokl.kernels.shared_rows import SharedRows
 from zerokl.model.checkpoint import load_decoder
 from zerokl.model.config import ModelConfig
+from zerokl.model.context import PackedContext
 from zerokl.model.decoder import Decoder
 from zerokl.model.families import MODEL_TYPES
-from zerokl.model.shared_context import SharedContext
+from zerokl.model.shared_context import SharedContext, sizes_of_rank
 from zerokl.model.weights import Layout
 
 from tests.engine.train.parallel.test_tensor_parts import ranks_of
@@ -136,6 +138,34 @@ def test_frozen_weights_have_no_part(four):
     for name, view in frozen.views(values).items():
         view.copy_(plain.w[name].detach())
     assert unequal(Decoder(plain.config, values, frozen), 2, step_of(LONG)) == (0, 0)
+
+
+def test_the_bytes_that_docs_scale_has_are_those_that_are_sent(four):
+    n, lengths = 4, [100, 156]
+    c = load_decoder(four, torch.bfloat16).config
+    widths = Widths(
+        c.layers,
+        c.hidden_size,
+        c.heads * c.head_dim,
+        c.kv_heads * c.head_dim,
+        c.intermediate_size,
+        c.head_dim,
+    )
+
+    def sent(leaves):
+        decoder, rows = load_decoder(four, torch.bfloat16), SharedRows(leaves.ranks)
+        parts = parts_of(decoder.layout, leaves.ranks.rank, n)
+        buffers = ShardSum(decoder, 1, part=parts.part).buffers
+        whole = PackedContext(lengths, sizes_of_rank(c, rows), buffers=buffers)
+        ids = rows.mine(torch.arange(sum(lengths)) % c.vocab_size)
+        decoder.hidden(ids, SharedContext(whole, rows)).sum().backward()
+        return leaves.ranks.sent
+
+    T, D = sum(lengths), c.hidden_size
+    # The ids and dx of the embedding, and the last norm.
+    outside = (n - 1) * T // n * (8 + 2 * D) + (n - 1) * T // n // n * 4 * D
+    expected = c.layers * sent_by_a_layer(n, T, widths) + outside
+    assert on_ranks(n, sent) == [expected] * n
 
 
 def in_another_order(buffer, dy, x, blocks):
