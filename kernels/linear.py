@@ -86,8 +86,10 @@ class _Linear(torch.autograd.Function):
             dy = in_pass.shared.columns(dy)
         if ctx.needs_input_grad[1]:
             buffer = in_pass.buffer(w)
-            add = add_low_rank if isinstance(buffer, LowRankBuffers) else add_outer
-            add(buffer, dy, in_pass.shared.whole(x), in_pass.blocks)
+            if isinstance(buffer, LowRankBuffers):
+                add_low_rank(buffer, dy, x, in_pass.blocks, ctx.cut)
+            else:
+                add_outer(buffer, dy, in_pass.shared.whole(x), in_pass.blocks)
             dw = in_pass.returned_grad(w, buffer)
         if ctx.needs_input_grad[2]:
             buffer = in_pass.buffer(b)

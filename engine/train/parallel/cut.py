@@ -41,10 +41,11 @@ class CutParts(WayToSlices):
         self.layout, self.part, self._ranges_of = layout, part, ranges_of
         self.own = Slices(part, ranks.data_parallel, device)
         n = len(ranges_of)
+        self._rank = ranks.rank % n
         owned = [[place for place, _ in self._places(i, own)] for own in self.own.parts for i in range(n)]
         super().__init__(owned, ranks)
         self.find_slices(layout)
-        self._in_own = merged([x for _, x in self._places(ranks.rank % n, self.own.own)])
+        self._in_own = merged([x for _, x in self._places(self._rank, self.own.own)])
 
     def _places(self, rank: int, part: slice) -> Iterator[tuple[Range, Range]]:
         """The ranges of a rank's slice `part` in the whole flat tensor; each with its place in the slice."""
@@ -66,6 +67,14 @@ class CutParts(WayToSlices):
     def vector(self, x: torch.Tensor) -> torch.Tensor:
         """The weights in this rank's slice as a vector [numel]. x: the slice, or more after it."""
         return torch.cat([x[:0], *(x[a:b] for a, b in self._in_own)])
+
+    def cut(self, whole: torch.Tensor) -> torch.Tensor:
+        """This rank's part of a flat tensor [layout.numel], as a new flat tensor [part.numel]."""
+        vector = torch.cat([whole[a:b] for a, b in self._ranges_of[self._rank]])
+        flat, entries = whole.new_zeros(self.part.numel), self.part.entries.values()
+        for entry, x in zip(entries, vector.split([entry.numel for entry in entries]), strict=True):
+            flat[entry.offset : entry.offset + entry.numel] = x
+        return flat
 
 
 class CutWorkers(ReplicatedWorkers):

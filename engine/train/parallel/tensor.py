@@ -28,15 +28,6 @@ class TensorParts(CutParts):
         ranges = [layout.ranges_of_rank(rank, n) for rank in range(n)]
         super().__init__(layout, layout.of_rank(n), ranges, ranks, device)
 
-    def cut(self, whole: torch.Tensor) -> torch.Tensor:
-        """This rank's part of a flat tensor [layout.numel], as a new flat tensor [part.numel]."""
-        ranges = self._ranges_of[self.ranks.tensor_parallel.rank]
-        vector, flat = torch.cat([whole[a:b] for a, b in ranges]), whole.new_zeros(self.part.numel)
-        entries = self.part.entries.values()
-        for entry, x in zip(entries, vector.split([entry.numel for entry in entries]), strict=True):
-            flat[entry.offset : entry.offset + entry.numel] = x
-        return flat
-
     def joined(self, flat: torch.Tensor) -> torch.Tensor:
         """The whole flat tensor [layout.numel] in every rank, from the part of each. All ranks call it."""
         whole = flat.new_zeros(self.layout.numel)
