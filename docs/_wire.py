@@ -1,11 +1,26 @@
-"""What ranks that share layers send, counted by the code that sends it (kernels/leaves.py)."""
+"""What ranks that share layers (kernels/leaves.py) or rows (shared_rows.py) send, counted by that code."""
+
+from typing import NamedTuple
 
 import torch
 from zerokl.kernels.leaves import Leaves
+from zerokl.kernels.shared_rows import SharedRows
 from zerokl.pages.markdown import table
 
-# Layers and hidden size of Qwen3.
-MODELS = {"0.6B": (28, 1024), "8B": (36, 4096)}
+
+class Widths(NamedTuple):
+    """Those of a model's layers, in elements."""
+
+    layers: int
+    hidden: int
+    queries: int
+    keys: int  # and values
+    intermediate: int
+    head: int
+
+
+# Of Qwen3.
+MODELS = {"0.6B": Widths(28, 1024, 2048, 1024, 3072, 128), "8B": Widths(36, 4096, 4096, 1024, 12288, 128)}
 ROWS = 16384
 # Two joins in the forward of a layer (o, down), and two in its backward (qkv, gate_up).
 JOINS = 4
@@ -37,15 +52,36 @@ def sent_by_a_join(ranks: int, rows: int, width: int) -> int:
     return rank.sent
 
 
+def sent_by_a_layer(ranks: int, rows: int, w: Widths, dtype: torch.dtype = torch.bfloat16) -> int:
+    """The bytes that a rank sends in one layer of shared rows, forward and backward."""
+    rank, qkv = CountingRank(ranks), w.queries + 2 * w.keys
+    shared = SharedRows(rank)
+
+    def part(width: int, dtype: torch.dtype = dtype) -> torch.Tensor:
+        return torch.empty(rows // ranks, width, dtype=dtype, device="meta")
+
+    # Heads and back in the forward and the backward; dy of qkv, o, gate_up and down.
+    columns = [qkv, w.queries, w.queries, qkv, qkv, w.hidden, 2 * w.intermediate, w.hidden]
+    for width in columns:
+        shared.columns(part(width))
+    for width in (w.hidden, w.hidden, w.head, w.head):  # the norms' products
+        shared.columns(part(width, torch.float32))
+    for width in (w.hidden, w.queries, w.hidden, w.intermediate):  # x of qkv, o, gate_up and down
+        shared.whole(part(width))
+    return rank.sent
+
+
 def wire() -> str:
     """For each model and number of ranks in a row: bytes of a layer and of a pass, and the predicted time."""
     lines = []
-    for name, (layers, width) in MODELS.items():
-        for ranks in (1, 2, 4, 8):
-            layer = JOINS * sent_by_a_join(ranks, ROWS, width)
-            seconds = layers * layer / NVLINK
-            lines.append(
-                [name, str(ranks), f"{layer / 1e6:,.0f}", f"{layers * layer / 1e9:.1f}", f"{seconds:.3f}"]
-            )
-    head = ["model", "ranks of a row", "a layer, MB", "all layers, GB", "predicted, s"]
+    for name, w in MODELS.items():
+        for ranks in (2, 4, 8):
+            both = JOINS * sent_by_a_join(ranks, ROWS, w.hidden), sent_by_a_layer(ranks, ROWS, w)
+            cells = [
+                [f"{layer / 1e6:,.0f}", f"{w.layers * layer / 1e9:.1f}", f"{w.layers * layer / NVLINK:.3f}"]
+                for layer in both
+            ]
+            lines.append([name, str(ranks), *cells[0], *cells[1]])
+    of_each = ("a layer, MB", "all layers, GB", "predicted, s")
+    head = ["model", "ranks of a row", *(f"{kind}: {x}" for kind in ("layers", "rows") for x in of_each)]
     return table(head, lines)

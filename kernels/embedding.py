@@ -15,6 +15,7 @@ import torch
 from .backend import on_triton
 from .leaves import WHOLE, Leaves
 from .passes import ONE_SEQUENCE, Pass
+from .shared_rows import SharedRows
 
 if TYPE_CHECKING:
     from .embedding_triton import SortedIds
@@ -50,19 +51,21 @@ class _Embedding(torch.autograd.Function):
     def backward(ctx, dx):
         (ids,) = ctx.saved_tensors
         in_pass = ctx.in_pass.over(dx)
-        blocks, buffer = in_pass.blocks, in_pass.buffer(ctx.w)
+        blocks, buffer, shared = in_pass.blocks, in_pass.buffer(ctx.w), in_pass.shared
+        ids, dx = shared.whole(ids), shared.whole(dx)
+        owners = shared if shared.size > 1 else ctx.leaves
         sums = buffer.zeroed(blocks.shards)
         for shard, shard_blocks in blocks.parts:
             if shard_blocks:
                 rows = slice(shard_blocks[0][0], shard_blocks[-1][1])
-                _add_rows(sums[shard], ids[rows], dx[rows], ctx.leaves)
+                _add_rows(sums[shard], ids[rows], dx[rows], owners)
         return None, in_pass.returned_grad(ctx.w, buffer), None, None
 
 
-def _add_rows(acc: torch.Tensor, ids: torch.Tensor, dx: torch.Tensor, leaves: Leaves) -> None:
+def _add_rows(acc: torch.Tensor, ids: torch.Tensor, dx: torch.Tensor, owners: Leaves | SharedRows) -> None:
     """acc += the gradient of the rows that this rank has."""
-    if leaves.ranks.size > 1:
-        rows, ids = leaves.owned(ids, len(acc))
+    if owners.ranks.size > 1:
+        rows, ids = owners.owned(ids, len(acc))
         dx = dx[rows]
     _backward(acc, ids, dx)
 

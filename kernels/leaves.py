@@ -8,7 +8,7 @@ G / n neighbouring leaves each: a subtree. They carry their roots to each other,
 them by the tree's upper levels. So G decides bits, and n decides none. With G = 1 nothing changes.
 
 What is summed by leaves: the output of o and down, over K; dx of qkv, gate_up and lm_head, over N; the sums
-over the vocabulary (logprob.py); dwq and dwk, over heads (qk_norm.py).
+over the vocabulary (logprob.py); dwq and dwk, over heads (qk_norm.py); rows of LoRA's gradient (low_rank.py).
 
 Shapes: x [T, K]; w [N, K]; y [T, N] in fp32 (fp64 for fp64).
 Roundings: none. A product of two 16-bit numbers is exact in fp32, so a leaf is computed from fp32 numbers.
@@ -16,6 +16,7 @@ Roundings: none. A product of two 16-bit numbers is exact in fp32, so a leaf is 
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import NamedTuple, Protocol
 
 import torch
@@ -58,6 +59,13 @@ class _Alone:
 
 
 ALONE = _Alone()
+
+
+def owned(ranks: Carrier, ids: torch.Tensor, N: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The rows of this rank's ids among those of all [T], and their places in this rank, which has N."""
+    local = ids - ranks.rank * N
+    rows = ((local >= 0) & (local < N)).nonzero().squeeze(1)
+    return rows, local[rows]
 
 
 @dataclass(frozen=True)
@@ -105,10 +113,8 @@ class Leaves:
         return x if self.ranks.size == 1 else torch.stack(self.ranks.all_gather(x)).amax(0)
 
     def owned(self, ids: torch.Tensor, N: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """The rows of this rank's ids among those of all [T], and their places in this rank, which has N."""
-        local = ids - self.ranks.rank * N
-        rows = ((local >= 0) & (local < N)).nonzero().squeeze(1)
-        return rows, local[rows]
+        """See the function `owned`."""
+        return owned(self.ranks, ids, N)
 
     def chosen(self, x_TN: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         """x[t, ids[t]] in every rank, [T]. x has this rank's columns; the ids count those of all ranks."""
@@ -157,6 +163,14 @@ class Cut(NamedTuple):
     leaves: Leaves
     widths: tuple[int, ...]
     output: bool
+
+    def within(self, rows: slice) -> "Cut":
+        """Of the rows of the weight [N, K] in this rank, which are whole parts of what is cut along N."""
+        if self.output:
+            return self
+        ends = accumulate(self.widths)
+        widths = [n for n, end in zip(self.widths, ends, strict=True) if rows.start < end <= rows.stop]
+        return self._replace(widths=tuple(widths))
 
     @property
     def joins_output(self) -> bool:

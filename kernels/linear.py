@@ -82,12 +82,16 @@ class _Linear(torch.autograd.Function):
         (x,) = ctx.saved_tensors
         w, b, in_pass, dw, db = ctx.w, ctx.b, ctx.in_pass.over(dy), None, None
         dx = input_gradient(dy, w, ctx.tiles, ctx.cut) if ctx.needs_input_grad[0] else None
+        if any(ctx.needs_input_grad[1:3]):
+            dy = in_pass.shared.columns(dy)
         if ctx.needs_input_grad[1]:
             buffer = in_pass.buffer(w)
-            add = add_low_rank if isinstance(buffer, LowRankBuffers) else add_outer
-            add(buffer, dy, x, in_pass.blocks)
+            if isinstance(buffer, LowRankBuffers):
+                add_low_rank(buffer, dy, x, in_pass.blocks, ctx.cut)
+            else:
+                add_outer(buffer, dy, in_pass.shared.whole(x), in_pass.blocks)
             dw = in_pass.returned_grad(w, buffer)
-        if b is not None and ctx.needs_input_grad[2]:
+        if ctx.needs_input_grad[2]:
             buffer = in_pass.buffer(b)
             add_columns(buffer, dy, in_pass.blocks)
             db = in_pass.returned_grad(b, buffer)

@@ -27,6 +27,7 @@ from .linear import input_gradient
 from .matmul import add_outer, matmul, matmul_cpu
 from .passes import ONE_SEQUENCE, Pass
 from .sampling_params import SamplingParams
+from .shared_rows import SharedRows
 from .softcap import softcap, softcap_slope
 from .tile_tables import DEFAULT_TABLE, TileTable
 from .truncation import logit_offset, scaled_logits, scaled_logits_ref
@@ -166,6 +167,12 @@ def _forward(
     return tuple(torch.cat(columns) for columns in zip(*parts, strict=True))
 
 
+def _of_shares(shared: SharedRows, h: Tensor, w: Tensor, ids: Tensor, *rest) -> tuple[Tensor, ...]:
+    """_forward of all rows, of which each rank computes a share."""
+    mine = shared.shares(0, len(h))
+    return tuple(shared.whole(x)[: len(h)] for x in _forward(h[mine], w, ids[mine], *rest))
+
+
 def dlogits_ref(
     logits: Tensor, ids: Tensor, dlogp: Tensor, params: SamplingParams, leaves: Leaves = WHOLE
 ) -> Tensor:
@@ -213,7 +220,7 @@ class _LinearLogprob(torch.autograd.Function):
     @staticmethod
     def forward(ctx, h, w, ids, params, in_pass, tiles, cap, leaves):
         offset = logit_offset(params, w.shape[0] * leaves.ranks.size, w.device)
-        logp, entropy, *stats = _forward(h, w, ids, params, tiles, offset, cap, leaves)
+        logp, entropy, *stats = _of_shares(in_pass.shared, h, w, ids, params, tiles, offset, cap, leaves)
         ctx.save_for_backward(h, ids, *stats)
         ctx.w, ctx.params, ctx.in_pass, ctx.tiles, ctx.offset = w, params, in_pass, tiles, offset
         ctx.cap, ctx.leaves = cap, leaves
@@ -224,21 +231,24 @@ class _LinearLogprob(torch.autograd.Function):
     def backward(ctx, dlogp, _):
         h, ids, *stats = ctx.saved_tensors
         w, params, in_pass = ctx.w, ctx.params, ctx.in_pass.over(dlogp)
+        shared = in_pass.shared
         wants_dh, wants_dw = ctx.needs_input_grad[:2]
         dh = torch.empty_like(h) if wants_dh else None
         buffer = in_pass.buffer(w) if wants_dw else None
         rows = logits_rows(w.shape[0], w.device, w.dtype, params)
-        for a, b, blocks in in_pass.blocks.chunks(rows):
-            logits = head_logits(h[a:b], w, ctx.cap, tiles=ctx.tiles)
-            chunk_stats = tuple(s[a:b] for s in stats)
+        for a, b, blocks in in_pass.blocks.chunks(rows * shared.size):
+            mine = shared.shares(a, b)
+            logits = head_logits(h[mine], w, ctx.cap, tiles=ctx.tiles)
+            chunk_stats = tuple(s[mine] for s in stats)
             slope = softcap_slope(logits, ctx.cap) if ctx.cap else None  # Triton overwrites the logits
-            dlogits = _dlogits(logits, ids[a:b], dlogp[a:b], params, ctx.offset, chunk_stats, ctx.leaves)
+            dlogits = _dlogits(logits, ids[mine], dlogp[mine], params, ctx.offset, chunk_stats, ctx.leaves)
             if slope is not None:
                 dlogits = slope.mul_(dlogits).to(logits.dtype)
             if wants_dh:
-                dh[a:b] = input_gradient(dlogits, w, ctx.tiles, ctx.leaves.outputs(w.shape[0]))
+                part = input_gradient(dlogits, w, ctx.tiles, ctx.leaves.outputs(w.shape[0]))
+                dh[a:b] = shared.whole(part)[: b - a]
             if wants_dw:
-                add_outer(buffer, dlogits, h[a:b], blocks)
+                add_outer(buffer, shared.columns(dlogits)[: b - a], h[a:b], blocks)
         return dh, in_pass.returned_grad(w, buffer) if wants_dw else None, *[None] * 6
 
 
@@ -257,6 +267,7 @@ def linear_logprob(
     h [T, D], w [V, D], ids [T] -> [T], [T] in fp32. dw is summed in the order of the pass's token blocks,
     which the host must know. tiles: see matmul. cap: of the logits; 0.0 is none. leaves: of the sums over V;
     where ranks share them, w has this rank's rows, and the ids count those of all. Leaves are built for CPUs.
+    Where ranks share the pass's rows, each has all of h and computes a part of the logits.
     Raises ValueError on a bad shape, dtype or sampling parameter.
     """
     check_dtype("linear_logprob", h=h, w=w)
@@ -269,5 +280,6 @@ def linear_logprob(
     V = w.shape[0] * leaves.ranks.size
     params.check(V)
     if not torch.is_grad_enabled():
-        return _forward(h, w, ids, params, tiles, logit_offset(params, V, w.device), cap, leaves)[:2]
+        offset = logit_offset(params, V, w.device)
+        return _of_shares(in_pass.shared, h, w, ids, params, tiles, offset, cap, leaves)[:2]
     return _LinearLogprob.apply(h, w, ids, params, in_pass, tiles, cap, leaves)

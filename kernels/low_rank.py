@@ -17,8 +17,9 @@ example. dy of such a part are its columns of the weight's dy.
 Roundings: x and dy are exact in fp32. Each element of x a^T and of dy b is summed in fp32, and the product
 with s rounds it once more: not at all where s is a power of two. da and db are sums in fp32 (fp64 for fp64).
 What is added to y and dx is one more sum in fp32, and it is added in fp32.
-Order: a row of x a^T and of dy b has the order of matmul.matmul, and knows no other row. da and db are summed
-as each weight's gradient is: over the token blocks of the pass, in their order, by matmul.add_outer.
+Order: a row of x a^T and of dy b has the order of matmul.matmul, and knows no other row. Where tensor
+parallelism may cut it, it is a sum of leaves (leaves.py): x a^T of o and down, dy b of the others. da and db are
+summed as each weight's gradient is: over the token blocks of the pass, in their order, by matmul.add_outer.
 """
 
 from collections.abc import Iterable
@@ -29,6 +30,7 @@ import torch.nn.functional as F
 
 from .backend import on_triton
 from .grad import GradBuffer, accumulate_dtype
+from .leaves import UNCUT, Cut
 from .matmul import add_outer, matmul
 from .order import ALIGN, TokenBlocks
 
@@ -62,14 +64,21 @@ class LowRankBuffers(NamedTuple):
 
 
 def add_low_rank(
-    buffers: LowRankBuffers, dy_TN: torch.Tensor, x_TK: torch.Tensor, blocks: TokenBlocks
+    buffers: LowRankBuffers,
+    dy_TN: torch.Tensor,
+    x_TK: torch.Tensor,
+    blocks: TokenBlocks,
+    cut: Cut = UNCUT,
 ) -> None:
-    """Add the gradients of the weight's adapters, block by block in the order of `blocks`."""
+    """Add the gradients of the weight's adapters, block by block in the order of `blocks`.
+
+    cut: of the weight. Where ranks share it, each has its rows of b, or its columns of a.
+    """
     x = x_TK.to(accumulate_dtype(x_TK.dtype))
     for adapter in buffers.adapters:
         dy = dy_TN[:, adapter.rows].to(x.dtype).contiguous()
         padded = padded_rank(adapter, blocks) if on_triton(x) else adapter
-        x_a, dy_b = low_rank_rows(padded, dy, x)
+        x_a, dy_b = low_rank_rows(padded, dy, x, cut.within(adapter.rows))
         add_outer(padded.db, dy, x_a, blocks)
         add_outer(padded.da, dy_b, x, blocks)
         if padded is not adapter:
@@ -121,8 +130,13 @@ def _factors(adapter: LowRank, dtype: torch.dtype) -> tuple[torch.Tensor, torch.
 
 
 def low_rank_rows(
-    adapter: AdapterBuffers, dy_TN: torch.Tensor, x_TK: torch.Tensor
+    adapter: AdapterBuffers, dy_TN: torch.Tensor, x_TK: torch.Tensor, cut: Cut = UNCUT
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """s x a^T and s dy b, [T, r] each. dy: the columns of the adapter's matrix. Both are fp32 (or fp64)."""
+    """s x a^T and s dy b, [T, r] each. dy: the columns of the adapter's matrix. Both are fp32 (or fp64).
+
+    cut: of this matrix.
+    """
     b, a = adapter.b.to(x_TK.dtype), adapter.a.to(x_TK.dtype)
-    return matmul(x_TK, a).mul_(adapter.scale), matmul(dy_TN, b.t()).mul_(adapter.scale)
+    x_a = cut.product(x_TK, a) if cut.joins_output else matmul(x_TK, a)
+    dy_b = cut.product(dy_TN, b.t()) if cut.joins_dx else matmul(dy_TN, b.t())
+    return x_a.mul_(adapter.scale), dy_b.mul_(adapter.scale)

@@ -11,6 +11,7 @@ import torch
 from .grad import GradBuffer
 from .low_rank import LowRankBuffers
 from .order import TokenBlocks, token_blocks
+from .shared_rows import ALL_ROWS, SharedRows
 
 
 @dataclass(frozen=True)
@@ -19,12 +20,14 @@ class Pass:
 
     Weights are found by identity. A weight without a buffer has its gradient returned to autograd. A weight
     of `linear` may have the buffers of its LoRA adapters in place of its own. A weight without a packed copy
-    is read itself (matmul.pack_weights).
+    is read itself (matmul.pack_weights). Where ranks share the rows, the blocks count the rows of all, and a
+    buffer has this rank's part of its weight.
     """
 
     blocks: TokenBlocks | None = None  # None: all rows are one sequence
     buffers: Mapping[torch.Tensor, GradBuffer | LowRankBuffers] = field(default_factory=dict)
     packed: Mapping[torch.Tensor, torch.Tensor] = field(default_factory=dict)
+    shared: SharedRows = ALL_ROWS
 
     def over(self, x: torch.Tensor) -> "Pass":
         """This pass over the rows of x [T, ...]: its blocks are never None. Only a backward needs them."""

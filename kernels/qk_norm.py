@@ -80,7 +80,7 @@ class _QKNorm(torch.autograd.Function):
         for w, dw, wanted in zip(ctx.weights, contributions, ctx.needs_input_grad[1:3], strict=True):
             buffer = in_pass.buffer(w) if wanted else None
             if wanted:
-                add_rows(buffer, dw, in_pass.blocks)
+                add_rows(buffer, dw, in_pass)
             returned.append(in_pass.returned_grad(w, buffer) if wanted else None)
         return dx, *returned, None, None, None, None, None
 

@@ -21,7 +21,7 @@ import torch
 from .backend import on_triton
 from .columns import add_columns_cpu
 from .grad import GradBuffer, accumulate_dtype, check_dtype
-from .order import TokenBlocks, sum_last
+from .order import sum_last
 from .passes import ONE_SEQUENCE, Pass
 from .rms_norm_cpp import norm_bwd, norm_fwd, norm_on_cpp
 
@@ -82,16 +82,18 @@ def _backward(dy, x, r, w, plus_one, in_pass, wants_dw, ds=None):
     if not wants_dw:
         return dx, None
     buffer = in_pass.buffer(w)
-    add_rows(buffer, dw, in_pass.blocks)
+    add_rows(buffer, dw, in_pass)
     return dx, in_pass.returned_grad(w, buffer)
 
 
-def add_rows(buffer: GradBuffer, dw: torch.Tensor, blocks: TokenBlocks) -> None:
-    """buffer [shards, D] += the contributions to a norm's dw, in the order of `blocks`.
+def add_rows(buffer: GradBuffer, dw: torch.Tensor, in_pass: Pass) -> None:
+    """buffer [shards, D] += the contributions to a norm's dw, in the order of the pass's blocks.
 
     dw: of each row [T, D] from the reference, of each run of rows from Triton (order.BlockTables).
     """
+    blocks = in_pass.blocks
     if not on_triton(dw):
+        dw = in_pass.shared.columns(dw)
         add_columns_cpu(buffer.zeroed(blocks.shards), dw, blocks)
     else:
         from .columns_triton import NORM_ROWS

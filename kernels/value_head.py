@@ -66,7 +66,7 @@ class _ValueHead(torch.autograd.Function):
         if not ctx.needs_input_grad[1]:
             return dh, None, None
         buffer = in_pass.buffer(w)
-        add_rows(buffer, dw, in_pass.blocks)
+        add_rows(buffer, dw, in_pass)
         return dh, in_pass.returned_grad(w, buffer), None
 
 

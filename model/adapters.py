@@ -95,6 +95,32 @@ class AdapterLayout(FlatLayout):
         entries = iter(self.entries.values())
         self.adapters = [Adapter(*place, next(entries), next(entries)) for place in adapted]
 
+    def of_rank(self, ranks: int) -> "AdapterLayout":
+        """The layout of the adapters of the part of the model that one of `ranks` has (Layout.of_rank)."""
+        return AdapterLayout(self.model.of_rank(ranks), self.lora)
+
+    def ranges_of_rank(self, rank: int, ranks: int) -> list[tuple[int, int]]:
+        """Where the elements of a rank's part lie in this layout: [start, stop) each, in their order.
+
+        It has its columns of A where ranks share the weight's columns, and else its rows of B.
+        """
+        ranges = []
+        for _, weight, rows, a, b in self.adapters:
+            width = a.shape[1] // ranks
+            if weight.name in self.model.cut_inputs:
+                firsts = range(a.offset + rank * width, a.offset + a.numel, a.shape[1])
+                ranges += [(first, first + width) for first in firsts] + [(b.offset, b.offset + b.numel)]
+                continue
+            ranges.append((a.offset, a.offset + a.numel))
+            end = 0
+            for part in self.model.shared_rows(weight.name):
+                start, end = end, end + part
+                if rows.start <= start < rows.stop:
+                    n = part * b.shape[1] // ranks
+                    first = b.offset + (start - rows.start) * b.shape[1] + rank * n
+                    ranges.append((first, first + n))
+        return ranges
+
 
 def _parts(entry: Entry) -> Iterator[tuple[str, int, int]]:
     """The name, the first row and the rows of each tensor of the checkpoint in a weight."""

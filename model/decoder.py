@@ -41,13 +41,13 @@ Stream = tuple[torch.Tensor | None, torch.Tensor]
 Rotations = Mapping[float | None, Rotation]
 
 
-def with_padding(ids: torch.Tensor, decoder: "Forward") -> tuple[torch.Tensor, int]:
+def with_padding(ids: torch.Tensor, decoder: "Forward", ranks: int = 1) -> tuple[torch.Tensor, int]:
     """ids [T] and padding ids after them, and the number of padding ids.
 
     The padding fills the last row tile, so that no matrix product of the reference has a partial tile. Triton
-    needs no padding.
+    needs no padding. ranks: that have as many rows each.
     """
-    padding = 0 if on_triton(decoder.weights.norm) else -len(ids) % ROW_TILE
+    padding = -len(ids) % (ranks * (1 if on_triton(decoder.weights.norm) else ROW_TILE))
     return F.pad(ids, (0, padding)), padding
 
 

@@ -29,12 +29,14 @@ from ..kernels.grad import GradBuffer
 from ..kernels.order import token_blocks
 from ..kernels.passes import Pass
 from ..kernels.recurrent_state import Segments
+from ..kernels.shared_rows import ALL_ROWS, SharedRows
 from ..kernels.upload import Tables, upload_tables
 from .config import ModelConfig
 from .context import NO_BUFFERS, Buffers, Hook, PackedContext, WholeSequences, no_hook
 from .decoder import Decoder, with_padding
 from .observer import Observer, Rows, observed
 from .routing import FREE, Routing
+from .shared_context import SharedContext, sizes_of_rank
 
 # Tokens of the prompts of one pass, at most; a longer prompt has a pass of its own. It must stay constant,
 # because it orders the weights' gradients.
@@ -111,19 +113,21 @@ class Prompts(PromptLayout):
         buffers: Buffers = NO_BUFFERS,
         tables: Sequence[Tables] = (),
         routing: Routing = FREE,
+        shared: SharedRows = ALL_ROWS,
     ):
         """prompts and shards: see PromptLayout. `hook`: see Decoder.hidden. routing: of the rows, which are
         the tokens of each prompt but the last, prompt by prompt.
 
         observer: its rows are of the n samples. buffers: where the gradients of the weights are summed, by
         the prompts and by their samples. tables: what the samples read, which goes to the device by the same
-        copy as the prompts. Raises ValueError for an empty prompt, and where a layer keeps a state for one of
-        more tokens than one (whole_sequences).
+        copy as the prompts. shared: the ranks that share the rows, of the prompts and of their samples; `kv`
+        has this rank's heads. Raises ValueError for an empty prompt, and where a layer keeps a state for one
+        of more tokens than one (whole_sequences).
         """
         super().__init__(prompts, shards)
         if decoder.config.states:
             whole_sequences(self)
-        self.buffers = buffers
+        self.buffers, self.shared = buffers, shared
         ids = [token for prompt in compress(prompts, self.firsts) for token in prompt[:-1]]
         if observer is not None and ids:
             first_samples = np.repeat(np.flatnonzero(self.firsts), self.lengths)
@@ -136,7 +140,7 @@ class Prompts(PromptLayout):
             shards = [shard for shard, n in firsts_and_lengths if n]
         lengths = [n for n in self.lengths.tolist() if n]
         if ids:
-            self._read = _read(decoder, ids, lengths, hook, shards, buffers, tables, routing)
+            self._read = _read(decoder, ids, lengths, hook, shards, buffers, tables, routing, shared)
         else:  # every prompt has one token
             self._read = []
             upload_tables(decoder.device, tables)
@@ -188,14 +192,19 @@ def _read(
     buffers: Buffers,
     tables: Sequence[Tables],
     routing: Routing,
+    shared: SharedRows,
 ) -> list[torch.Tensor]:
-    """Keys and values of packed tokens, [B, 2 Hkv D] of each layer. tables, routing: see Prompts."""
-    padded_ids, padding = with_padding(torch.tensor(ids), decoder)
-    context = _PromptContext(lengths, decoder.config, padding, shards, buffers, routing)
+    """Keys and values of packed tokens, [B, 2 Hkv D] of each layer. The rest: see Prompts."""
+    padded_ids, padding = with_padding(torch.tensor(ids), decoder, shared.size)
+    config = sizes_of_rank(decoder.config, shared)
+    context = _PromptContext(lengths, config, padding, shards, buffers, routing)
     decoder.check_ids(padded_ids)
     all_tables = [*context.tables, *routing.tables, *tables]
     (padded_ids,) = upload_tables(decoder.device, all_tables, padded_ids)
-    decoder.read(padded_ids, context, hook)
+    if shared.size == 1:
+        decoder.read(padded_ids, context, hook)
+    else:
+        decoder.read(shared.mine(padded_ids), SharedContext(context, shared), hook)
     return context.kv
 
 

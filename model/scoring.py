@@ -20,6 +20,7 @@ from ..kernels.logprob import linear_logprob
 from ..kernels.order import token_blocks
 from ..kernels.passes import Pass
 from ..kernels.sampling_params import SamplingParams
+from ..kernels.shared_rows import ALL_ROWS, SharedRows, all_rows
 from ..kernels.upload import Tables, upload_tables
 from ..kernels.value_head import value_head
 from .cache import BlockCache, CachedContext
@@ -29,6 +30,7 @@ from .observer import Rows
 from .one_pass import OnePassContext, one_pass
 from .prompts import PromptLayout, Prompts, SampleContext, SampleTables
 from .routing import FREE, Routing
+from .shared_context import SharedContext, sizes_of_rank
 
 
 @dataclass(frozen=True)
@@ -115,6 +117,7 @@ class ScoringInputs:
     buffers: of the gradients, for a batch without prompts. routing: of the rows.
     shared [S]: the prompt of each sequence, which the same forward reads (one_pass.py), for a batch that
         `pack` was given `after` for.
+    shared_rows: the ranks that share the rows; those of `prompts`, too.
     Raises ValueError for a sequence that is longer than the context, and for an id outside the vocabulary.
     """
 
@@ -127,20 +130,23 @@ class ScoringInputs:
         buffers: Buffers = NO_BUFFERS,
         routing: Routing = FREE,
         shared: Sequence[Sequence[int]] | None = None,
+        shared_rows: SharedRows = ALL_ROWS,
     ):
         _check_lengths(decoder, batch, PromptLayout(shared) if shared is not None else prompts)
         self.sampling_params = sampling_params
         if shared is not None:
             self._ids, self._context = one_pass(decoder, batch.ids, batch.lengths, shared, buffers, routing)
         else:
-            self._ids, padding = with_padding(batch.ids, decoder)
+            self._ids, padding = with_padding(batch.ids, decoder, shared_rows.size)
+            config = sizes_of_rank(decoder.config, shared_rows)
             self._context = (
-                PackedContext(batch.lengths, decoder.config, padding, batch.shards, buffers, routing)
+                PackedContext(batch.lengths, config, padding, batch.shards, buffers, routing)
                 if prompts is None
-                else SampleTables(decoder.config, batch.lengths, prompts, batch.after, padding, batch.shards)
+                else SampleTables(config, batch.lengths, prompts, batch.after, padding, batch.shards)
             )
         decoder.check_ids(self._ids)
         self._rows, self._targets, self._routing = batch.rows, batch.targets, routing
+        self._shared_rows = shared_rows
         self._blocks = token_blocks(batch.drawn_lengths, batch.shards)  # of the drawn tokens
         self._chunks = [chunk for *_, chunk in self._blocks.chunks(decoder.logits_rows(sampling_params))]
         self._of_host = batch, self._context.positions[: len(batch.ids)]
@@ -173,8 +179,11 @@ class ScoringInputs:
     def forward(self, decoder: Forward, hook: Hook = no_hook, prompts: Prompts | None = None) -> Scores:
         """The scores of the drawn tokens. prompts: those of the layout, which were read."""
         context = self._context if prompts is None else SampleContext(self._context, prompts, self._routing)
+        ids, shared = self._ids, self._shared_rows
+        if shared.size > 1:
+            ids, context = shared.mine(ids), SharedContext(context, shared)
         # No row occurs twice, so the gradient of each is written once and nothing is added up.
-        h = decoder.hidden(self._ids, context, hook)[self._rows]
+        h = all_rows(decoder.hidden(ids, context, hook), shared)[self._rows]
         values = None
         if decoder.value_head is not None:
             values, h = value_head(h, decoder.value_head, Pass(self._blocks, context.in_pass.buffers))
@@ -184,7 +193,7 @@ class ScoringInputs:
             lm_head,
             self._targets,
             self.sampling_params,
-            Pass(self._blocks, buffers),
+            Pass(self._blocks, buffers, shared=shared),
             decoder.numerics.tiles,
             decoder.config.head.cap,
             decoder.numerics.leaves,

@@ -219,6 +219,10 @@ class Layout(FlatLayout):
                 ranges.append((start, start + entry.numel))
         return ranges
 
+    def shared_rows(self, name: str) -> tuple[int, ...]:
+        """The rows of the parts of a weight of each of which a rank has an equal piece."""
+        return self._weights[name].shared_rows
+
     def checkpoint_views(self, flat: torch.Tensor) -> dict[str, torch.Tensor]:
         """The model's tensors, without a critic's head."""
         views = super().checkpoint_views(flat)

@@ -43,6 +43,20 @@ _SAMPLER_HELP = (
 )
 
 
+def needing_whole_rows(run: PlannedRun) -> list[str]:
+    """The settings of a run that ranks with parts of the rows are not built with, as `key (value)`."""
+    config, spread = run.config, run.config.parallel
+    others = {
+        f'parallel.engine ("{spread.engine}")': spread.engine == "fsdp",
+        f"parallel.tensor ({spread.tensor})": spread.tensor > 1,
+        f"precision.leaves ({config.precision.leaves})": config.precision.leaves > 1,
+        f"lora.rank ({config.lora.rank})": config.lora.rank,
+        f'loss.advantage ("{config.loss.advantage}")': config.loss.has_critic,
+        f'device ("{run.device}")': run.device == "cuda",
+    }
+    return [name for name, is_set in others.items() if is_set] + needing_whole(config)
+
+
 class ParallelConfig(Section, head=_SPREAD):
     """How training is spread over ranks. These settings change no bit of the result."""
 
@@ -89,6 +103,26 @@ class ParallelConfig(Section, head=_SPREAD):
         if self.tensor > 1 and whole:
             return (
                 f"parallel.tensor ({self.tensor}) with {whole[0]}: this is not built with shared layers; "
+                "leave one out"
+            )
+
+    context: int = setting(1, ge=1, le=64)
+    """Neighbouring ranks that share the tokens of each forward of training, and inside attention its heads
+    (context parallelism, Ulysses). Each has all weights, and draws prompts of its own. It divides the ranks
+    of the run and the key-value heads.
+    """
+
+    @rule
+    def _parts_of_rows(self, run: PlannedRun) -> str | None:
+        if run.ranks > 1 and run.ranks % self.context:
+            return (
+                f"parallel.context ({self.context}) must divide the ranks ({run.ranks}); start a multiple "
+                "of it, or set it to 1"
+            )
+        whole = needing_whole_rows(run)
+        if self.context > 1 and whole:
+            return (
+                f"parallel.context ({self.context}) with {whole[0]}: this is not built with shared rows; "
                 "leave one out"
             )
 
@@ -195,7 +229,8 @@ class Config(Section):
 
     @rule
     def _a_shard_for_each_rank(self, run: PlannedRun) -> str | None:
-        if run.ranks & (run.ranks - 1) or run.ranks > self.virtual_shards * self.parallel.tensor:
+        sharing = self.parallel.tensor * self.parallel.context
+        if run.ranks & (run.ranks - 1) or run.ranks > self.virtual_shards * sharing:
             return (
                 f"ranks ({run.ranks}) must be a power of two and at most virtual_shards "
                 f"({self.virtual_shards})"

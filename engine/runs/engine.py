@@ -18,6 +18,7 @@ from ..processes.allocator import return_freed_memory
 from ..rollout.stopwatch import Stopwatch
 from ..train.master_weights import AdapterWeights, MasterWeights
 from ..train.optimizer import Optimizer
+from ..train.parallel.cut import CutWorkers
 from ..train.parallel.data_parallel import RankedSampler, RankedScorer, RankedWorkers
 from ..train.parallel.gathered import FrozenPieces, WholeWeights
 from ..train.parallel.gradient import TrainedAdapters
@@ -25,11 +26,12 @@ from ..train.parallel.process_group import Ranks
 from ..train.parallel.scorer import Scorer, WorkersSampler, frozen
 from ..train.parallel.sharded_adapters import AdapterGradient, ShardedAdapters, ShardedAdapterWorkers
 from ..train.parallel.sharded_model import ShardedModel, ShardedWorkers
-from ..train.parallel.tensor import SharedScorer, TensorParts, TensorWorkers
+from ..train.parallel.tensor import SharedScorer, TensorParts
+from ..train.parallel.tensor_adapters import SharedAdapters
 from ..train.parallel.workers import Workers
 from ..train.parallel.zero import Slices
 from ..train.sharded_weights import ShardedWeights
-from ..train.tensor_weights import TensorWeights
+from ..train.tensor_weights import TensorAdapterWeights, TensorWeights
 from .samplers import Samplers, numerics_of
 from .trained import adapters_before
 
@@ -77,8 +79,23 @@ def tensor_engine(run: EngineInputs, micro_batch: int, stopwatch: Stopwatch) -> 
     config, data = run.config, run.ranks.data_parallel
     weights, parts = read_weights(run.folder, run.layout), TensorParts(run.layout, run.ranks, run.device)
     policy = _shared_decoder(run, parts, weights, config.recompute == "layer")
-    workers = Workers(policy, config.virtual_shards // data.size, 1, config.native, stopwatch=stopwatch)
-    optimizer = Optimizer(TensorWeights(policy, weights, parts), config.optimizer, run.updates)
+    adapters, summed = None, parts
+    if run.own_layout:
+        before = adapters_before(config, run.own_layout)
+        adapters = SharedAdapters(run.own_layout, before, weights, policy, run.base, parts)
+        summed, slices = adapters.parts, Slices(run.own_layout, run.ranks, run.device)
+        masters = TensorAdapterWeights(adapters, slices)
+    else:
+        masters = TensorWeights(policy, weights, parts)
+    workers = Workers(
+        policy,
+        config.virtual_shards // data.size,
+        1,
+        config.native,
+        stopwatch=stopwatch,
+        adapters=adapters and adapters.trained,
+    )
+    optimizer = Optimizer(masters, config.optimizer, run.updates)
     sampler = RankedSampler(WorkersSampler(workers, micro_batch), data)
     ref_policy = critic = None
     if run.ref_model is not None:
@@ -89,7 +106,7 @@ def tensor_engine(run: EngineInputs, micro_batch: int, stopwatch: Stopwatch) -> 
         ref_policy = RankedScorer(shared, data)
     if config.loss.has_critic:
         critic = RankedScorer(Scorer(workers, micro_batch), data)
-    parallel = TensorWorkers(workers, parts, config.virtual_shards)
+    parallel = CutWorkers(workers, summed, config.virtual_shards)
     return Engine(policy, optimizer, parallel, Samplers(sampler, sampler), ref_policy, critic)
 
 

@@ -28,7 +28,13 @@ from ..tasks.perfectible import TASK_FILE
 from ..train.ledger_recorder import Recorder
 from ..train.losses.surrogate_check import check_surrogate
 from ..train.monitor import MismatchError
-from ..train.parallel.process_group import Ranks, join_ranks, world_size
+from ..train.parallel.process_group import (
+    CONTEXT_PARALLEL,
+    TENSOR_PARALLEL,
+    Ranks,
+    join_ranks,
+    world_size,
+)
 from ..train.parallel.workers import use_threads
 from ..train.state import StepRecord, TrainState
 from ..train.step import train_step
@@ -119,7 +125,9 @@ def _go_on(path: Path, overrides: Mapping[str, Any], ranks: Ranks, profile: int 
 def _ranks(config: Config) -> Iterator[Ranks]:
     """The ranks of this run. From now on only rank 0 prints."""
     check_settings(config, ranks=world_size())
-    with join_ranks(on_gpu(config), config.parallel.engine == "fsdp", config.parallel.tensor) as ranks:
+    spread = config.parallel
+    sharing = {TENSOR_PARALLEL: spread.tensor, CONTEXT_PARALLEL: spread.context}
+    with join_ranks(on_gpu(config), spread.engine == "fsdp", sharing) as ranks:
         console.quiet = not ranks.first
         yield ranks
 

@@ -32,6 +32,7 @@ from ..tasks.tokenizer import Tokenizer
 from ..train.ahead import Ahead
 from ..train.loss_scaling import LossScaler
 from ..train.optimizer import Optimizer
+from ..train.parallel.context import ContextParts, ContextWorkers
 from ..train.parallel.data_parallel import (
     RankedEnvironments,
     RankedEquivalence,
@@ -144,16 +145,17 @@ def make_state(
 
 
 def _data_ranks(config: Config, ranks: Ranks) -> int:
-    """The ranks of which each has a part of the prompts.
+    """The ranks of which each has other virtual shards.
 
-    Raises ValueError for a process that has no ranks to share layers with.
+    Raises ValueError for a process that has no ranks to share layers or rows with.
     """
-    n = config.parallel.tensor
-    if ranks.tensor_parallel.size != n:
-        raise ValueError(
-            f"config: parallel.tensor ({n}) with {ranks.size} ranks: start a multiple of {n} ranks, by "
-            f"torchrun --nproc-per-node {n} -m zerokl train"
-        )
+    for name, sharing in (("tensor", ranks.tensor_parallel), ("context", ranks.context_parallel)):
+        n = getattr(config.parallel, name)
+        if sharing.size != n:
+            raise ValueError(
+                f"config: parallel.{name} ({n}) with {ranks.size} ranks: start a multiple of {n} ranks, by "
+                f"torchrun --nproc-per-node {n} -m zerokl train"
+            )
     return ranks.data_parallel.size
 
 
@@ -170,8 +172,10 @@ def _replicated_engine(run: EngineInputs, sizes: PassSizes, stopwatch: Stopwatch
     n, shards = map(min, zip(*ranks.gather(lambda: mine), strict=True))
     share = shares_weights(config, run.device) and not is_separate(config)
     with ExitStack() as on_failure:  # closes what was started, unless all of it succeeds
+        parts = ContextParts(run.layout, ranks, run.device) if config.parallel.context > 1 else None
+        part = parts and parts.part
         workers = Workers(
-            policy, shards, n, config.native, share, sizes.shards_in_flight, stopwatch, adapters
+            policy, shards, n, config.native, share, sizes.shards_in_flight, stopwatch, adapters, part
         )
         on_failure.enter_context(workers)
         slices = Slices(run.own_layout or run.layout, ranks, run.device)
@@ -186,10 +190,15 @@ def _replicated_engine(run: EngineInputs, sizes: PassSizes, stopwatch: Stopwatch
     critic = Scorer(workers, sizes.micro_batch) if config.loss.has_critic else None
     if ranks.size == 1:
         return Engine(policy, optimizer, workers, samplers, ref_policy, critic)
+    parallel = (
+        ContextWorkers(workers, parts, config.virtual_shards)
+        if parts
+        else ReplicatedWorkers(workers, slices, config.virtual_shards)
+    )
     return Engine(
         policy,
         optimizer,
-        ReplicatedWorkers(workers, slices, config.virtual_shards),
+        parallel,
         _spread(samplers, ranks),
         RankedScorer(ref_policy, ranks) if ref_policy else None,
         RankedScorer(critic, ranks) if critic else None,
@@ -249,7 +258,7 @@ def _workers_of_a_rank(config: Config, policy: Decoder) -> int:
     in_process = config.sampler.startswith("vllm") and not (
         config.sampler == "vllm-zerokl" and config.vllm.multiprocess
     )
-    if in_process or policy.device.type == "cuda":
+    if in_process or policy.device.type == "cuda" or config.parallel.context > 1:
         return 1
     return automatic(policy.layout.numel)
 

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from ...kernels.sampling_params import SamplingParams
+from ...kernels.shared_rows import ALL_ROWS, SharedRows
 from ...kernels.to_host import to_host
 from ...model.causal_lm import CausalLM
 from ...model.context import Buffers, Hook, no_hook
@@ -100,6 +101,7 @@ class ShardWork:
     observer: ForwardObserver | None = None
     replayed: bool = False  # whether every row is computed with the sampler's experts
     sequences: int = 1  # of the step, over which the load-balancing loss is a mean
+    shared: SharedRows = ALL_ROWS  # the ranks that share the rows of each forward, with all sequences each
 
     def __call__(
         self, decoder: Decoder, shards: Sequence[Shard | None], buffers: Buffers
@@ -132,7 +134,7 @@ def shard_gradients(
         for shard in shards
     ]
     scored: list[list[Scored] | None] = [None if shard is None else [] for shard in shards]
-    counts = ZeroCounts() if work.watch else None
+    counts = ZeroCounts(work.shared) if work.watch else None
     for parts in zip_longest(*passes):
         together = {i: part for i, part in enumerate(parts) if part is not None}
         _pass_gradient(decoder, together, buffers, work, scored, counts)
@@ -189,7 +191,9 @@ def _pass_gradient(
         observer = _placed(work.observer, joined.rollouts)
         tables = [table for batch in batches for table in batch.inputs.tables]
         routing = _routing_of_prompts(decoder.config.experts, layout, joined.rollouts, work)
-        prompts = Prompts(decoder, prompt_ids, hook, shard_of, observer, buffers, tables, routing)
+        prompts = Prompts(
+            decoder, prompt_ids, hook, shard_of, observer, buffers, tables, routing, work.shared
+        )
     for batch in batches:
         counter = Underflow(batch.packed, counts, underflow) if counts else None
         result = _micro_batch_gradient(decoder, batch, prompts, work, counter)
@@ -221,7 +225,8 @@ def _micro_batch(
     pairs, masks = [r.pair for r in shard.rollouts], [r.mask for r in shard.rollouts]
     packed = pack(pairs, layout.prompt_of_sample[rows], shard_of[rows], masks)
     routing = _routing(decoder.config.experts, packed, shard.rollouts, work)
-    inputs = ScoringInputs(decoder, packed, work.sampling_params, layout, routing=routing or FREE)
+    how = {"routing": routing or FREE, "shared_rows": work.shared}
+    inputs = ScoringInputs(decoder, packed, work.sampling_params, layout, **how)
     return _MicroBatch(shard, packed, inputs, routing)
 
 

@@ -7,8 +7,9 @@ import torch
 from ...model.decoder import Decoder
 from ...model.weights import VALUE_HEAD, Layout
 from ...verify.ledger import Tree
-from .master_weights import Piece, SpreadWeights, WholeFrozen
+from .master_weights import AdapterWeights, Piece, SpreadWeights, WholeFrozen
 from .parallel.tensor import TensorParts
+from .parallel.tensor_adapters import SharedAdapters
 from .parallel.zero import Slices
 
 
@@ -85,3 +86,15 @@ class TensorWeights(WholeFrozen, SpreadWeights):
     def _slice_of(self, x: torch.Tensor) -> torch.Tensor:
         """This rank's slice of the whole model, of what each rank has for its slice of its part."""
         return self._parts.to_slice(self._parts.vector(x))
+
+
+class TensorAdapterWeights(AdapterWeights):
+    """LoRA's adapters, whole in every rank; each rank computes with its part of the merged weights."""
+
+    adapters: SharedAdapters
+
+    def hash_compute(self) -> Tree:
+        return self.adapters.hash_merged()
+
+    def whole_policy(self) -> tuple[Layout, torch.Tensor]:
+        return self.adapters.layout.model, self.adapters.whole_policy()

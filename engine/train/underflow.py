@@ -17,6 +17,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from ...kernels.shared_rows import ALL_ROWS, SharedRows
 from ...kernels.upload import upload
 from ...model.one_pass import OnePassContext
 from ...model.prompts import PromptLayout
@@ -28,11 +29,14 @@ WATCHED = ("norm", "embed")
 class ZeroCounts:
     """The zeros of several gradients. Each is counted where it lies, and all counts are read together."""
 
-    def __init__(self) -> None:
+    def __init__(self, shared: SharedRows = ALL_ROWS) -> None:
+        """shared: the ranks that share the rows of each gradient."""
+        self._shared = shared
         self._counts: list[tuple[str, torch.Tensor]] = []
 
     def add(self, name: str, dx: torch.Tensor, rows: torch.Tensor) -> None:
         """Count in dx [T + padding, D], in those of its rows where rows [T] is true, for a watched name."""
+        dx = self._shared.whole(dx)
         self._counts.append((name, ((dx[: len(rows)] == 0) & rows.unsqueeze(1)).sum()))
 
     def read(self) -> dict[str, int]:

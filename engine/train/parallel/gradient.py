@@ -16,6 +16,7 @@ from ....model.causal_lm import CausalLM
 from ....model.context import Buffers
 from ....model.decoder import Decoder
 from ....model.offload import HERE, Offload
+from ....model.weights import FlatLayout
 
 X = TypeVar("X")
 Y = TypeVar("Y")
@@ -113,6 +114,7 @@ class ShardSum:
 
     `in_flight` shards are computed together, each with a gradient buffer of its own: a pass over the samples
     of several shards keeps a GPU busy. With `adapters`, these are trained in place of the decoder's weights.
+    part: of the trained weights, which this rank sums (context.py); None for all of them.
     """
 
     def __init__(
@@ -121,10 +123,11 @@ class ShardSum:
         shards: int,
         in_flight: int = 1,
         adapters: TrainedAdapters | None = None,
+        part: FlatLayout | None = None,
     ):
         self.decoder, self.in_flight = decoder, min(in_flight, shards)
         self.tree = GradientTree(shards, decoder.offload, decoder.device)
-        layout = adapters.layout if adapters else decoder.layout
+        layout = part or (adapters.layout if adapters else decoder.layout)
         # Zeros, for what lies between the weights.
         self._leaves = torch.zeros(self.in_flight, layout.trained_numel, device=decoder.device)
         # The gradients of norms and biases wait for each other, so that few launches add them.
@@ -135,17 +138,19 @@ class ShardSum:
             sums[entry.name] = GradBuffer(leaf, pending=pending if is_vector else None)
         self._tied, self._small, self._products = None, list(sums.values()), []
         self.buffers: Buffers = (
-            adapter_buffers(*adapters, decoder.w, sums) if adapters else self._of_weights(sums)
+            adapter_buffers(*adapters, decoder.w, sums) if adapters else self._of_weights(sums, layout)
         )
 
-    def _of_weights(self, sums: Mapping[str, GradBuffer]) -> dict[torch.Tensor, GradBuffer]:
-        """The buffer of each weight that is trained, and lm_head's. sums: by the weight's name."""
+    def _of_weights(
+        self, sums: Mapping[str, GradBuffer], layout: FlatLayout
+    ) -> dict[torch.Tensor, GradBuffer]:
+        """The buffer of each weight that is trained, and lm_head's. sums: by the names in `layout`."""
         decoder = self.decoder
         buffers = {decoder.w[name]: buffer for name, buffer in sums.items()}
         # With tied embeddings lm_head has a gradient buffer of its own (see Decoder). It is added to the
         # embedding's gradient at the end of each shard.
         if decoder.config.tied and decoder.lm_head.requires_grad:
-            shape = (self.in_flight, *decoder.lm_head.shape)
+            shape = (self.in_flight, *layout.entries["embed"].shape)
             self._tied = torch.empty(shape, device=decoder.device)
             buffers[decoder.lm_head] = GradBuffer(self._tied)
         # The weights of products have nearly all bytes, and their kernels can write over an empty buffer.

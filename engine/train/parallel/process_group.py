@@ -5,16 +5,18 @@ group. Today the mesh has one dimension. Along it, each rank has its own part of
 virtual shards (data_parallel.py). The gradient is the root of one tree (gradient.py) over the shards of all
 ranks. The ranks' shards of a round are neighbours in this tree, and zero.py adds their sums in the tree's
 order. Each rank updates its own slice of the weights and sends this slice to all ranks. With parallel.tensor
-the ranks are a grid, along whose second dimension they share layers (tensor.py). Only rank 0 writes files.
+or parallel.context the ranks are a grid, along whose second dimension they share layers (tensor.py) or rows
+(context.py). Only rank 0 writes files.
 """
 
 import gc
 import os
 import socket
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib import import_module
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 import torch
@@ -25,9 +27,9 @@ from ...processes.keeper import end_with
 
 X = TypeVar("X")
 
-# The data-parallel dimension of the mesh, along which prompts, virtual shards and slices are spread; and that
-# along which ranks share layers.
-DATA_PARALLEL, TENSOR_PARALLEL = "dp", "tp"
+# The data-parallel dimension of the mesh, along which virtual shards are spread; and those along which ranks
+# share layers, and rows.
+DATA_PARALLEL, TENSOR_PARALLEL, CONTEXT_PARALLEL = "dp", "tp", "cp"
 
 
 @dataclass(frozen=True)
@@ -39,18 +41,24 @@ class Ranks:
     """
 
     mesh: DeviceMesh | None = None
-    # Of a grid: those with another part of the prompts, and those that share this one's layers (tensor.py).
-    grid: "tuple[Ranks, Ranks] | None" = None
+    # Of a grid, by dimension: those with other virtual shards, and those that share this one's layers
+    # (tensor.py) or rows (context.py).
+    grid: "Mapping[str, Ranks]" = field(default_factory=dict)
 
     @property
     def data_parallel(self) -> "Ranks":
-        """Those that have other parts of the prompts: all, without a grid."""
-        return self.grid[0] if self.grid else self
+        """Those that have other virtual shards: all, without a grid."""
+        return self.grid.get(DATA_PARALLEL, self)
 
     @property
     def tensor_parallel(self) -> "Ranks":
         """Those that share the layers with this one: it alone, without a grid."""
-        return self.grid[1] if self.grid else ALONE
+        return self.grid.get(TENSOR_PARALLEL, ALONE)
+
+    @property
+    def context_parallel(self) -> "Ranks":
+        """Those that share the rows with this one: it alone, without a grid."""
+        return self.grid.get(CONTEXT_PARALLEL, ALONE)
 
     @property
     def rank(self) -> int:
@@ -108,8 +116,8 @@ class Ranks:
         """What every rank has for this one, in their order (kernels/leaves.py). All parts have one shape."""
         sent = torch.stack(parts)
         received = torch.empty_like(sent)
-        with peers():
-            dist.all_to_all_single(received, sent, group=self.group)
+        with peers():  # as bytes, as above
+            dist.all_to_all_single(received.view(torch.uint8), sent.view(torch.uint8), group=self.group)
         return list(received)
 
     def gather(self, make: Callable[[], X]) -> list[X]:
@@ -210,12 +218,15 @@ def _take_gpu() -> None:
 
 
 @contextmanager
-def join_ranks(on_gpu: bool = False, always: bool = False, tensor: int = 1) -> Iterator[Ranks]:
+def join_ranks(
+    on_gpu: bool = False, always: bool = False, sharing: Mapping[str, int] = MappingProxyType({})
+) -> Iterator[Ranks]:
     """The ranks among which torchrun started this process; one rank without torchrun.
 
     on_gpu: each rank computes on a GPU of its own. Raises ValueError where there are too few. always: a
-    single rank too has a mesh, for FSDP. tensor: neighbouring ranks that share each layer; they divide the
-    ranks. compatibility.py says which settings ranks can be used with.
+    single rank too has a mesh, for FSDP. sharing: by dimension, how many neighbouring ranks share layers or
+    rows; they divide the ranks, and one of them is more than 1. compatibility.py says which settings ranks
+    can be used with.
     """
     size, backend = world_size(), "cpu:gloo,cuda:nccl" if on_gpu else "gloo"
     if size == 1:
@@ -228,7 +239,7 @@ def join_ranks(on_gpu: bool = False, always: bool = False, tensor: int = 1) -> I
     if on_gpu:
         _take_gpu()
     _init(backend)
-    with _mesh(size, on_gpu, tensor) as ranks:
+    with _mesh(size, on_gpu, sharing) as ranks:
         yield ranks
 
 
@@ -240,7 +251,7 @@ def _init(backend: str, **options: Any) -> None:
 
 
 @contextmanager
-def _mesh(size: int, on_gpu: bool, tensor: int = 1) -> Iterator[Ranks]:
+def _mesh(size: int, on_gpu: bool, sharing: Mapping[str, int] = MappingProxyType({})) -> Iterator[Ranks]:
     """The ranks of the process group, which ends with this context.
 
     The group's destructor waits for the threads of gloo. One that lets go of a tensor while the interpreter
@@ -248,12 +259,13 @@ def _mesh(size: int, on_gpu: bool, tensor: int = 1) -> Iterator[Ranks]:
     may keep the group.
     """
     try:
-        device, grid = "cuda" if on_gpu else "cpu", None
+        device, grid = "cuda" if on_gpu else "cpu", {}
         meshes = [init_device_mesh(device, (size,), mesh_dim_names=(DATA_PARALLEL,))]
-        if tensor > 1:
-            names = (DATA_PARALLEL, TENSOR_PARALLEL)
-            meshes.append(init_device_mesh(device, (size // tensor, tensor), mesh_dim_names=names))
-            grid = tuple(Ranks(meshes[1][name]) for name in names)
+        for name, n in sharing.items():
+            if n > 1:
+                names = (DATA_PARALLEL, name)
+                meshes.append(init_device_mesh(device, (size // n, n), mesh_dim_names=names))
+                grid = {name: Ranks(meshes[1][name]) for name in names}
         try:
             yield Ranks(meshes[0][DATA_PARALLEL], grid)
         finally:

@@ -46,7 +46,7 @@ class Host:
     """What one worker computes with. Its gradient is made at the first use, because sampling needs none.
 
     root: shared memory through which worker 0 reads this worker's gradient. Worker 0 itself has none.
-    adapters: see ShardSum.
+    adapters, part: see ShardSum.
     """
 
     def __init__(
@@ -56,18 +56,21 @@ class Host:
         root: torch.Tensor | None = None,
         stopwatch: Stopwatch | None = None,
         adapters: TrainedAdapters | None = None,
+        part: FlatLayout | None = None,
     ):
         keep_freed_memory()
         self.decoder, self._share, self.root, self._adapters = decoder, share, root, adapters
         native = share.native.model_dump()
         self.sampler = NativeSampler(decoder, **native, workers=share.workers, stopwatch=stopwatch)
         self._gradient: ShardSum | None = None
+        self._part = part
 
     @property
     def gradient(self) -> ShardSum:
         """The sum of this worker's shards."""
         if self._gradient is None:
-            self._gradient = ShardSum(self.decoder, self._share.shards, self._share.in_flight, self._adapters)
+            shards, in_flight = self._share.shards, self._share.in_flight
+            self._gradient = ShardSum(self.decoder, shards, in_flight, self._adapters, self._part)
         return self._gradient
 
 

@@ -19,6 +19,7 @@ import torch
 
 from ....model.adapters import Adapters
 from ....model.decoder import Decoder
+from ....model.weights import FlatLayout
 from ...config.run_config import NativeConfig
 from ...processes.shared_tensor import SharedTensor
 from ...rollout.stopwatch import Stopwatch
@@ -92,8 +93,8 @@ class Workers:
 
     `shards` is the number of virtual shards that the workers sum at a time. With more than one worker, or
     with `share`, the decoder's weights move to shared memory (`weights`); with more than one worker, the
-    adapters do as well. `in_flight`, `adapters`: see ShardSum. `stopwatch`: measures the sampler of the
-    caller's process.
+    adapters do as well. `in_flight`, `adapters`: see ShardSum; so is `part`, for one worker. `stopwatch`:
+    measures the sampler of the caller's process.
 
     Raises ChildProcessError when a worker has died.
     """
@@ -108,6 +109,7 @@ class Workers:
         in_flight: int = 1,
         stopwatch: Stopwatch | None = None,
         adapters: Adapters | None = None,
+        part: FlatLayout | None = None,
     ):
         _refuse_many("workers", min(n, shards))
         self.n, self.shards = 1 << (min(n, shards).bit_length() - 1), shards
@@ -119,7 +121,7 @@ class Workers:
             decoder.move_to(self.weights.tensor)
             self._others = self._start_others(decoder, self.weights, adapters)
         trained = TrainedAdapters(adapters.layout, adapters.flat) if adapters else None
-        self.host = Host(decoder, self._share, stopwatch=stopwatch, adapters=trained)
+        self.host = Host(decoder, self._share, stopwatch=stopwatch, adapters=trained, part=part)
 
     def _start_others(
         self, decoder: Decoder, weights: SharedTensor, adapters: Adapters | None

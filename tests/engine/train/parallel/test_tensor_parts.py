@@ -21,7 +21,7 @@ def ranks_of(rank: int, size: int) -> Ranks:
 
 
 def parts_of(layout: Layout, rank: int, data: int, tensor: int) -> TensorParts:
-    grid = ranks_of(rank // tensor, data), ranks_of(rank % tensor, tensor)
+    grid = {"dp": ranks_of(rank // tensor, data), "tp": ranks_of(rank % tensor, tensor)}
     return TensorParts(layout, Ranks(ranks_of(rank, data * tensor).mesh, grid))
 
 

@@ -63,9 +63,20 @@ WORKS = {
     "windows": {"dtype": "bfloat16"},
     "tied, biases": {"dtype": "bfloat16"},
     "frozen": {"frozen": ("model.layers.0.*", "*.norm.*"), "dtype": "bfloat16"},
+    "adapters, filters": {"lora__rank": 3, "sampling__top_p": 0.9, "dtype": "bfloat16"},
+    "adapters of some matrices, updates, reference": {
+        "lora__rank": 2,
+        "lora__targets": ("k_proj", "o_proj", "up_proj"),
+        "loss__kl_coef": 0.1,
+        "updates_per_rollout": 2,
+        "dtype": "float16",
+        "recompute": "layer",
+    },
+    "adapters of fused matrices": {"lora__rank": 2},
     "frozen, in place": {"frozen": ("model.embed_tokens.*", "*.down_proj.*"), "checkpoint__every": 1},
 }
 MODELS = {
+    "adapters of fused matrices": {"model_type": "phi3"} | dict(MODEL_TYPES["phi3"].small),
     "windows": {"model_type": "gemma2"} | dict(MODEL_TYPES["gemma2"].small),
     "tied, biases": {"model_type": "qwen2", "tie_word_embeddings": True} | dict(MODEL_TYPES["qwen2"].small),
 }
@@ -110,7 +121,7 @@ def test_a_run_goes_on_with_another_number_of_ranks(config, eight, tmp_path):
 REFUSED = {
     "leaves": {"precision__leaves": 1},
     "fsdp": {"parallel__engine": "fsdp"},
-    "adapters": {"lora__rank": 2},
+    "adapters that are not merged": {"lora__rank": 2, "lora__merge": False},
     "quantised weights": {"precision__weights": "int8/row"},
     "older weights": {"max_staleness": 1},
     "workers": {"workers": 2},

@@ -1,0 +1,73 @@
+"""A context whose rows ranks share outside of attention, and whose heads they share inside it.
+
+kernels/shared_rows.py says how, and why no bit depends on it.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from ..kernels.attention_rule import AttentionRule
+from ..kernels.shared_rows import SharedRows, heads_of_rank, rows_of_rank
+from ..kernels.upload import Tables
+from .config import ModelConfig
+from .context import KeepingContext, WholeSequences
+from .weights import Layout
+
+
+def check_shared_rows(layout: Layout, ranks: int) -> None:
+    """Raise ValueError for a model whose layers cannot share their rows among so many ranks."""
+    config, name = layout.config, layout.config.architecture
+    rows = [row for rows in config.layer_operations for row in rows]
+    for has, what in (
+        (config.experts, "experts"),
+        (config.states, "gated delta nets"),
+        (config.is_latent, "latent attention"),
+        (any(row.sinks for row in rows), "attention sinks"),
+    ):
+        if has:
+            raise ValueError(
+                f"parallel.context ({ranks}): a {name} has {what}, which are not built with shared rows; "
+                "set it to 1"
+            )
+    sizes = {"kv_heads": config.kv_heads}
+    sizes |= {f"the rows of {entry.name}": entry.shape[0] for entry in layout.trained}
+    for what, n in sizes.items():
+        if n % ranks:
+            raise ValueError(f"parallel.context ({ranks}) must divide {what} ({n}); choose a smaller one")
+
+
+def sizes_of_rank(config: ModelConfig, shared: SharedRows) -> ModelConfig:
+    """The config with the heads that a rank has inside of attention."""
+    return config if shared.size == 1 else config.of_rank(shared.size)
+
+
+class SharedContext(WholeSequences):
+    """This rank's rows of a context `whole`, which was made for all rows and for this rank's heads.
+
+    The rows are an equal part of `whole`'s, padding among them, so the ranks must divide these.
+    """
+
+    tables: Sequence[Tables] = ()  # those of `whole`: its rows are cut once they have arrived
+
+    def __init__(self, whole: KeepingContext, shared: SharedRows):
+        self._whole, self._shared, self.routing = whole, shared, whole.routing
+        self.positions = shared.mine(whole.positions)
+        self.in_pass = replace(whole.in_pass, shared=shared)
+
+    def keep(self, k: torch.Tensor, v: torch.Tensor) -> None:
+        self._whole.keep(*heads_of_rank(self._shared, k, v))
+
+    def attend(
+        self,
+        layer: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        scale: float,
+        rule: AttentionRule,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        q, k, v = heads_of_rank(self._shared, q, k, v)
+        return rows_of_rank(self._shared, self._whole.attend(layer, q, k, v, scale, rule, sinks))

@@ -1,0 +1,107 @@
+"""Whole runs whose ranks share rows: any number of ranks has the ledger of one process."""
+
+import json
+from pathlib import Path
+
+import pytest
+from zerokl.engine.config.run_config import Config
+from zerokl.engine.runs.run import resume, train
+
+from tests.engine.runs.exact_runs import forget_end
+from tests.engine.train.parallel.test_ranks import _run, _same, _same_metrics
+from tests.engine.train.parallel.test_shared_rows import FOUR_HEADS
+from tests.random_model import random_model
+
+DTYPES = [
+    "bfloat16",
+    pytest.param("float32", marks=pytest.mark.proof),
+    pytest.param("float16", marks=pytest.mark.proof),
+]
+
+
+@pytest.fixture(scope="module")
+def four(tmp_path_factory) -> Path:
+    return random_model(tmp_path_factory.mktemp("context"), FOUR_HEADS, 1.5)
+
+
+@pytest.fixture(scope="module", params=DTYPES)
+def plain(request, config, four) -> Config:
+    longer = {"sampling__max_tokens": 32, "prompts": 4, "num_generations": 4, "virtual_shards": 2}
+    return config(model=four, dtype=request.param, steps=2, evaluation__every=1, **longer)
+
+
+@pytest.fixture(scope="module")
+def alone(plain, tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("alone") / "run"
+    summary = train(plain, path)
+    assert summary.tokens_unequal == 0
+    assert all(json.loads(line)["grad_norm"] > 0 for line in (path / "metrics.jsonl").open())
+    return path
+
+
+GRIDS = [(2, 2), *(pytest.param(*grid, marks=pytest.mark.proof) for grid in ((4, 4), (4, 2), (8, 4)))]
+
+
+@pytest.mark.parametrize(("ranks", "context"), GRIDS)
+def test_any_grid_of_ranks_has_one_ledger(plain, alone, tmp_path, ranks, context):
+    _run(ranks, plain, tmp_path / "run", "--parallel.context", str(context))
+    _same(tmp_path / "run", alone)
+    _same_metrics(tmp_path / "run", alone)
+
+
+WORKS = {
+    "reference, recompute": {"loss__kl_coef": 0.1, "recompute": "layer"},
+    "filters, updates, guesses": {
+        "sampling__top_p": 0.9,
+        "sampling__temperature": 0.7,
+        "updates_per_rollout": 2,
+        "native__speculate": 3,
+    },
+    "turns": {"task__name": "nim", "task__options": {}, "task__reward": "", "prompts": 4},
+    "frozen": {"frozen": ("model.layers.0.*", "*.norm.*")},
+    "fp32 logits, rounded keys": {"precision__head_dtype": "float32", "precision__kv": "int8/token"},
+    "chunks of keys": {"precision__attention": "chunked-512", "optimizer__moments": "bfloat16"},
+}
+
+
+@pytest.mark.parametrize("case", WORKS)
+@pytest.mark.full
+def test_what_works_has_one_ledger(config, four, tmp_path, case):
+    plain = config(model=four, steps=2, dtype="bfloat16", **WORKS[case])
+    assert train(plain, tmp_path / "alone").tokens_unequal == 0
+    _run(2, plain, tmp_path / "run", "--parallel.context", "2")
+    _same(tmp_path / "run", tmp_path / "alone")
+
+
+@pytest.mark.full
+def test_a_run_goes_on_with_another_number_of_ranks(config, four, tmp_path):
+    plain = config(model=four, steps=3, dtype="bfloat16", checkpoint__every=1)
+    train(plain, tmp_path / "alone")
+    _run(2, plain, tmp_path / "run", "--parallel.context", "2")
+    forget_end(tmp_path / "run")
+    resume(tmp_path / "run", {"parallel.context": "1"})
+    _same(tmp_path / "run", tmp_path / "alone")
+
+
+REFUSED = {
+    "fsdp": {"parallel__engine": "fsdp"},
+    "tensor": {"parallel__tensor": 2, "precision__leaves": 2},
+    "leaves": {"precision__leaves": 2},
+    "adapters": {"lora__rank": 2},
+    "critic": {"loss__preset": "ppo"},
+    "quantised weights": {"precision__weights": "int8/row"},
+    "older weights": {"max_staleness": 1},
+    "workers": {"workers": 2},
+    "vllm-zerokl": {"sampler": "vllm-zerokl"},
+    "hf": {"sampler": "hf", "exact": False},
+    "another dtype in the sampler": {"precision__sampler_dtype": "bfloat16", "exact": False},
+    "gradient audit": {"monitor__gradient": 1, "exact": False},
+    "one process": {},
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_does_not_work_is_refused_in_one_line(config, four, tmp_path, case):
+    with pytest.raises(ValueError, match=r"^config: parallel.context \(2\) with ") as error:
+        train(config(model=four, steps=1, parallel__context=2, **REFUSED[case]), tmp_path / "run")
+    assert "\n" not in str(error.value)
