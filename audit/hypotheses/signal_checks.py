@@ -20,6 +20,7 @@ from ..faults.signal import (
     all_cut,
     last_turn_alone,
     missing_rewards,
+    no_advantages,
     off_their_rule,
     rewards_without_numbers,
 )
@@ -68,6 +69,8 @@ class Signal:
     advantages: int
     groups: int
     groups_without: int  # whose rewards are all equal
+    silent: bool = False  # whether the log has advantages, and each one is 0
+    unsolved: bool = False  # whether it has rewards, and none is above 0
     rule: str | None = None  # that the advantages follow
     judged: int = 0  # advantages other than 0, a turn each
     follow: int = 0  # of these
@@ -75,12 +78,15 @@ class Signal:
 
     def words(self) -> str:
         """What was looked at, in words."""
+        if self.groups and self.groups_without == self.groups and not self.judged:
+            return f"No group has a signal: all rewards of each are equal.{self._unsolved()}"
+        if self.silent:
+            rewards = "" if self.rewards else " The log holds no rewards."
+            return f"No completion has a signal: every advantage is 0.{rewards}"
         lacking = [n for n, x in (("rewards", self.rewards), ("advantages", self.advantages)) if not x]
         if lacking:
             listed = " and no ".join(lacking)
             return f"The log holds no {listed}: whether its completions carry a signal is not looked at."
-        if self.groups and self.groups_without == self.groups and not self.judged:
-            return "No group has a signal: all rewards of each are equal."
         if self.rule:
             return f"Advantages: {self.rule}, in {self.follow:,} of {self.judged:,} that are not 0."
         if self.judged < _FEWEST:
@@ -88,6 +94,14 @@ class Signal:
         return (
             f"The {self.judged:,} advantages that are not 0 follow no rule that is tried, as those of a "
             "critic or of shaped rewards."
+        )
+
+    def _unsolved(self) -> str:
+        if not self.unsolved:
+            return ""
+        return (
+            f" None of the {self.rewards:,} is above 0: the prompts are too hard, or what scores them fails "
+            "without a word."
         )
 
 
@@ -117,8 +131,11 @@ class SignalLog:
         without = sum(len({x.reward for x in g}) == 1 and g[0].reward is not None for g in groups)
         rewards = sum(x.reward is not None for x in completions)
         advantages = [x for x in completions if any(a is not None for a in x.advantages)]
-        signal = Signal(len(completions), rewards, len(advantages), len(groups), without)
+        silent = bool(advantages) and not any(any(x.advantages) for x in advantages)
+        unsolved = rewards > 0 and not any(x.reward is not None and not x.reward <= 0.0 for x in completions)
+        signal = Signal(len(completions), rewards, len(advantages), len(groups), without, silent, unsolved)
         faults = [*_no_numbers(completions, rewards), _last_turn_alone(advantages)]
+        faults.append(_no_advantages(signal, groups))
         if rewards and advantages:
             signal, fault = _followed(signal, completions)
             faults.append(fault)
@@ -224,6 +241,19 @@ def _last_turn_alone(completions: Sequence[Completion]) -> LogFault | None:
     return last_turn_alone.FAULT.named(
         f"in all {len(several):,} completions of several turns that have an advantage, it is 0 in all "
         f"turns but the last ({_named(several)}): the others are not trained.",
+    )
+
+
+def _no_advantages(signal: Signal, groups: Sequence[Sequence[Completion]]) -> LogFault | None:
+    """Advantages of 0 alone, where the rewards of groups differ."""
+    differ = [
+        g for g in groups if len({x.reward for x in g if x.reward is not None and np.isfinite(x.reward)}) > 1
+    ]
+    if not signal.silent or len(differ) < _WITNESSES:
+        return None
+    return no_advantages.FAULT.named(
+        f"every advantage is 0, though the rewards differ in {len(differ):,} of {len(groups):,} groups "
+        f"({_named(differ[0])}): nothing is learned from them.",
     )
 
 
@@ -418,7 +448,7 @@ def _cut_without_signal(signal: Signal, completions: Sequence[Completion]) -> Lo
     if any(x.reward is not None and x.reward > 0.0 for x in completions):
         return None
     if signal.advantages:
-        what, silent = "every advantage is 0", not any(any(x.advantages) for x in completions)
+        what, silent = "every advantage is 0", signal.silent
     else:
         what = "all rewards of each group are equal"
         silent = bool(signal.groups) and signal.groups_without == signal.groups

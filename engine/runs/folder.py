@@ -140,9 +140,12 @@ class RunFolder:
         return {log.path.name: log.sync() for log in (self._metrics, self._rollouts)}
 
     def fail(self, error: Exception) -> None:
-        """Note why the run ends before its last step, though nobody ended it."""
-        reason = one_line(str(error))
-        write_whole(self.path / FAILED, (json.dumps({"error": reason}) + "\n").encode())
+        """Note why the run ends before its last step, though nobody ended it.
+
+        A ValueError is noted as no result of the run: whoever mends a reward goes on with it.
+        """
+        note = {"error": one_line(str(error)), "result": not isinstance(error, ValueError)}
+        write_whole(self.path / FAILED, (json.dumps(note) + "\n").encode())
 
     def discard(self) -> None:
         """Remove the files of a new run that was refused before its first step was done."""

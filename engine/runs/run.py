@@ -230,9 +230,11 @@ def _take_steps(
                 if stops:
                     raise StoppedError(state.step)
         summary["fingerprint"] = folder.recorder.ledger.chain
-    except (ValueError, OSError, KeyboardInterrupt):
+    except (ValueError, OSError, KeyboardInterrupt) as error:
         if resumption is None and not history:
             folder.discard()
+        elif isinstance(error, ValueError):
+            _note_failure(folder, error)
         raise
     except (MismatchError, FloatingPointError) as error:
         _note_failure(folder, error)
@@ -301,9 +303,14 @@ def _open_folder(state: TrainState, path: Path, resumption: Resumption | None) -
 
 
 def _guarded_step(state: TrainState, recorder: Recorder, path: Path) -> StepRecord:
-    """Take a step. Where bits differ, save what is needed to find out why: the report and the weights."""
+    """Take a step. Where bits differ, save what is needed to find out why: the report and the weights.
+
+    A ValueError, as of a reward that fails, names the step. In the first one it is a refusal of the run.
+    """
     try:
         return train_step(state, recorder)
+    except ValueError as error:
+        raise ValueError(f"step {state.step}: {error}" if state.step else str(error)) from error
     except MismatchError as error:
         try:
             with state.optimizer.weights.gathered():

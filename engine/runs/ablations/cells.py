@@ -115,8 +115,10 @@ class CellRun:
         if (self.path / SUMMARY).exists():
             return State.DONE
         if (self.path / FAILED).exists():
-            self.reason = one_line(str(read_json(self.path / FAILED).get("error")))
-            return State.STOPPED
+            note = read_json(self.path / FAILED)
+            if note.get("result", True):
+                self.reason = one_line(str(note.get("error")))
+                return State.STOPPED
         return None
 
     def _last_words(self) -> str:

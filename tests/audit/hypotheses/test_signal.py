@@ -205,11 +205,24 @@ def test_completions_that_are_all_cut_without_a_signal(advantage):
     solved = [changed(x, reward=1.0) for x in cut]
     for sound in (other, ended, solved):
         assert judged(sound).faults == []
-        assert (
-            judged(sound)
-            .words()
-            .startswith("No group has a signal" if advantage == 0.0 else "The log holds no")
-        )
+        words = judged(sound).words()
+        assert words.startswith("No group has a signal")
+        # Where a scorer raises in every call, and its caller takes that for 0, no reward is above it.
+        assert ("None of the 32 is above 0: " in words) == (sound is not solved)
+
+
+def test_advantages_of_zero_beside_rewards_that_differ():
+    log = lines(NAMED["the group's mean"], "any")
+    emptied = [changed(x, advantage=0.0) for x in log]
+    (fault,) = judged(emptied).faults
+    assert fault.name == "advantages of 0 alone, beside rewards that differ"
+    assert "differ in 8 of 8 groups (log.jsonl, line 1, line 2, line 3, line 4)" in fault.text
+    assert judged(emptied).words() == "No completion has a signal: every advantage is 0."
+    unscored = [changed(x, reward=None) for x in emptied]
+    assert judged(unscored).faults == []
+    assert judged(unscored).words().endswith("every advantage is 0. The log holds no rewards.")
+    one_left = [*emptied[:-1], log[-1]]
+    assert judged(one_left).faults == []
 
 
 def test_what_a_log_lacks_is_told_once():
