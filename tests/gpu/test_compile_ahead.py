@@ -1,14 +1,21 @@
 """The launches of a step that has no memory: every family that a GPU computes, and what a run may set."""
 
+from contextlib import nullcontext
+from types import SimpleNamespace
+
 import pytest
+import torch
 from zerokl.benchmarks.device.families import DENSE, MIXTURES, family_config
 from zerokl.engine.config.config_file import load_config
+from zerokl.engine.runs import compile_ahead
 from zerokl.engine.runs.compile_ahead import launches_of_a_step
 from zerokl.engine.runs.memory import PassSizes, RunShape
 from zerokl.engine.runs.trained import model_layout
+from zerokl.engine.train.parallel.process_group import ALONE
 from zerokl.kernels.launch import Launch, kind_of
 from zerokl.model.adapters import AdapterLayout
 
+from tests.gpu.fake_cuda import CUDA
 from tests.gpu.without_triton import kernels_without_triton
 
 SETTINGS = {
@@ -49,3 +56,27 @@ def test_a_setting_changes_what_is_compiled_and_no_kind_stands_twice(settings):
     assert len(launches) == len(set(launches))
     # Guesses and recomputed layers make launches of the same kinds.
     assert (set(launches) == set(plain)) == (settings.keys() <= {"native.speculate", "recompute"})
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_ranks_share_what_is_compiled_and_a_failure_is_no_secret(fails, monkeypatch):
+    compiled: list[list[Launch]] = []
+
+    def compile_launches(launches: list[Launch], target: str, threads: int) -> None:
+        compiled.append(launches)
+        if fails:
+            raise RuntimeError(f"no ptxas for {target}")
+
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(compile_ahead, "launches_of_a_step", lambda shape, sizes, target: list(range(7)))
+    monkeypatch.setattr(compile_ahead, "compile_launches", compile_launches)
+    for rank in range(2):
+        ended = pytest.raises(RuntimeError, match="no ptxas for sm_90") if fails else nullcontext()
+        with ended, compile_ahead.compiled_ahead(None, None, CUDA, SimpleNamespace(rank=rank, size=2)):
+            pass
+    assert compiled == [[0, 2, 4, 6], [1, 3, 5]]
+
+
+def test_a_cpu_compiles_nothing_ahead():
+    with compile_ahead.compiled_ahead(None, None, torch.device("cpu"), ALONE):
+        pass
