@@ -125,6 +125,9 @@ class _DeepseekFields(Fields):
     topk_group: PositiveInt = 1
     routed_scaling_factor: FiniteFloat = 1.0
     norm_topk_prob: bool = True
+
+
+class _FirstDense(Fields):
     first_k_dense_replace: NonNegativeInt
 
 
@@ -146,8 +149,13 @@ SMALL_DEEPSEEK_EXPERTS = {
 }
 
 
-def read_deepseek_experts(config: ConfigFile) -> Experts:
-    """The experts of a model with DeepSeek-V3's router. Raises UnsupportedError (see read_experts)."""
+def read_deepseek_experts(config: ConfigFile, dense_layers: Collection[int] | None = None) -> Experts:
+    """The experts of a model with DeepSeek-V3's router. Raises UnsupportedError (see read_experts).
+
+    dense_layers: those without experts; None: config.json says how many they are, which come first.
+    """
+    if dense_layers is None:
+        dense_layers = range(config.read(_FirstDense).first_k_dense_replace)
     raw = {"n_routed_experts": config.raw.get("num_local_experts")}
     raw |= {name: value for name, value in config.raw.items() if value is not None}
     c = config.read(_DeepseekFields, raw)
@@ -164,7 +172,7 @@ def read_deepseek_experts(config: ConfigFile) -> Experts:
         "num_experts": c.n_routed_experts,
         "norm_topk_prob": c.norm_topk_prob,
         "decoder_sparse_step": 1,
-        "mlp_only_layers": list(range(c.first_k_dense_replace)),
+        "mlp_only_layers": list(dense_layers),
     }
     experts = read_experts(
         config,

@@ -28,6 +28,7 @@ from transformers import (
 )
 from transformers.masking_utils import eager_mask
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkRouter
+from transformers.models.glm4_moe_lite.modeling_glm4_moe_lite import Glm4MoeLiteTopkRouter
 from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
 from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
@@ -225,7 +226,7 @@ def judge(folder: Path) -> PreTrainedModel:
             module.forward = lambda x, m=module: (
                 x / (x.pow(2).mean(-1, keepdim=True) + m.variance_epsilon).sqrt() * m.weight
             )
-        if isinstance(module, Glm4MoeTopkRouter | DeepseekV3TopkRouter):
+        if isinstance(module, Glm4MoeTopkRouter | Glm4MoeLiteTopkRouter | DeepseekV3TopkRouter):
             module.double()  # transformers keeps it in fp32
             module.forward = lambda x, m=module: _route_by_scores(x.view(-1, m.hidden_dim), m)
         if isinstance(module, _SOFTMAX_ROUTERS):

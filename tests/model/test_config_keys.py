@@ -34,11 +34,12 @@ MUTATED: dict[str, Any] = {
 
 # The family's files have layers of multi-token prediction, which no log-probability depends on. Others read
 # what no other family computes.
-PASSED_OVER = {(x, "num_nextn_predict_layers") for x in ("glm4_moe", "deepseek_v3")}
+PASSED_OVER = {(x, "num_nextn_predict_layers") for x in ("glm4_moe", "glm4_moe_lite", "deepseek_v3")}
 PASSED_OVER |= {("gemma3_text", "query_pre_attn_scalar")}
 PASSED_OVER |= {("gemma2", key) for key in MUTATED if key.endswith(("softcapping", "scalar"))}
 # Heads of transformers' default are 42 wide, which no model has.
-WIDER_HEADS = {"deepseek_v3": {"num_attention_heads": 4}} | {"glm4_moe": {"num_attention_heads": 64}}
+LATENT = "deepseek_v3", "glm4_moe_lite"
+WIDER_HEADS = dict.fromkeys(LATENT, {"num_attention_heads": 4}) | {"glm4_moe": {"num_attention_heads": 64}}
 
 
 # Fields that follow from those of the small model.
@@ -87,7 +88,7 @@ def test_a_field_that_is_missing_is_what_transformers_takes(model_type):
     ("model_type", "key"), [pair for pair in product(MODEL_TYPES, MUTATED) if pair not in PASSED_OVER]
 )
 def test_a_key_that_changes_the_computation_is_refused_by_name(model_type, key):
-    sizes = SIZES | ({"num_key_value_heads": 4, "head_dim": 16} if model_type == "deepseek_v3" else {})
+    sizes = SIZES | ({"num_key_value_heads": 4, "head_dim": 16} if model_type in LATENT else {})
     raw = as_file(model_type, default_config(model_type, **sizes)) | {key: MUTATED[key]}
     with pytest.raises(ValueError, match="is not supported") as error:
         ModelConfig.from_dict(raw)

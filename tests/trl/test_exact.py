@@ -86,7 +86,7 @@ def test_the_mismatch_of_grpo_is_zero_at_every_generation(case, model, tmp_path)
 
 
 # Families with a buffer beside their Parameters, of which no copy is kept.
-WITH_BUFFER = "glm4_moe", "deepseek_v3"
+WITH_BUFFER = "glm4_moe", "glm4_moe_lite", "deepseek_v3"
 
 
 def test_a_family_with_a_buffer_is_refused(tmp_path):
