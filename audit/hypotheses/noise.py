@@ -22,6 +22,7 @@ from .judgement import (
     BANDS,
     BIAS,
     BIAS_ERRORS,
+    FEWEST_TOKENS,
     FP32,
     LEAST_WEIGHT,
     LINE,
@@ -75,12 +76,26 @@ def _size(noise: Noise) -> float:
 
 
 def band(d: Sequence[np.ndarray], logp: Sequence[np.ndarray]) -> list[Noise]:
-    """The noise of a log's own size, where a dtype's band holds it. d, logp: [C] of each line."""
-    z = np.concatenate([np.abs(x) / weight(y) for x, y in zip(d, logp, strict=True)])
+    """The noise of a log's own size, where a dtype's band holds it. d, logp: [C] of each line.
+
+    Two sides that compute alike share most of their roundings. So the mean is small, and a few tokens differ
+    by a whole rounding: the longer tail is that of the dtype whose band holds the largest of them. Tokens
+    within the usual tail must round to 16 bits as well: few tokens beside equal ones are no rounding.
+    """
+    z = np.concatenate([np.empty(0), *(np.abs(x) / weight(y) for x, y in zip(d, logp, strict=True))])
     known = z[np.isfinite(z)]
-    size = float(known.mean()) if len(known) else 0.0
-    dtype = next((name for name, most in BANDS.items() if size <= most), None)
-    return [Noise(dtype, max(size, FP32))] if dtype else []
+    size, largest = (float(known.mean()), float(known.max())) if len(known) else (0.0, 0.0)
+    size, usual = max(size, FP32), TAIL_TIMES * TAIL * size
+    is_shared = largest > usual and known[known <= usual].mean() > BANDS["float32"]
+    if is_shared and (dtype := _narrowest(largest)):
+        return [Noise(dtype, size, largest / size)]
+    dtype = _narrowest(size)
+    return [Noise(dtype, size)] if dtype else []
+
+
+def _narrowest(size: float) -> str | None:
+    """The narrowest dtype whose band holds a size; None where none does."""
+    return next((name for name, most in BANDS.items() if size <= most), None)
 
 
 def beyond_slack(d: np.ndarray, slack: np.ndarray | None) -> np.ndarray:
@@ -102,7 +117,7 @@ def is_rounding(
     mean = float(np.abs(z).mean())
     means = np.array([np.abs(x).mean() for x in lines if len(x) >= LINE_TOKENS])
     error = float(z.std()) / math.sqrt(len(z))
-    has_sign = abs(float(z.mean())) > BIAS * mean + BIAS_ERRORS * error
+    has_sign = len(z) >= FEWEST_TOKENS and abs(float(z.mean())) > BIAS * mean + BIAS_ERRORS * error
     return bool(
         mean <= TIMES
         and np.abs(z).max() <= TAIL_TIMES * max(noise.tail, TAIL)

@@ -46,6 +46,39 @@ def test_two_hundred_sound_logs_give_no_alarm():
             assert tried.where is None
 
 
+def of_differences(*lines) -> list[LoggedRollout]:
+    """Lines whose columns differ by these numbers, about -2."""
+    result = []
+    for i, d in enumerate(lines):
+        column = np.full(len(d), -2.0, np.float32)
+        ids = tuple(range(20 + i, 20 + i + len(d)))
+        result.append(LoggedRollout((0, 5, 9), ids, column + np.float32(d), column))
+    return result
+
+
+@pytest.mark.parametrize(
+    ("usual", "largest", "is_rounding"),
+    [(1e-3, 0.04, True), (1e-3, 0.15, False), (1e-6, 0.04, False)],
+    ids=["one bf16 rounding", "more than that", "beside equal tokens"],
+)
+def test_two_sides_that_share_most_roundings_differ_by_a_whole_one_now_and_then(usual, largest, is_rounding):
+    lines = usual * np.random.default_rng(2).standard_normal((6, 40))
+    lines[3, 7] = largest
+    sampler, trainer = try_columns(of_differences(*lines))
+    assert sampler.is_rounding is trainer.is_rounding is is_rounding
+    assert not is_rounding or sampler.rounds_like == "bfloat16"
+
+
+@pytest.mark.parametrize(
+    ("differences", "is_rounding"),
+    [((0.01, 0.02, 0.01), True), ((0.01,), True), ((0.01, 0.4, 0.01), False), ((0.01, np.inf, 0.01), False)],
+)
+def test_few_tokens_are_judged_by_their_size_alone(differences, is_rounding):
+    sampler, _ = try_columns(of_differences(differences))
+    assert (sampler.best, sampler.tried) == (None, 0)
+    assert sampler.is_rounding is is_rounding
+
+
 @pytest.mark.parametrize(("declared", "named"), [(4, False), (6, True), (None, True)])
 def test_decimals_are_no_fault_where_the_log_declares_them(declared, named):
     lines = [
