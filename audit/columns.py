@@ -1,5 +1,6 @@
 """The audit of a log that has both columns, the sampler's logprobs and the trainer's. It needs no model."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +16,7 @@ from .figures.drawn_from import check
 from .figures.measure import Figures, WorstToken, measure, worst_tokens
 from .figures.repeats import Drawn, group_of
 from .finding import NothingToCompareError
-from .formats.record import LoggedRollout
+from .formats.record import LoggedRollout, least_and_most
 from .formats.registry import ALL, find_format, log_files, read_rollouts
 from .hypotheses.column_causes import try_columns
 from .hypotheses.log_checks import check_log
@@ -61,12 +62,11 @@ class _Columns:
         self._explained = 0
         self._places, self._version = np.empty(0, np.int32), np.full(1, -1)
 
-    def add(self, place: str, rollout: LoggedRollout, both: np.ndarray) -> None:
-        """Take the tokens of a rollout that have both columns, [C] bool.
+    def add(self, place: str, rollout: LoggedRollout, both: np.ndarray, count: int) -> None:
+        """Take the tokens of a rollout that have both columns, [C] bool, `count` of them.
 
         Most lines have both in every token: they share arrays, and none is copied.
         """
-        count = int(np.count_nonzero(both))
         whole = count == len(both)
         self.sampler.append(rollout.logprobs if whole else rollout.logprobs[both])
         self.trainer.append(rollout.trainer_logprobs if whole else rollout.trainer_logprobs[both])
@@ -173,16 +173,18 @@ def _read(
             continue
         columns.unsaid += unsaid
         both = both_columns(rollout, drawn)
-        known = int(np.count_nonzero(both))
+        known = tokens if both is drawn else int(np.count_nonzero(both))
         columns.with_both += known > 0
         columns.tokens_with_both += known
         if known and columns.count < _MOST_TOKENS and not 0 < most <= len(columns.sampler):
-            columns.add(place, rollout, both)
+            columns.add(place, rollout, both, known)
     return columns
 
 
 def both_columns(rollout: LoggedRollout, drawn: np.ndarray) -> np.ndarray:
     """Which of the drawn tokens have both log-probabilities, [C] bool. drawn: [C] bool."""
+    if not any(math.isnan(least_and_most(x)[0]) for x in (rollout.logprobs, rollout.trainer_logprobs)):
+        return drawn
     return drawn & ~(np.isnan(rollout.logprobs) | np.isnan(rollout.trainer_logprobs))
 
 

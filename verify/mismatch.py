@@ -21,13 +21,12 @@ k1, k2, k3, k3_sequence, mean_abs and max_abs are over the rest. The ratios of o
 a number: chi2, ess and the percentiles of r take them. They leave the infinite ones out. KL(sampler ||
 trainer) itself is infinite where a token is outside. Where no token is left, a figure is NaN.
 
-All sums are correctly rounded in fp64 (math.fsum), so they do not depend on the order of the tokens.
+All sums are correctly rounded in fp64 (exact_sum), so they do not depend on the order of the tokens.
 """
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import chain
 
 import numpy as np
 
@@ -35,8 +34,8 @@ _PERCENTILES = {"ratio_p1": 1, "ratio_p50": 50, "ratio_p99": 99}
 # A larger log ratio counts as infinite. The sum of the squares of 10^40 such ratios is still a number of
 # fp64.
 _LARGEST = 300.0
-# Numbers of a sum that are Python's at once.
-_PART = 1 << 14
+# Numbers of a sum that are cut together, and how often. Fewer numbers are faster by math.fsum alone.
+_PART, _CUTS, _FEW = 1 << 14, 4, 1 << 9
 
 
 @dataclass(frozen=True)
@@ -55,9 +54,35 @@ def mean(x: np.ndarray) -> float:
 
 
 def exact_sum(x: np.ndarray) -> float:
-    """The correctly rounded sum of x [n], of few Python numbers at a time: each takes 32 bytes."""
-    parts = (x[i : i + _PART].tolist() for i in range(0, len(x), _PART))
-    return math.fsum(chain.from_iterable(parts))
+    """The correctly rounded sum of x [n]: that of math.fsum, at a tenth of its time where x is long.
+
+    Raises OverflowError and ValueError as math.fsum does.
+    """
+    if len(x) <= _FEW:
+        return math.fsum(x.tolist())
+    terms: list[float] = []
+    for i in range(0, len(x), _PART):
+        _add_terms(terms, x[i : i + _PART].astype(np.float64))
+    return math.fsum(terms)
+
+
+def _add_terms(terms: list[float], part: np.ndarray) -> None:
+    """Add to `terms` a few numbers whose exact sum is that of part [n] fp64, which is changed.
+
+    With 2^m >= n + 2 and |x| <= 2^e, high = (x + 2^(m+e)) - 2^(m+e) is a multiple of 2^(m+e-53), and no sum
+    of these, in any order, has more than 53 bits. x - high is exact too (Rump, Ogita and Oishi, "Accurate
+    floating-point summation", 2008). Each cut takes 53 - m bits.
+    """
+    m = (len(part) + 1).bit_length()
+    for _ in range(_CUTS):
+        largest_term = float(np.abs(part).max())
+        if not 0.0 < largest_term < 2.0**900:  # nothing is left, or NaN or infinite
+            break
+        unit = math.ldexp(1.0, m + math.frexp(largest_term)[1])
+        high = (part + unit) - unit
+        terms.append(float(high.sum()))
+        part -= high
+    terms += part[part != 0.0].tolist()
 
 
 def bits_equal(trainer: np.ndarray, sampler: np.ndarray) -> np.ndarray:

@@ -183,13 +183,16 @@ def _finite(logp: np.ndarray) -> np.ndarray:
 
 def worst_tokens(trainer: Sequence[np.ndarray], sampler: Sequence[np.ndarray]) -> list[WorstToken]:
     """The tokens whose log-probabilities differ most: sequence, position and both values."""
-    d = np.abs(log_ratios(np.concatenate(trainer), np.concatenate(sampler)))
+    closeness = -np.abs(log_ratios(np.concatenate(trainer), np.concatenate(sampler)))
     ends = np.cumsum([len(x) for x in sampler])
     worst = []
-    for index in np.argsort(-d, kind="stable")[:_WORST]:
+    # Few are sorted: those that are no closer than the last of the worst.
+    last = np.partition(closeness, _WORST - 1)[_WORST - 1] if len(closeness) > _WORST else 0.0
+    candidates = np.flatnonzero(~(closeness > last))
+    for index in candidates[np.argsort(closeness[candidates], kind="stable")][:_WORST]:
         i = int(np.searchsorted(ends, index, side="right"))
         position = int(index - (ends[i - 1] if i else 0))
-        if d[index] > 0:
+        if closeness[index] < 0:
             worst.append(WorstToken(i, position, float(trainer[i][position]), float(sampler[i][position])))
     return worst
 

@@ -4,6 +4,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -15,8 +16,7 @@ from ..formats.record import LoggedRollout
 _MOST_PLACES = 50_000
 
 
-@dataclass(frozen=True)
-class Drawn:
+class Drawn(NamedTuple):
     """A completion of a log, its n drawn tokens with both log-probabilities."""
 
     group: int  # completions of one group continue one prompt, and were drawn alike

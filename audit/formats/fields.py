@@ -10,7 +10,7 @@ import numpy as np
 
 from ...files.reading import json_number
 from ...kernels.sampling_params import SamplingParams, bias_by_id, refuse_penalties
-from .record import LOGGED_NAN, TokenIds
+from .record import LOGGED_NAN, TokenIds, least_and_most
 
 _NUMBERS = {int, float}
 _PLAIN = {int, float, type(None)}
@@ -100,10 +100,13 @@ def named(place: str) -> Iterator[None]:
     """Inside, an error of a part of a line begins with the place of the part."""
     try:
         yield
-    except KeyError as missing:
-        raise ValueError(f"{place}: {missing.args[0]} is missing") from None
-    except ValueError as error:
-        raise ValueError(f"{place}: {error}") from None
+    except (KeyError, ValueError) as error:
+        raise named_error(place, error) from None
+
+
+def named_error(place: str, error: KeyError | ValueError) -> ValueError:
+    """An error of a part of a line with the place of the part before it."""
+    return ValueError(f"{place}: {f'{error.args[0]} is missing' if isinstance(error, KeyError) else error}")
 
 
 def token_ids(name: str, value: Any) -> TokenIds:
@@ -140,7 +143,8 @@ def logprobs(name: str, value: Any, count: int, drawn: np.ndarray | None = None)
     types = set(map(type, listed(name, value, "numbers")))
     if types == {float} and drawn is None and len(value) == count:
         exact = np.array(value, np.float64)
-        if exact.min() >= -_LARGEST_FP32 and exact.max() <= _LARGEST_FP32:  # NaN is neither
+        least, most = least_and_most(exact)
+        if least >= -_LARGEST_FP32 and most <= _LARGEST_FP32:  # NaN is neither
             return exact.astype(np.float32)
     value = json_number(value)
     types = set(map(type, value)) if str in types else types

@@ -23,7 +23,7 @@ import numpy as np
 from ...kernels.sampling_params import SamplingParams
 from ..faults.columns import no_logprobs
 from ..faults.fault import LogFault
-from ..formats.record import LoggedRollout, is_logged_nan
+from ..formats.record import LoggedRollout, is_logged_nan, least_and_most
 
 # A log-probability is at most 0. In 16 bits, logit - logsumexp can round to a little more.
 _HIGHEST = 2.0**-6
@@ -79,7 +79,8 @@ class ColumnValues:
         drawn: [C] bool. cut: whether the column may give a drawn token the probability 0.
         """
         # A log has 10^6 lines, and nearly all hold ordinary numbers alone. A NaN is within no bounds.
-        if np.count_nonzero(drawn) == len(column) and column.min() >= _DEEP and column.max() <= _HIGHEST:
+        least, most = least_and_most(column)
+        if least >= _DEEP and most <= _HIGHEST and np.count_nonzero(drawn) == len(column):
             self.drawn += len(column)
             self.known += len(column)
             return column

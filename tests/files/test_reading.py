@@ -42,5 +42,18 @@ def test_json_is_read_as_python_reads_it(text):
 
 @given(st.integers(0, 2**32 - 1), st.integers(0, 40_000))
 def test_a_sum_in_parts_has_the_bits_of_the_whole(seed, n):
-    x = np.random.default_rng(seed).standard_cauchy(n)
+    rng = np.random.default_rng(seed)
+    x = rng.standard_cauchy(n)
+    for values in (x, rng.random(n)):  # of one sign and size: a sum has more bits than its terms
+        assert exact_sum(values) == math.fsum(values.tolist())
+    # Numbers of all sizes, most of which cancel: a plain sum is wrong here.
+    x = np.ldexp(x[:1000], rng.integers(-1070, 1000, min(n, 1000)))
+    x = np.concatenate([x, rng.permutation(-x), x[: n % 7]])
     assert exact_sum(x) == math.fsum(x.tolist())
+
+
+@pytest.mark.parametrize("special", [math.inf, -math.inf, math.nan, -0.0])
+def test_a_sum_in_parts_of_what_is_no_finite_number_is_that_of_the_whole(special):
+    x = np.full(40_000, -0.0)
+    x[17] = special
+    assert repr(exact_sum(x)) == repr(math.fsum(x.tolist()))

@@ -5,7 +5,6 @@ The logs are drawn in numpy from random softmax distributions, one for each pref
 
 import json
 import math
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -103,7 +102,7 @@ def test_a_cut_that_no_line_declares_is_named_from_its_sign_alone():
 def test_a_trainer_of_more_than_the_whole_mass_blames_no_sampler():
     """Log-probabilities over their completion's length look far more likely than the sampler's."""
     sound = draw(0, RAW, RAW, RAW, 0.01)
-    over = [replace(x, params=None, trainer=x.trainer / np.float32(len(x.trainer))) for x in sound]
+    over = [x._replace(params=None, trainer=x.trainer / np.float32(len(x.trainer))) for x in sound]
     assert check(over).mean_ratio.evidence > 1000
     assert kind(over) is None
     assert sum(x > 1.1 for x in masses(over)) > 0.5 * len(masses(over))
@@ -113,7 +112,7 @@ def test_a_trainer_of_more_than_the_whole_mass_blames_no_sampler():
 
 def test_one_number_for_all_tokens_is_no_cut():
     rollouts = draw(0, RAW, RAW, RAW, 0.001)
-    halved = [replace(x, params=None, sampler=x.sampler - np.float32(math.log(2))) for x in rollouts]
+    halved = [x._replace(params=None, sampler=x.sampler - np.float32(math.log(2))) for x in rollouts]
     assert kind(halved) == "distribution"
 
 
