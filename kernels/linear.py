@@ -33,6 +33,11 @@ class Adapted(NamedTuple):
     w: torch.Tensor
     adapters: tuple[LowRank, ...]
 
+    @property
+    def shape(self) -> torch.Size:
+        """Of the weight."""
+        return self.w.shape
+
 
 def linear_ref(
     x: torch.Tensor,
@@ -100,22 +105,26 @@ class _Linear(torch.autograd.Function):
 
 class _AdaptedLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, w, b, adapters, in_pass, tiles):
+    def forward(ctx, x, w, b, adapters, in_pass, tiles, cut):
         ctx.save_for_backward(x)
-        ctx.w, ctx.adapters, ctx.in_pass, ctx.tiles = w, adapters, in_pass, tiles
-        return _adapted_forward(x, w, b, adapters, tiles)
+        ctx.w, ctx.adapters, ctx.in_pass, ctx.tiles, ctx.cut = w, adapters, in_pass, tiles, cut
+        return _adapted_forward(x, w, b, adapters, tiles, cut)
 
     @staticmethod
     def backward(ctx, dy):
         (x,), dx, in_pass = ctx.saved_tensors, None, ctx.in_pass.over(dy)
         if ctx.needs_input_grad[0]:
-            dx = matmul_unrounded(dy, ctx.w.t(), ctx.tiles)
-            add_to_input_gradient(dx, dy.to(dx.dtype), ctx.adapters)
+            dx = (
+                ctx.cut.product(dy, ctx.w.t())
+                if ctx.cut.joins_dx
+                else matmul_unrounded(dy, ctx.w.t(), ctx.tiles)
+            )
+            add_to_input_gradient(dx, dy.to(dx.dtype), ctx.adapters, ctx.cut)
             dx = dx.to(dy.dtype)
         buffers = in_pass.buffer(ctx.w)
         if isinstance(buffers, LowRankBuffers):
-            add_low_rank(buffers, dy, x, in_pass.blocks)
-        return dx, None, None, None, None, None
+            add_low_rank(buffers, dy, x, in_pass.blocks, ctx.cut)
+        return dx, None, None, None, None, None, None
 
 
 def _adapted_forward(
@@ -124,11 +133,12 @@ def _adapted_forward(
     b: torch.Tensor | None,
     adapters: tuple[LowRank, ...],
     tiles: TileTable,
+    cut: Cut,
 ) -> torch.Tensor:
-    y = matmul_unrounded(x, w, tiles)
+    y = cut.product(x, w) if cut.joins_output else matmul_unrounded(x, w, tiles)
     if b is not None:
         y += b.to(y.dtype)
-    add_to_product(y, x.to(y.dtype), adapters)
+    add_to_product(y, x.to(y.dtype), adapters, cut)
     return y.to(x.dtype)
 
 
@@ -142,8 +152,8 @@ def linear(
 ) -> torch.Tensor:
     """y = x w^T + b. x [T, K], weight w [N, K], b [N] -> [T, N].
 
-    The weight gradient is summed in the order of the pass's token blocks. tiles: see matmul. cut: of a weight
-    without adapters among ranks; its leaves are built for CPUs. Of an adapted weight, the adapters' gradient
+    The weight gradient is summed in the order of the pass's token blocks. tiles: see matmul. cut: of the
+    weight among ranks; its leaves are built for CPUs. Of an adapted weight, the adapters' gradient
     is summed where the pass has buffers for it, and w has none. Raises ValueError on a shape or dtype that
     does not fit.
     """
@@ -157,8 +167,8 @@ def linear(
         raise ValueError(f"linear: b {tuple(b.shape)} must be [{w.shape[0]}], the rows of w")
     if adapters is not None:
         if torch.is_grad_enabled():
-            return _AdaptedLinear.apply(x, w, b, adapters, in_pass, tiles)
-        return _adapted_forward(x, w, b, adapters, tiles)
+            return _AdaptedLinear.apply(x, w, b, adapters, in_pass, tiles, cut)
+        return _adapted_forward(x, w, b, adapters, tiles, cut)
     if not torch.is_grad_enabled():
         return _forward(x, w, b, in_pass, tiles, cut)
     return _Linear.apply(x, w, b, in_pass, tiles, cut)
