@@ -142,7 +142,7 @@ def test_scores_over_a_shared_vocabulary_are_those_of_one_rank(n, dtype, params,
 
 
 def adapted(leaves: Leaves, dtype: torch.dtype, is_down: bool, merged: bool) -> list[list[torch.Tensor]]:
-    """What all ranks have of an adapted product, then what each has a part of; two matrices where N is cut."""
+    """What all ranks have of an adapted product, and what each has a part of; two matrices if N is cut."""
     parts = [64] if is_down else [64, 32]
     x, dy = randn(1, T, 64, dtype=dtype), randn(2, T, sum(parts), dtype=dtype)
     w = randn(3, sum(parts), 64, dtype=dtype, scale=0.1)
