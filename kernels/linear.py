@@ -87,18 +87,17 @@ class _Linear(torch.autograd.Function):
         (x,) = ctx.saved_tensors
         w, b, in_pass, dw, db = ctx.w, ctx.b, ctx.in_pass.over(dy), None, None
         dx = input_gradient(dy, w, ctx.tiles, ctx.cut) if ctx.needs_input_grad[0] else None
-        if any(ctx.needs_input_grad[1:3]):
-            dy = in_pass.shared.columns(dy)
+        shared = in_pass.shared
         if ctx.needs_input_grad[1]:
             buffer = in_pass.buffer(w)
             if isinstance(buffer, LowRankBuffers):
-                add_low_rank(buffer, dy, x, in_pass.blocks, ctx.cut)
+                add_low_rank(buffer, dy, x, in_pass.blocks, ctx.cut, shared)
             else:
-                add_outer(buffer, dy, in_pass.shared.whole(x), in_pass.blocks)
+                add_outer(buffer, shared.columns(dy), shared.whole(x), in_pass.blocks)
             dw = in_pass.returned_grad(w, buffer)
         if ctx.needs_input_grad[2]:
             buffer = in_pass.buffer(b)
-            add_columns(buffer, dy, in_pass.blocks)
+            add_columns(buffer, shared.columns(dy), in_pass.blocks)
             db = in_pass.returned_grad(b, buffer)
         return dx, dw, db, None, None, None
 
@@ -123,7 +122,7 @@ class _AdaptedLinear(torch.autograd.Function):
             dx = dx.to(dy.dtype)
         buffers = in_pass.buffer(ctx.w)
         if isinstance(buffers, LowRankBuffers):
-            add_low_rank(buffers, dy, x, in_pass.blocks, ctx.cut)
+            add_low_rank(buffers, dy, x, in_pass.blocks, ctx.cut, in_pass.shared)
         return dx, None, None, None, None, None, None
 
 

@@ -33,6 +33,7 @@ from .grad import GradBuffer, accumulate_dtype
 from .leaves import UNCUT, Cut
 from .matmul import add_outer, matmul
 from .order import ALIGN, TokenBlocks
+from .shared_rows import ALL_ROWS, SharedRows
 
 X = TypeVar("X", "LowRank", "AdapterBuffers")
 
@@ -69,18 +70,21 @@ def add_low_rank(
     x_TK: torch.Tensor,
     blocks: TokenBlocks,
     cut: Cut = UNCUT,
+    shared: SharedRows = ALL_ROWS,
 ) -> None:
     """Add the gradients of the weight's adapters, block by block in the order of `blocks`.
 
-    cut: of the weight. Where ranks share it, each has its rows of b, or its columns of a.
+    cut: of the weight. Where ranks share it, each has its rows of b, or its columns of a. shared: the ranks
+    that share the rows.
     """
     x = x_TK.to(accumulate_dtype(x_TK.dtype))
+    rows = shared.whole(x_TK).to(x.dtype)
     for adapter in buffers.adapters:
         dy = dy_TN[:, adapter.rows].to(x.dtype).contiguous()
         padded = padded_rank(adapter, blocks) if on_triton(x) else adapter
         x_a, dy_b = low_rank_rows(padded, dy, x, cut.within(adapter.rows))
-        add_outer(padded.db, dy, x_a, blocks)
-        add_outer(padded.da, dy_b, x, blocks)
+        add_outer(padded.db, shared.columns(dy), shared.whole(x_a), blocks)
+        add_outer(padded.da, shared.columns(dy_b), rows, blocks)
         if padded is not adapter:
             rank = len(adapter.a)
             adapter.db.sums.copy_(padded.db.sums[:, :, :rank])

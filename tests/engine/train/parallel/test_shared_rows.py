@@ -48,7 +48,7 @@ def four(tmp_path_factory):
 
 def parts_of(layout: Layout, rank: int, n: int) -> ContextParts:
     grid = {"dp": ranks_of(0, 1), "cp": ranks_of(rank, n)}
-    return ContextParts(layout, Ranks(ranks_of(rank, n).mesh, grid))
+    return ContextParts(layout, layout, Ranks(ranks_of(rank, n).mesh, grid))
 
 
 def alone(decoder: Decoder, step: Shard, work: ShardWork, part=None, shards: int = 2):
