@@ -82,6 +82,6 @@ def wire() -> str:
                 for layer in both
             ]
             lines.append([name, str(ranks), *cells[0], *cells[1]])
-    of_each = ("a layer, MB", "all layers, GB", "predicted, s")
-    head = ["model", "ranks of a row", *(f"{kind}: {x}" for kind in ("layers", "rows") for x in of_each)]
+    columns = ("a layer, MB", "all layers, GB", "predicted, s")
+    head = ["model", "ranks of a row", *(f"{kind}: {x}" for kind in ("layers", "rows") for x in columns)]
     return table(head, lines)

@@ -61,7 +61,7 @@ class _Alone:
 ALONE = _Alone()
 
 
-def owned(ranks: Carrier, ids: torch.Tensor, N: int) -> tuple[torch.Tensor, torch.Tensor]:
+def owned_rows(ranks: Carrier, ids: torch.Tensor, N: int) -> tuple[torch.Tensor, torch.Tensor]:
     """The rows of this rank's ids among those of all [T], and their places in this rank, which has N."""
     local = ids - ranks.rank * N
     rows = ((local >= 0) & (local < N)).nonzero().squeeze(1)
@@ -113,8 +113,8 @@ class Leaves:
         return x if self.ranks.size == 1 else torch.stack(self.ranks.all_gather(x)).amax(0)
 
     def owned(self, ids: torch.Tensor, N: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """See the function `owned`."""
-        return owned(self.ranks, ids, N)
+        """The rows of this rank's ids among those of all ranks, and their places here (owned_rows)."""
+        return owned_rows(self.ranks, ids, N)
 
     def chosen(self, x_TN: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         """x[t, ids[t]] in every rank, [T]. x has this rank's columns; the ids count those of all ranks."""

@@ -33,6 +33,11 @@ class Adapted(NamedTuple):
     w: torch.Tensor
     adapters: tuple[LowRank, ...]
 
+    @property
+    def shape(self) -> torch.Size:
+        """Of the weight."""
+        return self.w.shape
+
 
 def linear_ref(
     x: torch.Tensor,
@@ -82,40 +87,43 @@ class _Linear(torch.autograd.Function):
         (x,) = ctx.saved_tensors
         w, b, in_pass, dw, db = ctx.w, ctx.b, ctx.in_pass.over(dy), None, None
         dx = input_gradient(dy, w, ctx.tiles, ctx.cut) if ctx.needs_input_grad[0] else None
-        if any(ctx.needs_input_grad[1:3]):
-            dy = in_pass.shared.columns(dy)
+        shared = in_pass.shared
         if ctx.needs_input_grad[1]:
             buffer = in_pass.buffer(w)
             if isinstance(buffer, LowRankBuffers):
-                add_low_rank(buffer, dy, x, in_pass.blocks, ctx.cut)
+                add_low_rank(buffer, dy, x, in_pass.blocks, ctx.cut, shared)
             else:
-                add_outer(buffer, dy, in_pass.shared.whole(x), in_pass.blocks)
+                add_outer(buffer, shared.columns(dy), shared.whole(x), in_pass.blocks)
             dw = in_pass.returned_grad(w, buffer)
         if ctx.needs_input_grad[2]:
             buffer = in_pass.buffer(b)
-            add_columns(buffer, dy, in_pass.blocks)
+            add_columns(buffer, shared.columns(dy), in_pass.blocks)
             db = in_pass.returned_grad(b, buffer)
         return dx, dw, db, None, None, None
 
 
 class _AdaptedLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, w, b, adapters, in_pass, tiles):
+    def forward(ctx, x, w, b, adapters, in_pass, tiles, cut):
         ctx.save_for_backward(x)
-        ctx.w, ctx.adapters, ctx.in_pass, ctx.tiles = w, adapters, in_pass, tiles
-        return _adapted_forward(x, w, b, adapters, tiles)
+        ctx.w, ctx.adapters, ctx.in_pass, ctx.tiles, ctx.cut = w, adapters, in_pass, tiles, cut
+        return _adapted_forward(x, w, b, adapters, tiles, cut)
 
     @staticmethod
     def backward(ctx, dy):
         (x,), dx, in_pass = ctx.saved_tensors, None, ctx.in_pass.over(dy)
         if ctx.needs_input_grad[0]:
-            dx = matmul_unrounded(dy, ctx.w.t(), ctx.tiles)
-            add_to_input_gradient(dx, dy.to(dx.dtype), ctx.adapters)
+            dx = (
+                ctx.cut.product(dy, ctx.w.t())
+                if ctx.cut.joins_dx
+                else matmul_unrounded(dy, ctx.w.t(), ctx.tiles)
+            )
+            add_to_input_gradient(dx, dy.to(dx.dtype), ctx.adapters, ctx.cut)
             dx = dx.to(dy.dtype)
         buffers = in_pass.buffer(ctx.w)
         if isinstance(buffers, LowRankBuffers):
-            add_low_rank(buffers, dy, x, in_pass.blocks)
-        return dx, None, None, None, None, None
+            add_low_rank(buffers, dy, x, in_pass.blocks, ctx.cut, in_pass.shared)
+        return dx, None, None, None, None, None, None
 
 
 def _adapted_forward(
@@ -124,11 +132,12 @@ def _adapted_forward(
     b: torch.Tensor | None,
     adapters: tuple[LowRank, ...],
     tiles: TileTable,
+    cut: Cut,
 ) -> torch.Tensor:
-    y = matmul_unrounded(x, w, tiles)
+    y = cut.product(x, w) if cut.joins_output else matmul_unrounded(x, w, tiles)
     if b is not None:
         y += b.to(y.dtype)
-    add_to_product(y, x.to(y.dtype), adapters)
+    add_to_product(y, x.to(y.dtype), adapters, cut)
     return y.to(x.dtype)
 
 
@@ -142,8 +151,8 @@ def linear(
 ) -> torch.Tensor:
     """y = x w^T + b. x [T, K], weight w [N, K], b [N] -> [T, N].
 
-    The weight gradient is summed in the order of the pass's token blocks. tiles: see matmul. cut: of a weight
-    without adapters among ranks; its leaves are built for CPUs. Of an adapted weight, the adapters' gradient
+    The weight gradient is summed in the order of the pass's token blocks. tiles: see matmul. cut: of the
+    weight among ranks; its leaves are built for CPUs. Of an adapted weight, the adapters' gradient
     is summed where the pass has buffers for it, and w has none. Raises ValueError on a shape or dtype that
     does not fit.
     """
@@ -157,8 +166,8 @@ def linear(
         raise ValueError(f"linear: b {tuple(b.shape)} must be [{w.shape[0]}], the rows of w")
     if adapters is not None:
         if torch.is_grad_enabled():
-            return _AdaptedLinear.apply(x, w, b, adapters, in_pass, tiles)
-        return _adapted_forward(x, w, b, adapters, tiles)
+            return _AdaptedLinear.apply(x, w, b, adapters, in_pass, tiles, cut)
+        return _adapted_forward(x, w, b, adapters, tiles, cut)
     if not torch.is_grad_enabled():
         return _forward(x, w, b, in_pass, tiles, cut)
     return _Linear.apply(x, w, b, in_pass, tiles, cut)

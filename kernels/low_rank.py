@@ -18,8 +18,8 @@ Roundings: x and dy are exact in fp32. Each element of x a^T and of dy b is summ
 with s rounds it once more: not at all where s is a power of two. da and db are sums in fp32 (fp64 for fp64).
 What is added to y and dx is one more sum in fp32, and it is added in fp32.
 Order: a row of x a^T and of dy b has the order of matmul.matmul, and knows no other row. Where tensor
-parallelism may cut it, it is a sum of leaves (leaves.py): x a^T of o and down, dy b of the others. da and db are
-summed as each weight's gradient is: over the token blocks of the pass, in their order, by matmul.add_outer.
+parallelism may cut it, it is a sum of leaves (leaves.py): x a^T of o and down, dy b of the others. da and db
+are summed as each weight's gradient is: over the token blocks of the pass, in their order (matmul.add_outer).
 """
 
 from collections.abc import Iterable
@@ -33,6 +33,7 @@ from .grad import GradBuffer, accumulate_dtype
 from .leaves import UNCUT, Cut
 from .matmul import add_outer, matmul
 from .order import ALIGN, TokenBlocks
+from .shared_rows import ALL_ROWS, SharedRows
 
 X = TypeVar("X", "LowRank", "AdapterBuffers")
 
@@ -69,18 +70,21 @@ def add_low_rank(
     x_TK: torch.Tensor,
     blocks: TokenBlocks,
     cut: Cut = UNCUT,
+    shared: SharedRows = ALL_ROWS,
 ) -> None:
     """Add the gradients of the weight's adapters, block by block in the order of `blocks`.
 
-    cut: of the weight. Where ranks share it, each has its rows of b, or its columns of a.
+    cut: of the weight. Where ranks share it, each has its rows of b, or its columns of a. shared: the ranks
+    that share the rows.
     """
     x = x_TK.to(accumulate_dtype(x_TK.dtype))
+    rows = shared.whole(x_TK).to(x.dtype)
     for adapter in buffers.adapters:
         dy = dy_TN[:, adapter.rows].to(x.dtype).contiguous()
         padded = padded_rank(adapter, blocks) if on_triton(x) else adapter
         x_a, dy_b = low_rank_rows(padded, dy, x, cut.within(adapter.rows))
-        add_outer(padded.db, dy, x_a, blocks)
-        add_outer(padded.da, dy_b, x, blocks)
+        add_outer(padded.db, shared.columns(dy), shared.whole(x_a), blocks)
+        add_outer(padded.da, shared.columns(dy_b), rows, blocks)
         if padded is not adapter:
             rank = len(adapter.a)
             adapter.db.sums.copy_(padded.db.sums[:, :, :rank])
@@ -107,19 +111,23 @@ def _padded(adapter: X, padding: int) -> X:
     return adapter._replace(b=F.pad(adapter.b, (0, padding)), a=F.pad(adapter.a, (0, 0, 0, padding)))
 
 
-def add_to_product(y_TN: torch.Tensor, x_TK: torch.Tensor, adapters: Iterable[LowRank]) -> None:
-    """y += (s x a^T) b^T, one adapter after another. y and x are fp32 (or fp64)."""
+def add_to_product(
+    y_TN: torch.Tensor, x_TK: torch.Tensor, adapters: Iterable[LowRank], cut: Cut = UNCUT
+) -> None:
+    """y += (s x a^T) b^T, one adapter after another. y and x are fp32 (or fp64). cut: of the weight."""
     for adapter in adapters:
         b, a = _factors(adapter, y_TN.dtype)
-        y_TN[:, adapter.rows] += matmul(matmul(x_TK, a).mul_(adapter.scale), b)
+        y_TN[:, adapter.rows] += matmul(_x_a(x_TK, a, cut).mul_(adapter.scale), b)
 
 
-def add_to_input_gradient(dx_TK: torch.Tensor, dy_TN: torch.Tensor, adapters: Iterable[LowRank]) -> None:
-    """dx += (s dy b) a, one adapter after another. dx and dy are fp32 (or fp64)."""
+def add_to_input_gradient(
+    dx_TK: torch.Tensor, dy_TN: torch.Tensor, adapters: Iterable[LowRank], cut: Cut = UNCUT
+) -> None:
+    """dx += (s dy b) a, one adapter after another. dx and dy are fp32 (or fp64). cut: of the weight."""
     for adapter in adapters:
         b, a = _factors(adapter, dx_TK.dtype)
-        dy = dy_TN[:, adapter.rows].contiguous()
-        dx_TK += matmul(matmul(dy, b.t()).mul_(adapter.scale), a.t())
+        dy_b = _dy_b(dy_TN[:, adapter.rows].contiguous(), b, cut.within(adapter.rows))
+        dx_TK += matmul(dy_b.mul_(adapter.scale), a.t())
 
 
 def _factors(adapter: LowRank, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
@@ -137,6 +145,13 @@ def low_rank_rows(
     cut: of this matrix.
     """
     b, a = adapter.b.to(x_TK.dtype), adapter.a.to(x_TK.dtype)
-    x_a = cut.product(x_TK, a) if cut.joins_output else matmul(x_TK, a)
-    dy_b = cut.product(dy_TN, b.t()) if cut.joins_dx else matmul(dy_TN, b.t())
-    return x_a.mul_(adapter.scale), dy_b.mul_(adapter.scale)
+    return _x_a(x_TK, a, cut).mul_(adapter.scale), _dy_b(dy_TN, b, cut).mul_(adapter.scale)
+
+
+def _x_a(x_TK: torch.Tensor, a: torch.Tensor, cut: Cut) -> torch.Tensor:
+    return cut.product(x_TK, a) if cut.joins_output else matmul(x_TK, a)
+
+
+def _dy_b(dy_TN: torch.Tensor, b: torch.Tensor, cut: Cut) -> torch.Tensor:
+    """cut: of the adapter's matrix."""
+    return cut.product(dy_TN, b.t()) if cut.joins_dx else matmul(dy_TN, b.t())

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 import torch
 
-from .leaves import ALONE, Carrier, owned
+from .leaves import ALONE, Carrier, owned_rows
 
 
 @dataclass(frozen=True)
@@ -60,8 +60,8 @@ class SharedRows:
         return torch.arange(n).add_(a + self.ranks.rank * n).clamp_(max=b - 1)
 
     def owned(self, ids: torch.Tensor, N: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """See leaves.owned."""
-        return owned(self.ranks, ids, N)
+        """The rows of this rank's ids, of N in each rank, and their places here (leaves.owned_rows)."""
+        return owned_rows(self.ranks, ids, N)
 
 
 ALL_ROWS = SharedRows()
@@ -111,7 +111,7 @@ def heads_of_rank(shared: SharedRows, *parts: torch.Tensor) -> list[torch.Tensor
     parts: [t, H, D] each, of one D, where the ranks divide each H -> [T, H / n, D] each.
     """
     cut = [part.chunk(shared.size, 1) for part in parts]
-    together = torch.cat([x for of_rank in zip(*cut, strict=True) for x in of_rank], 1)
+    together = torch.cat([x for parts_of in zip(*cut, strict=True) for x in parts_of], 1)
     return list(_Columns.apply(together, shared).split([x[0].shape[1] for x in cut], 1))
 
 

@@ -13,12 +13,15 @@ from ..kernels.shared_rows import SharedRows, heads_of_rank, rows_of_rank
 from ..kernels.upload import Tables
 from .config import ModelConfig
 from .context import KeepingContext, WholeSequences
-from .weights import Layout
+from .weights import Entry
 
 
-def check_shared_rows(layout: Layout, ranks: int) -> None:
-    """Raise ValueError for a model whose layers cannot share their rows among so many ranks."""
-    config, name = layout.config, layout.config.architecture
+def check_shared_rows(config: ModelConfig, trained: Sequence[Entry], ranks: int) -> None:
+    """Raise ValueError for a model whose layers cannot share their rows among so many ranks.
+
+    trained: what has a gradient, of which each rank sums an equal part.
+    """
+    name = config.architecture
     rows = [row for rows in config.layer_operations for row in rows]
     for has, what in (
         (config.experts, "experts"),
@@ -32,7 +35,7 @@ def check_shared_rows(layout: Layout, ranks: int) -> None:
                 "set it to 1"
             )
     sizes = {"kv_heads": config.kv_heads}
-    sizes |= {f"the rows of {entry.name}": entry.shape[0] for entry in layout.trained}
+    sizes |= {f"the rows of {entry.name}": entry.shape[0] for entry in trained}
     for what, n in sizes.items():
         if n % ranks:
             raise ValueError(f"parallel.context ({ranks}) must divide {what} ({n}); choose a smaller one")

@@ -177,11 +177,6 @@ class PrecisionConfig(Section):
             return (
                 f'precision.leaves ({self.leaves}): leaves are built for CPUs; set it to 1, or device = "cpu"'
             )
-        if self.leaves > 1 and not run.config.lora.merge:
-            return (
-                f"precision.leaves ({self.leaves}) with lora.merge (false): what adapters add to a product "
-                "has no leaves; leave one out"
-            )
 
     tiles: Literal["vllm-0.32", "vllm-0.33"] = "vllm-0.32"
     """The vLLM version whose tiles the matrix products use along the reduced dimension, on a GPU. These tiles

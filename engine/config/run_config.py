@@ -50,7 +50,6 @@ def needing_whole_rows(run: PlannedRun) -> list[str]:
         f'parallel.engine ("{spread.engine}")': spread.engine == "fsdp",
         f"parallel.tensor ({spread.tensor})": spread.tensor > 1,
         f"precision.leaves ({config.precision.leaves})": config.precision.leaves > 1,
-        f"lora.rank ({config.lora.rank})": config.lora.rank,
         f'loss.advantage ("{config.loss.advantage}")': config.loss.has_critic,
         f'device ("{run.device}")': run.device == "cuda",
     }

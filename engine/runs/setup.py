@@ -32,7 +32,6 @@ from ..tasks.tokenizer import Tokenizer
 from ..train.ahead import Ahead
 from ..train.loss_scaling import LossScaler
 from ..train.optimizer import Optimizer
-from ..train.parallel.context import ContextParts, ContextWorkers
 from ..train.parallel.data_parallel import (
     RankedEnvironments,
     RankedEquivalence,
@@ -43,6 +42,7 @@ from ..train.parallel.data_parallel import (
 )
 from ..train.parallel.process_group import ALONE, Ranks
 from ..train.parallel.scorer import Scorer, frozen
+from ..train.parallel.ulysses import ContextParts, ContextWorkers
 from ..train.parallel.workers import Workers, automatic
 from ..train.parallel.zero import Slices
 from ..train.state import TrainState
@@ -172,13 +172,15 @@ def _replicated_engine(run: EngineInputs, sizes: PassSizes, stopwatch: Stopwatch
     n, shards = map(min, zip(*ranks.gather(lambda: mine), strict=True))
     share = shares_weights(config, run.device) and not is_separate(config)
     with ExitStack() as on_failure:  # closes what was started, unless all of it succeeds
-        parts = ContextParts(run.layout, ranks, run.device) if config.parallel.context > 1 else None
+        trained, parts = run.own_layout or run.layout, None
+        if config.parallel.context > 1:
+            parts = ContextParts(run.layout, trained, ranks, run.device)
         part = parts and parts.part
         workers = Workers(
             policy, shards, n, config.native, share, sizes.shards_in_flight, stopwatch, adapters, part
         )
         on_failure.enter_context(workers)
-        slices = Slices(run.own_layout or run.layout, ranks, run.device)
+        slices = Slices(trained, ranks, run.device)
         masters = whole_weights(config, adapters, policy, weights, slices)
         optimizer = Optimizer(masters, config.optimizer, run.updates)
         ref_policy = None

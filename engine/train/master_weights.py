@@ -342,6 +342,10 @@ class AdapterWeights(SlicedWeights):
 
     def changed(self) -> int | None:
         super().changed()
+        return self._merge()
+
+    def _merge(self) -> int | None:
+        """Let the decoder compute with the adapters as they are now. Returns what `changed` does."""
         return self.adapters.merge() if self._merges else None
 
     def swallowed(self) -> dict[int, tuple[float, float]]:
@@ -355,8 +359,7 @@ class AdapterWeights(SlicedWeights):
 
     def load(self, weights: torch.Tensor) -> None:
         super().load(weights)
-        if self._merges:
-            self.adapters.merge()
+        self._merge()
 
     def whole_model(self) -> torch.Tensor:
         """The base with the adapters merged in. It is a tensor of its own."""

@@ -93,8 +93,12 @@ class TensorAdapterWeights(AdapterWeights):
 
     adapters: SharedAdapters
 
-    def hash_compute(self) -> Tree:
-        return self.adapters.hash_merged()
+    def _merge(self) -> int | None:
+        self.adapters.take()
+        return super()._merge()
+
+    def hash_compute(self) -> Tree | None:
+        return self.adapters.hash_merged() if self._merges else None
 
     def whole_policy(self) -> tuple[Layout, torch.Tensor]:
         return self.adapters.layout.model, self.adapters.whole_policy()

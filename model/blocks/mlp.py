@@ -76,7 +76,7 @@ class GatedMlp(Block):
     def forward(self, w: LayerWeights, rows: Rows, layer: LayerRun) -> Rows:
         in_pass, (tiles, leaves), name = rows.context.in_pass, layer.order, self.prefix
         gate_up, down = w[f"{name}gate_up"], w[f"{name}down"]
-        x = linear(rows.x, gate_up, None, in_pass, tiles, leaves.outputs(*[len(gate_up) // 2] * 2))
+        x = linear(rows.x, gate_up, None, in_pass, tiles, leaves.outputs(*[gate_up.shape[0] // 2] * 2))
         layer.show(f"{name}gate_up", x)
         x = gelu_mul(x) if self.activation else silu_mul(x)
         layer.show(f"{name}{self._gated}", x)

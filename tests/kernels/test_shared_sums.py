@@ -10,9 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from zerokl.files.bitwise import count_unequal
 from zerokl.kernels.embedding import embedding
+from zerokl.kernels.grad import GradBuffer
 from zerokl.kernels.leaves import Leaves
-from zerokl.kernels.linear import linear
+from zerokl.kernels.linear import Adapted, linear
 from zerokl.kernels.logprob import linear_logprob
+from zerokl.kernels.low_rank import AdapterBuffers, LowRank, LowRankBuffers
+from zerokl.kernels.order import token_blocks
+from zerokl.kernels.passes import Pass
 from zerokl.kernels.qk_norm import qk_norm
 from zerokl.kernels.sampling_params import SamplingParams
 
@@ -135,6 +139,63 @@ def test_scores_over_a_shared_vocabulary_are_those_of_one_rank(n, dtype, params,
     for rank in ranks:
         assert total_unequal(rank[0], alone[0]) == 0
     assert count_unequal(torch.cat([rank[1] for rank in ranks]), alone[1]) == 0
+
+
+def adapted(leaves: Leaves, dtype: torch.dtype, is_down: bool, merged: bool) -> list[list[torch.Tensor]]:
+    """What all ranks have of an adapted product, and what each has a part of; two matrices if N is cut."""
+    parts = [64] if is_down else [64, 32]
+    x, dy = randn(1, T, 64, dtype=dtype), randn(2, T, sum(parts), dtype=dtype)
+    w = randn(3, sum(parts), 64, dtype=dtype, scale=0.1)
+    factors, rows = [], 0
+    for i, n in enumerate(parts):
+        b, a = randn(4 + i, n, 3), randn(6 + i, 3, 64)
+        b, a = (b, own(a, leaves, 1)) if is_down else (own(b, leaves), a)
+        factors.append((slice(rows, rows + len(b)), b, a))
+        rows += len(b)
+    if is_down:
+        x, w, cut = own(x, leaves, 1), own(w, leaves, 1), leaves.inputs(64 // leaves.ranks.size)
+    else:
+        dy, w = (torch.cat([own(x, leaves, d) for x in t.split(parts, d)], d) for t, d in ((dy, 1), (w, 0)))
+        cut = leaves.outputs(*(len(b) for _, b, _ in factors))
+    x, w = x.requires_grad_(), w.requires_grad_(merged)
+    buffers = [AdapterBuffers(*f, 5 / 3, *map(GradBuffer.like, f[1:])) for f in factors]
+    weight = w if merged else Adapted(w, tuple(LowRank(*f, 5 / 3) for f in factors))
+    in_pass = Pass(token_blocks([T]), {w: LowRankBuffers(tuple(buffers))})
+    y = linear(x, weight, None, in_pass, cut=cut)
+    y.backward(dy)
+    das, dbs = ([getattr(x, name).zeroed([0])[0] for x in buffers] for name in ("da", "db"))
+    return [[y.detach(), *dbs], [x.grad, *das]] if is_down else [[x.grad, *das], [y.detach(), *dbs]]
+
+
+@pytest.mark.parametrize("merged", [True, False])
+@pytest.mark.parametrize("is_down", [True, False])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("n", [2, 4, 8])
+def test_adapters_have_the_bits_of_one_rank(n, dtype, is_down, merged):
+    with threads(1):
+        whole, cut = adapted(Leaves(COUNT), dtype, is_down, merged)
+        ranks = on_ranks(n, lambda leaves: adapted(leaves, dtype, is_down, merged))
+    for rank in ranks:
+        assert total_unequal(rank[0], whole) == 0
+    assert all(x.any() for x in (*whole, *cut))
+    for i, expected in enumerate(cut):
+        parts = [rank[1][i] for rank in ranks]
+        if is_down or i:
+            assert count_unequal(torch.cat(parts, int(is_down)), expected) == 0
+        else:  # the columns of y are of both matrices
+            both = zip(*(part.split([64 // n, 32 // n], 1) for part in parts), strict=True)
+            assert count_unequal(torch.cat([x for matrix in both for x in matrix], 1), expected) == 0
+
+
+def test_control_adapters_without_leaves_or_with_rounded_ones_have_other_bits():
+    def faulty(leaves: Leaves) -> list[torch.Tensor]:
+        return adapted(leaves, torch.float32, True, True)[0]
+
+    with threads(1):
+        expected = faulty(Leaves(COUNT))
+        rounded = on_ranks(2, faulty, lambda parts: [part.bfloat16().float() for part in parts])[0]
+        assert count_unequal(rounded[1], expected[1]) > 0
+        assert count_unequal(faulty(Leaves(1))[1], expected[1]) > 0
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -1,7 +1,7 @@
 """Ranks of a grid, of which each row sums one gradient in parts: one part in each of its ranks.
 
 Along "dp" the ranks have other virtual shards. Along the second dimension they have other parts of the same
-gradient: of the layers that they share (tensor.py), or of the rows that they share (context.py). Along "dp"
+gradient: of the layers that they share (tensor.py), or of the rows that they share (ulysses.py). Along "dp"
 each rank has one slice of its part (zero.py).
 
 For the norm and the ledger these slices travel to those of the whole model, and back for AdamW: where an
@@ -42,7 +42,7 @@ class CutParts(WayToSlices):
         self.own = Slices(part, ranks.data_parallel, device)
         n = len(ranges_of)
         self._rank = ranks.rank % n
-        owned = [[place for place, _ in self._places(i, own)] for own in self.own.parts for i in range(n)]
+        owned = [[place for place, _ in self._places(i, x)] for x in self.own.parts for i in range(n)]
         super().__init__(owned, ranks)
         self.find_slices(layout)
         self._in_own = merged([x for _, x in self._places(self._rank, self.own.own)])

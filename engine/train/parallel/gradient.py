@@ -114,7 +114,7 @@ class ShardSum:
 
     `in_flight` shards are computed together, each with a gradient buffer of its own: a pass over the samples
     of several shards keeps a GPU busy. With `adapters`, these are trained in place of the decoder's weights.
-    part: of the trained weights, which this rank sums (context.py); None for all of them.
+    part: of the trained weights, which this rank sums (ulysses.py); None for all of them.
     """
 
     def __init__(

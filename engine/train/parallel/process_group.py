@@ -6,7 +6,7 @@ virtual shards (data_parallel.py). The gradient is the root of one tree (gradien
 ranks. The ranks' shards of a round are neighbours in this tree, and zero.py adds their sums in the tree's
 order. Each rank updates its own slice of the weights and sends this slice to all ranks. With parallel.tensor
 or parallel.context the ranks are a grid, along whose second dimension they share layers (tensor.py) or rows
-(context.py). Only rank 0 writes files.
+(ulysses.py). Only rank 0 writes files.
 """
 
 import gc
@@ -42,7 +42,7 @@ class Ranks:
 
     mesh: DeviceMesh | None = None
     # Of a grid, by dimension: those with other virtual shards, and those that share this one's layers
-    # (tensor.py) or rows (context.py).
+    # (tensor.py) or rows (ulysses.py).
     grid: "Mapping[str, Ranks]" = field(default_factory=dict)
 
     @property

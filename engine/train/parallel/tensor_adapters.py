@@ -13,7 +13,13 @@ import numpy as np
 import torch
 
 from ....kernels.merge import merge
-from ....model.adapters import AdapterLayout, Adapters, Merged, matrices_with_adapters
+from ....model.adapters import (
+    AdapterLayout,
+    Adapters,
+    Merged,
+    low_rank_by_weight,
+    matrices_with_adapters,
+)
 from ....model.decoder import Decoder
 from ....verify.ledger import Tree
 from .cut import CutParts
@@ -37,7 +43,7 @@ class SharedAdapters(Adapters):
         base: torch.dtype,
         model: TensorParts,
     ):
-        """See Adapters. decoder: computes with the part `model`, of layout.model."""
+        """As Adapters takes them. decoder: computes with the part `model`, of layout.model."""
         n, self._model = model.ranks.tensor_parallel.size, model
         ranges = [layout.ranges_of_rank(rank, n) for rank in range(n)]
         self.parts = CutParts(layout, layout.of_rank(n), ranges, model.ranks, decoder.device)
@@ -45,9 +51,19 @@ class SharedAdapters(Adapters):
         self._adapted_part = model.cut(weights)[: model.part.trained_numel].to(decoder.device, base)
         super().__init__(layout, flat, weights, decoder, base)
 
+    def _bring(self) -> None:
+        self.take()
+        if self.layout.lora.merge:
+            self.merge()
+        else:
+            self.decoder.adapt(low_rank_by_weight(*self.trained))
+
+    def take(self) -> None:
+        """Bring this rank's part of A and B up to date."""
+        self.trained.flat.copy_(self.parts.cut(self.flat))
+
     def merge(self) -> int:
         """As Adapters.merge, of all ranks, which call it together."""
-        self.trained.flat.copy_(self.parts.cut(self.flat))
         moved = super().merge()
         return sum(self._model.ranks.tensor_parallel.gather(lambda: moved))
 

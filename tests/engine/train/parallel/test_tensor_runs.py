@@ -73,6 +73,7 @@ WORKS = {
         "recompute": "layer",
     },
     "adapters of fused matrices": {"lora__rank": 2},
+    "adapters that are not merged": {"lora__rank": 3, "lora__merge": False, "dtype": "bfloat16", "steps": 3},
     "frozen, in place": {"frozen": ("model.embed_tokens.*", "*.down_proj.*"), "checkpoint__every": 1},
 }
 MODELS = {
@@ -86,9 +87,23 @@ MODELS = {
 @pytest.mark.full
 def test_what_works_has_one_ledger(config, eight, tmp_path, case):
     model = random_model(tmp_path, EIGHT_HEADS | MODELS[case], 1.5) if case in MODELS else eight
-    plain = config(model=model, steps=2, precision__leaves=4, **WORKS[case])
+    plain = config(model=model, precision__leaves=4, **{"steps": 2} | WORKS[case])
     assert train(plain, tmp_path / "alone").tokens_unequal == 0
     _run(2, plain, tmp_path / "run", "--parallel.tensor", "2")
+    _same(tmp_path / "run", tmp_path / "alone")
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("merge", [True, False])
+def test_a_run_of_adapters_goes_on_with_another_number_of_ranks(config, eight, tmp_path, merge):
+    lora = {"lora__rank": 3, "lora__merge": merge, "precision__leaves": 8}
+    plain = config(model=eight, steps=3, dtype="bfloat16", checkpoint__every=1, **lora)
+    train(plain, tmp_path / "alone")
+    _run(4, plain, tmp_path / "run", "--parallel.tensor", "4")
+    _same(tmp_path / "run", tmp_path / "alone")
+    _same_metrics(tmp_path / "run", tmp_path / "alone")
+    forget_end(tmp_path / "run")
+    resume(tmp_path / "run", {"parallel.tensor": "1"})
     _same(tmp_path / "run", tmp_path / "alone")
 
 
@@ -121,7 +136,6 @@ def test_a_run_goes_on_with_another_number_of_ranks(config, eight, tmp_path):
 REFUSED = {
     "leaves": {"precision__leaves": 1},
     "fsdp": {"parallel__engine": "fsdp"},
-    "adapters that are not merged": {"lora__rank": 2, "lora__merge": False},
     "quantised weights": {"precision__weights": "int8/row"},
     "older weights": {"max_staleness": 1},
     "workers": {"workers": 2},

@@ -28,10 +28,10 @@ Y = TypeVar("Y")
 class ContextParts(CutParts):
     """The part of a gradient that each rank of a grid sums."""
 
-    def __init__(self, layout: Layout, ranks: Ranks, device: torch.device | None = None):
-        """Raises ValueError for a model whose rows cannot be shared (check_shared_rows)."""
+    def __init__(self, model: Layout, layout: FlatLayout, ranks: Ranks, device: torch.device | None = None):
+        """layout: of what is trained. Raises ValueError where rows cannot be shared (check_shared_rows)."""
         n, trained = ranks.context_parallel.size, layout.trained
-        check_shared_rows(layout, n)
+        check_shared_rows(model.config, trained, n)
         shapes = {
             entry.name: (
                 (entry.shape[0] // n, *entry.shape[1:]),
