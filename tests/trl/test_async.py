@@ -116,6 +116,9 @@ def test_each_batch_is_drawn_with_the_weights_of_its_lag_and_again_the_same(mode
     for step in range(STEPS):
         assert equal(drawn[step], trained[max(0, step - 2)])
     assert not equal(trained[0], trained[1])
+    # TRL counts when a completion leaves its queue, which is before the update of the step before.
+    assert logged(trainer, "sample/lag")[2:] == [2.0] * (STEPS - 2)
+    assert logged(trainer, "sample/staleness_mean")[2:] == [1.0] * (STEPS - 2)
     again = make(model, tmp_path / "again", 2)
     again.train()
     assert equal(weights(trainer), weights(again))
