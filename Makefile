@@ -13,7 +13,7 @@ RUN    ?= runs/demo
 help:
 	@echo "make demo           train a small model to add, exactly on-policy; ends with reward curve, mismatch and fingerprint"
 	@echo "make demo-turns     the same model learns to use a calculator, in trajectories of three turns"
-	@echo "make test           the tests: four cases of each matrix, three of each list (minutes)"
+	@echo "make test           the tests: three cases of each matrix, two of each list (minutes)"
 	@echo "make test-full      all of them; make test-rest: what make test leaves out, and every property again;"
 	@echo "                    test-rest-numerics, test-rest-engine and test-rest-others are its parts"
 	@echo "make test-slow      the long proofs: 200-step runs, real vocabularies and head counts, memory, the demo twice"
