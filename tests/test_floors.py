@@ -3,6 +3,7 @@
 import ast
 import subprocess
 import sys
+from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -57,6 +58,7 @@ def place_of(module: str) -> str:
     return max((place for place in PLACES if f"{module}.".startswith(f"{place}.")), key=len, default="")
 
 
+@cache
 def imported(file: Path, root: Path) -> set[str]:
     """The names below zerokl that `file` imports, in any line of it."""
     package = ("zerokl", *file.relative_to(root).parent.parts)

@@ -37,7 +37,7 @@ def _used(tree: ast.AST) -> set[str]:
             names.add(node.attr)
         elif isinstance(node, ast.ImportFrom) and not node.level and node.module:
             names.update(node.module.split("."), (alias.name for alias in node.names))
-        elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("getattr", "hasattr", "setattr"):
+        elif isinstance(node, ast.Call) and getattr(node.func, "id", "") in ("getattr", "hasattr", "setattr"):
             names.update(x.value for x in node.args[1:2] if isinstance(x, ast.Constant))
     return {name for name in names if _is_private(name)}
 

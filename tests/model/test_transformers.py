@@ -39,8 +39,9 @@ PAIRS: Pairs = [
     (list(range(70, 103)), [127]),
 ]
 DY = randn(0, sum(len(c) for _, c in PAIRS))
-# The errors of all these models are judged together, because the errors of a single model are noisy.
-SEEDS = range(16)
+# The errors of all these models are judged together, because the errors of a single model are noisy. Those of
+# bf16 are less so, and a model has many more logits than weights of a norm.
+SEEDS, SEEDS_IN_BF16, SEEDS_OF_LOGITS = range(16), 6, 4
 
 
 def zerokl_results(folder, dtype: torch.dtype, shared: bool) -> dict[str, torch.Tensor]:
@@ -71,11 +72,11 @@ def zerokl_results(folder, dtype: torch.dtype, shared: bool) -> dict[str, torch.
 
 
 class Judged(NamedTuple):
-    """The folders of one family, one a seed, and the results of each: the judge's, and others' by dtype."""
+    """The folders of one family, one a seed, and results of a folder: the judge's, and others' by dtype."""
 
     folders: list[Path]
-    exact: list[dict[str, torch.Tensor]]
-    transformers: Callable[[torch.dtype], list[dict[str, torch.Tensor]]]
+    exact: Callable[[Path], dict[str, torch.Tensor]]
+    transformers: Callable[[Path, torch.dtype], dict[str, torch.Tensor]]
 
 
 def _away_from_clamps(folder: Path) -> bool:
@@ -104,8 +105,8 @@ def judged(request, tmp_path_factory) -> Judged:
     assert len(folders) >= 4
     return Judged(
         folders,
-        [logprobs_and_gradients(judge(folder), PAIRS, DY) for folder in folders],
-        cache(lambda dtype: [logprobs_and_gradients(plain(x, dtype), PAIRS, DY) for x in folders]),
+        cache(lambda folder: logprobs_and_gradients(judge(folder), PAIRS, DY)),
+        cache(lambda folder, dtype: logprobs_and_gradients(plain(folder, dtype), PAIRS, DY)),
     )
 
 
@@ -134,8 +135,10 @@ def _skip_states(folder: Path, shared: bool) -> None:
 def test_error_is_at_most_twice_that_of_transformers(judged, dtype, shared):
     _skip_chaotic(judged.folders[0], dtype)
     _skip_states(judged.folders[0], shared)
-    ours = [zerokl_results(folder, dtype, shared) for folder in judged.folders]
-    exact, transformers = judged.exact, judged.transformers(dtype)
+    folders = judged.folders[: SEEDS_IN_BF16 if dtype == torch.bfloat16 else None]
+    ours = [zerokl_results(folder, dtype, shared) for folder in folders]
+    exact = [judged.exact(folder) for folder in folders]
+    transformers = [judged.transformers(folder, dtype) for folder in folders]
     assert ours[0].keys() == transformers[0].keys() == exact[0].keys()
     for name in exact[0]:
         stacked = (torch.stack([r[name] for r in runs]) for runs in (ours, transformers, exact))
@@ -146,7 +149,7 @@ def test_error_is_at_most_twice_that_of_transformers(judged, dtype, shared):
 @torch.no_grad()
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 def test_error_of_every_logit_is_at_most_twice_that_of_transformers(judged, dtype):
-    folders, ids = judged.folders, [[*prompt, *completion] for prompt, completion in PAIRS]
+    folders, ids = judged.folders[:SEEDS_OF_LOGITS], [[*prompt, *completion] for prompt, completion in PAIRS]
     _skip_chaotic(folders[0], dtype)
     ours, transformers, exact = [], [], []
     for folder in folders:
@@ -168,9 +171,9 @@ def test_fp64_decoder_and_judge_are_one_function(judged, shared):
     """
     _skip_states(judged.folders[0], shared)
     nearer = 2**12 if ModelConfig.from_file(judged.folders[0]).states else 2**20
-    for folder, exact in list(zip(judged.folders, judged.exact, strict=True))[:4]:
+    for folder in judged.folders[:2]:
         ours, single = (zerokl_results(folder, dtype, shared) for dtype in (torch.float64, torch.float32))
-        for name, value in exact.items():
+        for name, value in judged.exact(folder).items():
             assert (ours[name] - value).norm() * nearer <= (single[name].double() - value).norm(), name
 
 
@@ -191,7 +194,7 @@ def test_rope_frequencies_are_those_of_transformers(family, tmp_path):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 def test_control_a_wrong_weight_is_found(judged, dtype):
     """A norm whose factors are about 5% larger exceeds the allowed error."""
-    folder, exact = judged.folders[0], judged.exact[0]
+    folder, exact = judged.folders[0], judged.exact(judged.folders[0])
     _skip_chaotic(folder, dtype)
     allowed = logprobs_and_gradients(plain(folder, dtype), PAIRS, DY)["logp"]
     decoder = load_decoder(folder, dtype)

@@ -6,7 +6,8 @@ on a GPU. The float comparison runs with those of FLOAT_TRITONS too: that of tor
 2.14, which vLLM 0.33 has. All processes run at once, because a compiler keeps one core busy. To save time,
 each compiles for one target: the installed Triton for sm_80, and the others for Hopper. With ALL_TARGETS
 (`make test-proofs`) the last of OTHER_TRITONS compiles for all targets, as `zerokl verify binaries` does.
-With ONE_BINARY_IN=n (`make test-triton CASES=--diagonal`) each builds one binary in n.
+With ONE_BINARY_IN=n (`make test-triton CASES=--diagonal`) each builds one binary in n, and the launches of
+each model are recorded in one dtype.
 """
 
 import json

@@ -14,7 +14,7 @@ from zerokl.verify import binaries
 from zerokl.verify.binaries import TARGETS, Binary
 
 from tests.triton.ahead_of_time import TABLE
-from tests.triton.compiling import TRITONS, reports, some_configurations, targets
+from tests.triton.compiling import ONE_IN, TRITONS, reports, some_configurations, targets
 
 
 @pytest.fixture(scope="module")
@@ -34,14 +34,14 @@ def report(triton, all_reports) -> dict[str, Any]:
 
 def test_every_binary_is_free_of_atomics_and_spills_and_as_recorded(triton, report):
     built = targets(triton, TARGETS)
-    assert report["binaries"] == sum(len(some_configurations(target)) for target in built) > 50
+    assert report["binaries"] == sum(len(some_configurations(target)) for target in built) > 500 // ONE_IN
     assert report["faults"] == []
     assert "not compared" not in report["compared"], "the table must have each Triton that is tested"
 
 
 def test_the_boxes_that_the_compiler_chose_break_no_rule_of_tma(report):
     count, broken = report["tensor maps"]
-    assert count > 100
+    assert count > 100 // ONE_IN
     assert broken == []
 
 
@@ -98,10 +98,12 @@ def test_every_launch_of_a_model_run_is_compiled():
     for triton, report in reports("launches.py", TARGETS).items():
         assert report["launches"] > 1000
         assert report["missing"] == [], triton
-        # control: two kernels in three dtypes for six shapes of heads would be missing
-        assert report["without the attention's backward"] == 2 * 3 * 6 * len(targets(triton, TARGETS))
+        # Six shapes of heads in three dtypes. Where a model has one dtype, the sparse one still has three.
+        assert report["heads"] == (18 if ONE_IN == 1 else 9) * len(targets(triton, TARGETS))
+        # control: two kernels for each would be missing
+        assert report["without the attention's backward"] == 2 * report["heads"]
         # Only Hopper and later have the tensor memory accelerator.
-        assert report["descriptors"] > 1000 or "sm_90" not in targets(triton, TARGETS)
+        assert report["descriptors"] > 1000 // ONE_IN or "sm_90" not in targets(triton, TARGETS)
         assert report["broken"] == [], triton
 
 
