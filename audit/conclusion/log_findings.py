@@ -126,7 +126,7 @@ def fitting(measured: Measurements) -> Finding | None:
 def none_fits(measured: Measurements) -> Finding | None:
     """A log that no hypothesis explains: rounding, or something that is not in the table."""
     tried = measured.log and measured.log.hypotheses
-    if not tried or not (tried.tried or tried.is_rounding):
+    if not tried or not tried.tried:
         return None
     if tried.is_rounding:
         if tried.common_dtype:
@@ -138,13 +138,10 @@ def none_fits(measured: Measurements) -> Finding | None:
             )
         cut = measured.log.rounding
         beyond = f", beyond the {cut.decimals} decimals that the log keeps," if cut else ""
-        none = f"None of {tried.tried} hypotheses fits"
-        if not tried.tried:
-            none = f"{tried.tokens} tokens are too few for a hypothesis"
         how = "as a log of this size has it" if measured.columns_alone else "as measured on this model"
         return Finding(
             "rounding",
-            f"rounding alone. {none}, and the difference of "
+            f"rounding alone. None of {tried.tried} hypotheses fits, and the difference of "
             f"{tried.distance:.2g} nats a token is{beyond} what {tried.rounds_like} rounds, {how}: in size, "
             "in its largest tokens, in its sign, and in each line.",
             "Nothing is broken. Another dtype makes it smaller; importance sampling corrects for it.",

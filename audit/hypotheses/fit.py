@@ -103,26 +103,23 @@ def explain(evidence: Evidence, faults: Sequence[Predicted], stage: Callable[[st
 
     stage: is called with the fault that is tried now, in words.
     """
-    comparable = len(_gaps(evidence))
     evidence = inside(evidence)
     evidence = replace(evidence, lines=chosen_lines(evidence), log=evidence.lines)
     evidence = evidence.scorer.with_slack(evidence) if evidence.scorer else evidence
-    gaps = _gaps(evidence)
+    gaps = np.concatenate([np.empty(0), *(apart(line, line.scored) for line in evidence.lines)])
+    gaps = gaps[~np.isnan(gaps)]
     result = Tried(float(gaps.mean()) if len(gaps) else 0.0, len(gaps))
-    is_few = result.tokens < FEWEST_TOKENS
-    # Of few tokens even one is no edge of a cut.
-    if not result.distance or (is_few and result.tokens < comparable):
+    if result.tokens < FEWEST_TOKENS or not result.distance:
         return result
     judge = _judge(by_nearest_engine(evidence))
-    result = replace(result, rounding=judge.rounding, rounds_like=judge.alike.dtype if judge.alike else "")
-    if is_few:
-        return result
     rows = _in_stages(judge, faults, stage)
     nearest, pairs = _nearest([row for row, _ in rows if row.fits]), []
     if not nearest and not judge.alike and (both := _second(judge, rows, faults, stage)):
         nearest = pairs = [both]
     return replace(
         result,
+        rounding=judge.rounding,
+        rounds_like=judge.alike.dtype if judge.alike else "",
         where=None if judge.alike else where(judge.evidence, judge.noise),
         tried=len(faults),
         need_a_model=predicted_count() - len(faults),
@@ -130,12 +127,6 @@ def explain(evidence: Evidence, faults: Sequence[Predicted], stage: Callable[[st
         also=list(dict.fromkeys(row.what for row in nearest[1:] if row.what != nearest[0].what)),
         rows=[*pairs, *sorted(_best(rows), key=lambda row: row.share_left)],
     )
-
-
-def _gaps(evidence: Evidence) -> np.ndarray:
-    """|logged - scored| of all tokens that have both."""
-    gaps = np.concatenate([np.empty(0), *(apart(line, line.scored) for line in evidence.lines)])
-    return gaps[~np.isnan(gaps)]
 
 
 def _in_stages(judge: _Judge, faults: Sequence[Predicted], stage: Callable[[str], None]) -> _Rows:

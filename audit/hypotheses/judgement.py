@@ -36,7 +36,8 @@ TIMES = 2.2
 TAIL, TAIL_TIMES = 6.0, 2.5
 # The mean as a share of the mean |d|, beyond so many standard errors, that is a sign and no rounding. (sound)
 BIAS, BIAS_ERRORS = 0.25, 4.0
-# Times the mean |d| of all lines that a line may have, of lines with so many tokens at least. (sound)
+# Times the mean |d| of all lines that a line may have, of lines with so many tokens at least; or BIAS_ERRORS
+# of its standard errors above that mean, if that is more. (sound)
 LINE, LINE_TOKENS = 3.0, 8
 # Nats over the weight of a token: the largest size of each dtype, where no model measures it. (sound)
 BANDS = {"float32": 2e-4, "float16": 8e-3, "bfloat16": 0.06}

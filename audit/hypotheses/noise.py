@@ -22,7 +22,6 @@ from .judgement import (
     BANDS,
     BIAS,
     BIAS_ERRORS,
-    FEWEST_TOKENS,
     FP32,
     LEAST_WEIGHT,
     LINE,
@@ -115,12 +114,17 @@ def is_rounding(
     lines = [z for z in lines if len(z)]
     z = np.concatenate(lines)
     mean = float(np.abs(z).mean())
-    means = np.array([np.abs(x).mean() for x in lines if len(x) >= LINE_TOKENS])
-    error = float(z.std()) / math.sqrt(len(z))
-    has_sign = len(z) >= FEWEST_TOKENS and abs(float(z.mean())) > BIAS * mean + BIAS_ERRORS * error
+    spread = float(z.std())
+    error = spread / math.sqrt(len(z))
+    has_sign = abs(float(z.mean())) > BIAS * mean + BIAS_ERRORS * error
     return bool(
         mean <= TIMES
         and np.abs(z).max() <= TAIL_TIMES * max(noise.tail, TAIL)
         and not (signed and has_sign)
-        and (means <= LINE * max(mean, 1.0)).all()
+        and all(
+            # A line of few tokens has the mean of its largest one.
+            np.abs(x).mean() <= max(LINE * max(mean, 1.0), mean + BIAS_ERRORS * spread / math.sqrt(len(x)))
+            for x in lines
+            if len(x) >= LINE_TOKENS
+        )
     )

@@ -69,16 +69,6 @@ def test_two_sides_that_share_most_roundings_differ_by_a_whole_one_now_and_then(
     assert not is_rounding or sampler.rounds_like == "bfloat16"
 
 
-@pytest.mark.parametrize(
-    ("differences", "is_rounding"),
-    [((0.01, 0.02, 0.01), True), ((0.01,), True), ((0.01, 0.4, 0.01), False), ((0.01, np.inf, 0.01), False)],
-)
-def test_few_tokens_are_judged_by_their_size_alone(differences, is_rounding):
-    sampler, _ = try_columns(of_differences(differences))
-    assert (sampler.best, sampler.tried) == (None, 0)
-    assert sampler.is_rounding is is_rounding
-
-
 @pytest.mark.parametrize(("declared", "named"), [(4, False), (6, True), (None, True)])
 def test_decimals_are_no_fault_where_the_log_declares_them(declared, named):
     lines = [
@@ -133,6 +123,12 @@ def test_each_bound_of_rounding_sees_what_the_others_do_not():
     line = [*d[:9], 6.0 * d[9]]
     assert not any(is_rounding(noise, x, p) for x in (signed, tail, line, [3.0 * x for x in d]))
     assert is_rounding(noise, signed, p, signed=False)
+    short = [x[:9].copy() for x in d]
+    short[4][3] = 0.24  # one token of a tail is no line of its own; all tokens of a line are
+    tailed = noise._replace(tail=30.0)
+    assert is_rounding(tailed, short, [x[:9] for x in p])
+    short[4] = 8.0 * d[4][:9]
+    assert not is_rounding(tailed, short, [x[:9] for x in p])
 
 
 def test_a_difference_that_follows_a_prediction_has_the_slope_1():
