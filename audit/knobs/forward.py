@@ -72,16 +72,24 @@ class Tokens:
 
     @torch.no_grad()
     def _scores(self) -> np.ndarray:
-        """The scores of the model as it is, [N] fp64."""
+        """The scores of the model as it is, [N] fp64. Logits are of the rows of completion tokens alone."""
         inputs = [[*x.prompt_ids, *x.completion_ids[:-1]] for x in self.lines]
         longest = max(map(len, inputs))
         ids = torch.tensor([[*x, *[0] * (longest - len(x))] for x in inputs], device=self.model.device)
         mask = torch.tensor([[1] * len(x) + [0] * (longest - len(x)) for x in inputs])
-        logits = self.model(ids, attention_mask=mask.to(ids.device), use_cache=False).logits
-        scores = []
-        for z, x, line in zip(logits, inputs, self.lines, strict=True):
-            rows = z[len(line.prompt_ids) - 1 : len(x)].float()
-            rows = scaled_logits(rows, line.params) if line.params else rows
+        kept = torch.zeros(len(inputs), longest, dtype=torch.bool)
+        for row, x, line in zip(kept, inputs, self.lines, strict=True):
+            row[len(line.prompt_ids) - 1 : len(x)] = True
+        kept = kept.to(ids.device)
+        head = self.model.get_output_embeddings()
+        handle = head.register_forward_pre_hook(lambda _m, args: (args[0][kept][None], *args[1:]))
+        try:
+            logits = self.model(ids, attention_mask=mask.to(ids.device), use_cache=False).logits[0]
+        finally:
+            handle.remove()
+        scores, counts = [], [len(x.completion_ids) for x in self.lines]
+        for z, line in zip(logits.split(counts), self.lines, strict=True):
+            rows = scaled_logits(z.float(), line.params) if line.params else z.float()
             drawn = torch.tensor(line.completion_ids, device=rows.device).unsqueeze(1)
             scores.append(torch.log_softmax(rows, -1).gather(1, drawn).squeeze(1).cpu().numpy())
         return np.concatenate(scores).astype(np.float64)

@@ -31,8 +31,9 @@ from .swaps import swaps_of
 # leads that are fitted on all tokens; first and second knobs of pairs.
 _REFINED, _LOOKED_AT, _BY_LAYER, _FINAL, _FIRSTS, _SECONDS = 4, 16, 8, 3, 2, 3
 # Other operations that are fitted on all tokens; for the trial of them on very few: the weights of its
-# forwards times their tokens (a minute or two of a processor), tokens, and those that few tokens try next.
-_SWAPS, _SWAP_WORK, _SWAP_TOKENS, _SWAP_LEADS = 5, 2e12, 300, 24
+# forwards times their tokens (two minutes of a processor), the most and the fewest tokens, and the operations
+# that few tokens try next.
+_SWAPS, _SWAP_WORK, _SWAP_TOKENS, _SWAP_LEADS = 5, 5e12, (300, 100), 24
 # Knobs whose values have nothing between them and the neutral one: each value is tried in each layer.
 _TRIED_AS_SWAPS = ("clamp",)
 # Layers up to which each is tried; of more, quarters are tried first.
@@ -102,12 +103,18 @@ class Knobs:
     def _swapped(self, knobs: Sequence[Knob]) -> tuple[list[Fitted], set[Knob]]:
         """Knobs at their values in all layers and in each, the best first, and the knobs that were tried.
 
-        They are tried on very few tokens, and the best on few. A large model ends it before all are tried.
+        They are tried on very few tokens, and the best on few. Those in all layers come first: a large model
+        ends it before each layer is tried.
         """
-        tiny = Tokens(self.few.model, chosen(self.few.lines, _SWAP_TOKENS))
-        weights = sum(x.numel() for x in self.few.model.parameters())
-        forwards_left = int(_SWAP_WORK / (weights * _SWAP_TOKENS))
+        turns = sorted((x for knob in knobs for x in _turns_of(knob)), key=_is_of_some_layers)
+        affordable = int(_SWAP_WORK / sum(x.numel() for x in self.few.model.parameters()))
+        most, fewest = _SWAP_TOKENS
+        each = affordable // max(1, sum(not _is_of_some_layers(x) for x in turns))
+        each = min(most, max(fewest, each))
+        turns = turns[: affordable // each]
+        tiny = Tokens(self.few.model, chosen(self.few.lines, each))
         leads: list[tuple[float, Turn]] = []
+<<<<<<< HEAD
         tried = set()
         for knob in knobs:
             turns = list(_turns_of(knob))
@@ -116,6 +123,12 @@ class Knobs:
             self.stage(f"trying another operation: {knob.name}")
             leads += [(fit.left, turn) for turn in turns if (fit := _at(tiny, turn))]
             tried.add(knob)
+=======
+        for knob, alike in groupby(turns, key=lambda x: x.knob):
+            self.stage(f"trying another operation: {knob.name}")
+            leads += [(fit.left, turn) for turn in alike if (fit := _at(tiny, turn))]
+        tried = len({x.knob for x in turns})
+>>>>>>> auditb
         leads.sort(key=lambda x: x[0])
         fits = [fit for _, turn in leads[:_SWAP_LEADS] if (fit := _at(self.few, turn))]
         return sorted(fits, key=lambda x: x.left), tried
@@ -342,6 +355,11 @@ def _turns_of(knob: Knob) -> Iterator[Turn]:
     elif knob.what in ("swap", "mask") and len(layers) > 1:
         groups.append(layers)
     return (Turn(knob, value, group) for group in groups for value in knob.values)
+
+
+def _is_of_some_layers(turn: Turn) -> bool:
+    """Whether a turn is not the same in all layers."""
+    return turn.knob.names_layers or not turn.is_everywhere
 
 
 def _at(tokens: Tokens, turn: Turn) -> Fitted | None:

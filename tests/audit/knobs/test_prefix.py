@@ -62,6 +62,22 @@ def test_layers_that_hand_on_more_than_they_give_are_all_computed(tmp_path):
     assert Tokens(model, lines())._recorded[1] == Prefix()
 
 
+def test_logits_are_made_of_the_rows_of_completion_tokens_alone(tmp_path):
+    model, shapes = load_model(write_family("GPTNeoX", tmp_path / "model"), torch.float32, "eager"), []
+    head = model.get_output_embeddings()
+    handle = head.register_forward_hook(lambda _m, _a, out: shapes.append(tuple(out.shape)))
+    tokens = Tokens(model, lines())
+    scores = tokens.by_line(tokens._scores())
+    handle.remove()
+    assert [x[:2] for x in shapes] == [(1, 24)], "4 lines of 6"
+    for line, column in zip(tokens.lines, scores, strict=True):
+        ids = torch.tensor([[*line.prompt_ids, *line.completion_ids]])
+        logp = model(ids).logits[0].log_softmax(-1).detach()
+        first = len(line.prompt_ids)
+        whole = [float(logp[i - 1, ids[0, i]]) for i in range(first, ids.shape[1])]
+        assert np.allclose(column, whole, rtol=0, atol=1e-5)
+
+
 def _whole(tokens: Tokens, turn: Turn) -> np.ndarray:
     with turned((turn,)):
         return tokens._scores()

@@ -7,11 +7,13 @@ import pytest
 import torch
 from zerokl.audit.hypotheses.noise import Noise, weight
 from zerokl.audit.hypotheses.scorable_lines import Line
+from zerokl.audit.knobs import search
 from zerokl.audit.knobs.forward import Tokens
 from zerokl.audit.knobs.knob import Turn
 from zerokl.audit.knobs.knobs import knobs_of
 from zerokl.audit.knobs.module_places import places_of
 from zerokl.audit.knobs.search import Knobs
+from zerokl.audit.knobs.swaps import swaps_of
 from zerokl.engine.rollout.hf import load_model
 
 from tests.audit.families import write_family
@@ -75,3 +77,25 @@ def test_other_layers_of_the_same_knob_that_leave_as_little_are_told(model):
     assert told.fits
     turns = [(x.last.knob.name, x.last.knob.what, x.last.layers, x.left) for x in (told.fit, *told.alike)]
     assert {x[2] for x in turns} >= {(0,), (0, 1)}, turns
+
+
+@pytest.mark.parametrize("forwards", [7, 10**6])
+def test_other_operations_are_tried_in_all_layers_first_and_in_each_where_the_model_is_small(
+    model, monkeypatch, forwards
+):
+    """Of a large model a layer by layer trial of the first ones alone would take all the time."""
+    tokens, tried = tokens_of(model, noise=0.0), []
+    monkeypatch.setattr(search, "_at", lambda tiny, turn: tried.append((tiny, turn)))
+    weights = sum(x.numel() for x in model.parameters())
+    monkeypatch.setattr(search, "_SWAP_WORK", weights * 100 * forwards)
+    swaps = list(swaps_of(places_of(model)))
+    counted = Knobs(tokens, tokens, places_of(model), Noise("bfloat16", 0.01))._swapped(swaps)[1]
+    turns = [turn for _, turn in tried]
+    in_all = [x.is_everywhere and not x.knob.names_layers for x in turns]
+    assert in_all == sorted(in_all, reverse=True), "in all layers first"
+    assert sum(len(x.completion_ids) for x in tried[0][0].lines) <= (100 if forwards == 7 else 300)
+    if forwards == 7:
+        assert (len(turns), all(in_all), counted) == (7, True, 7)
+    else:
+        assert {x.knob for x in turns} == set(swaps)
+        assert {x.layers for x in turns} >= {(0,), (1,), (0, 1)}
