@@ -114,21 +114,10 @@ class Knobs:
         turns = turns[: affordable // each]
         tiny = Tokens(self.few.model, chosen(self.few.lines, each))
         leads: list[tuple[float, Turn]] = []
-<<<<<<< HEAD
-        tried = set()
-        for knob in knobs:
-            turns = list(_turns_of(knob))
-            if (forwards_left := forwards_left - len(turns)) < 0:
-                break
-            self.stage(f"trying another operation: {knob.name}")
-            leads += [(fit.left, turn) for turn in turns if (fit := _at(tiny, turn))]
-            tried.add(knob)
-=======
         for knob, alike in groupby(turns, key=lambda x: x.knob):
             self.stage(f"trying another operation: {knob.name}")
             leads += [(fit.left, turn) for turn in alike if (fit := _at(tiny, turn))]
-        tried = len({x.knob for x in turns})
->>>>>>> auditb
+        tried = {x.knob for x in turns}
         leads.sort(key=lambda x: x[0])
         fits = [fit for _, turn in leads[:_SWAP_LEADS] if (fit := _at(self.few, turn))]
         return sorted(fits, key=lambda x: x.left), tried

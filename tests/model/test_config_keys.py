@@ -39,7 +39,7 @@ PASSED_OVER |= {("gemma3_text", "query_pre_attn_scalar")}
 PASSED_OVER |= {("gemma2", key) for key in MUTATED if key.endswith(("softcapping", "scalar"))}
 # Heads of transformers' default are 42 wide, which no model has.
 LATENT = "deepseek_v3", "glm4_moe_lite"
-WIDER_HEADS = dict.fromkeys(LATENT, {"num_attention_heads": 4}) | {"glm4_moe": {"num_attention_heads": 64}}
+WIDER_HEADS = {key: {"num_attention_heads": 4} for key in LATENT} | {"glm4_moe": {"num_attention_heads": 64}}
 
 
 # Fields that follow from those of the small model.
