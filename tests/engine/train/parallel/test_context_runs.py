@@ -66,7 +66,8 @@ WORKS = {
     },
     "frozen": {"frozen": ("model.layers.0.*", "*.norm.*")},
     "fp32 logits, rounded keys": {"precision__head_dtype": "float32", "precision__kv": "int8/token"},
-    "chunks of keys": {"precision__attention": "chunked-512", "optimizer__moments": "bfloat16"},
+    "chunks of keys": {"precision__attention": "chunked-512"},
+    "muon": {"optimizer__name": "muon", "optimizer__moments": "bfloat16", "optimizer__weight_decay": 0.1},
 }
 
 
@@ -95,6 +96,7 @@ REFUSED = {
     "leaves": {"precision__leaves": 2},
     "critic": {"loss__preset": "ppo"},
     "quantised weights": {"precision__weights": "int8/row"},
+    "moments in 8 bits": {"optimizer__moments": "int8"},
     "older weights": {"max_staleness": 1},
     "workers": {"workers": 2},
     "vllm-zerokl": {"sampler": "vllm-zerokl"},
