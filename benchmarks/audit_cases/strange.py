@@ -1,6 +1,7 @@
 """Plants that are no number at an operation and stand in no file of audit/faults/: what does an audit say?
 
 python benchmarks/audit_cases/strange.py --root R [--only NAME]      plant, audit, and count
+python benchmarks/audit_cases/strange.py --root R --plants FILE.py     those that another file has
 
 located  a cause is named that is the plant's operation, and its layer and value where it has them
 seen     something differs that is not rounding, and no cause is told
@@ -14,6 +15,7 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from runpy import run_path
 
 import torch
 from knobs import attending, attention, hooked, layers, show_plants, weighted
@@ -207,10 +209,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--root", type=Path, default=Path("runs/audit-cases"))
     parser.add_argument("--only", default="", help="a part of the name")
+    parser.add_argument("--plants", type=Path, help="a file whose plants() gives name, change and told")
     words = parser.parse_args()
     torch.set_num_threads(1)
     w = world("qwen3", SEED, words.root / "models")
-    titled = [(plant.name, plant) for plant in plants()]
+    made = run_path(str(words.plants))["plants"]() if words.plants else plants()
+    titled = [(plant.name, plant) for plant in made]
     show_plants(titled, lambda _: w, words.root / "strange", words.only, judged)
 
 
