@@ -69,7 +69,7 @@ class ExactAsyncGRPOTrainer(AsyncGRPOTrainer):
     """TRL's AsyncGRPOTrainer with a known lag. Its arguments are TRL's, and they have names.
 
     lag: updates by which the weights that draw are older than those that are trained, 1 at least; the first
-    steps have fewer. policy: what scores. worker: what draws.
+    steps have fewer. policy: what scores. drawing: the copy of the weights that draws. worker: draws with it.
 
     Raises ValueError for a release of TRL that is not supported, and for each setting that cannot be exact,
     by name. While it trains it raises MismatchError (engine/train/monitor.py).

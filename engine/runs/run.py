@@ -310,7 +310,9 @@ def _guarded_step(state: TrainState, recorder: Recorder, path: Path) -> StepReco
     try:
         return train_step(state, recorder)
     except ValueError as error:
-        raise ValueError(f"step {state.step}: {error}" if state.step else str(error)) from error
+        if not state.step:
+            raise
+        raise ValueError(f"step {state.step}: {error}") from error
     except MismatchError as error:
         try:
             with state.optimizer.weights.gathered():

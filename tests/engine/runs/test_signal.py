@@ -3,6 +3,8 @@
 import json
 
 import pytest
+from zerokl.engine.runs.ablations.cells import CellRun, State
+from zerokl.engine.runs.ablations.grid import Cell
 from zerokl.engine.runs.ending import figures
 from zerokl.engine.runs.report.page import open_sources
 from zerokl.engine.runs.run import resume, train
@@ -97,6 +99,8 @@ def test_a_reward_that_fails_is_named_with_its_step(config, tmp_path, monkeypatc
         assert line.startswith(f"step 1: {reason}prompt ")
         status = open_sources([tmp_path / "run"])[0].payload()["status"]
         assert status == {"state": "stopped", "text": f"ended by itself after 1 steps: {line}"}
+        cell = CellRun(Cell("one", {}, config(**settings)), tmp_path / "run")
+        assert cell.state is State.LEFT, "an ablation does it again: it is no result"
         (tmp_path / "mended").touch()
         assert resume(tmp_path / "run").steps == 3  # nothing of the step that failed is left
 
