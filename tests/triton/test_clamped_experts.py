@@ -35,7 +35,7 @@ from tests.kernels.test_clamped_experts import (
 
 def one_dtype(chosen: torch.dtype) -> pytest.MarkDecorator:
     """Every dtype; a quick run takes the chosen one, because a mixture takes the interpreter seconds."""
-    params = (pytest.param(dtype, marks=[pytest.mark.full] * (dtype != chosen)) for dtype in DTYPES)
+    params = [pytest.param(dtype, marks=[pytest.mark.full] * (dtype != chosen)) for dtype in DTYPES]
     return pytest.mark.parametrize("dtype", params, ids=str)
 
 
