@@ -5,6 +5,7 @@ the sums differs, and fp64 judges.
 """
 
 import numpy as np
+import pytest
 import torch
 from zerokl.kernels import clamped_swiglu as gate
 from zerokl.kernels import combine_experts, combine_experts_triton, expert_rows, grouped_linear
@@ -16,7 +17,7 @@ from zerokl.kernels.order import token_blocks
 from zerokl.kernels.passes import Pass
 from zerokl.kernels.topk_softmax import topk_of_logits
 
-from tests.helpers import assert_at_most_twice_the_error, randint, randn, total_unequal
+from tests.helpers import DTYPES, assert_at_most_twice_the_error, randint, randn, total_unequal
 from tests.kernels.test_clamped_experts import (
     ALPHA,
     INNER,
@@ -30,6 +31,12 @@ from tests.kernels.test_clamped_experts import (
     results,
     weights,
 )
+
+
+def one_dtype(chosen: torch.dtype) -> pytest.MarkDecorator:
+    """Every dtype; a quick run takes the chosen one, because a mixture takes the interpreter seconds."""
+    params = [pytest.param(dtype, marks=[pytest.mark.full] * (dtype != chosen)) for dtype in DTYPES]
+    return pytest.mark.parametrize("dtype", params, ids=str)
 
 
 @dtypes
@@ -106,7 +113,7 @@ def test_products_with_biases_have_the_references_bits_where_no_sum_rounds(dtype
     assert different == [i == 4 for i in range(9)], "control: dq without what the biases add"
 
 
-@dtypes
+@one_dtype(torch.bfloat16)
 def test_everything_is_at_most_twice_as_far_from_fp64_as_plain_torch(dtype):
     runs: list[list[list[torch.Tensor]]] = [[], [], []]
     for seed in (0, 10):
@@ -120,7 +127,7 @@ def test_everything_is_at_most_twice_as_far_from_fp64_as_plain_torch(dtype):
         assert_at_most_twice_the_error(ours, torchs, exact, name)
 
 
-@dtypes
+@one_dtype(torch.float32)
 def test_a_token_knows_no_other_and_gradients_go_on_sequence_after_sequence(dtype):
     lengths, w = [13, 3], weights(dtype)
     x, logits, dy = (randn(i, 16, n, dtype=dtype) for i, n in ((5, D), (6, E), (7, D)))
