@@ -39,7 +39,10 @@ def alone(plain, tmp_path_factory) -> Path:
     return path
 
 
-GRIDS = [(2, 2), *(pytest.param(*grid, marks=pytest.mark.proof) for grid in ((4, 4), (4, 2), (8, 4)))]
+GRIDS = [
+    pytest.param(2, 2, marks=pytest.mark.full),
+    *(pytest.param(*grid, marks=pytest.mark.proof) for grid in ((4, 4), (4, 2), (8, 4))),
+]
 
 
 @pytest.mark.parametrize(("ranks", "context"), GRIDS)
@@ -71,8 +74,12 @@ WORKS = {
 }
 
 
-@pytest.mark.parametrize("case", WORKS)
-@pytest.mark.full
+IN_FULL = ("reference, recompute", "adapters")
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(x, marks=pytest.mark.full if x in IN_FULL else pytest.mark.proof) for x in WORKS]
+)
 def test_what_works_has_one_ledger(config, four, tmp_path, case):
     plain = config(model=four, steps=2, dtype="bfloat16", **WORKS[case])
     assert train(plain, tmp_path / "alone").tokens_unequal == 0
@@ -80,7 +87,7 @@ def test_what_works_has_one_ledger(config, four, tmp_path, case):
     _same(tmp_path / "run", tmp_path / "alone")
 
 
-@pytest.mark.full
+@pytest.mark.proof
 def test_a_run_goes_on_with_another_number_of_ranks(config, four, tmp_path):
     plain = config(model=four, steps=3, dtype="bfloat16", checkpoint__every=1)
     train(plain, tmp_path / "alone")

@@ -86,7 +86,7 @@ def unequal(decoder: Decoder, n: int, step: Shard, work: ShardWork = WORK) -> tu
     return scores, total_unequal([whole], [gradient])
 
 
-@pytest.mark.parametrize("n", [2, 4])
+@pytest.mark.parametrize("n", [2, pytest.param(4, marks=pytest.mark.full)])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_ranks_have_the_bits_of_one(four, dtype, n):
     decoder, step = load_decoder(four, dtype), step_of(LONG)
@@ -98,6 +98,7 @@ def lost(scored: list) -> dict[str, int]:
     return {name: sum(part.underflow.get(name, 0) for part in parts) for name in ("norm", "embed")}
 
 
+@pytest.mark.full
 def test_ranks_count_the_zeros_of_one(four):
     decoder, step = load_decoder(four, torch.float16), step_of(LONG)
     work = replace(WORK, scale=2.0**-12)
@@ -107,7 +108,7 @@ def test_ranks_count_the_zeros_of_one(four):
 
 
 @pytest.mark.full
-@property_settings(6)
+@property_settings(3)
 @given(
     samples=st.lists(st.tuples(st.integers(1, 40), st.integers(1, 150)), min_size=1, max_size=6),
     micro_batch=st.integers(1, 6),
@@ -131,6 +132,7 @@ def test_every_dense_family_has_the_bits_of_one(family, tmp_path):
     assert unequal(decoder, 2, step_of(LONG)) == (0, 0)
 
 
+@pytest.mark.full
 def test_frozen_weights_have_no_part(four):
     plain = load_decoder(four, torch.bfloat16)
     frozen = Layout(plain.config, ("layers.0.qkv", "layers.1.down", "norm"))

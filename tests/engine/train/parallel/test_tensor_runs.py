@@ -73,7 +73,12 @@ WORKS = {
         "recompute": "layer",
     },
     "adapters of fused matrices": {"lora__rank": 2},
-    "adapters that are not merged": {"lora__rank": 3, "lora__merge": False, "dtype": "bfloat16", "steps": 3},
+    "adapters of rounded weights, not merged": {
+        "lora__rank": 3,
+        "lora__merge": False,
+        "dtype": "bfloat16",
+        "steps": 3,
+    },
     "frozen, in place": {"frozen": ("model.embed_tokens.*", "*.down_proj.*"), "checkpoint__every": 1},
 }
 MODELS = {
@@ -83,8 +88,13 @@ MODELS = {
 }
 
 
-@pytest.mark.parametrize("case", WORKS)
-@pytest.mark.full
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(x, marks=pytest.mark.proof if x.startswith("adapters of") else pytest.mark.full)
+        for x in WORKS
+    ],
+)
 def test_what_works_has_one_ledger(config, eight, tmp_path, case):
     model = random_model(tmp_path, EIGHT_HEADS | MODELS[case], 1.5) if case in MODELS else eight
     plain = config(model=model, precision__leaves=4, **{"steps": 2} | WORKS[case])
@@ -93,7 +103,7 @@ def test_what_works_has_one_ledger(config, eight, tmp_path, case):
     _same(tmp_path / "run", tmp_path / "alone")
 
 
-@pytest.mark.full
+@pytest.mark.proof
 @pytest.mark.parametrize("merge", [True, False])
 def test_a_run_of_adapters_goes_on_with_another_number_of_ranks(config, eight, tmp_path, merge):
     lora = {"lora__rank": 3, "lora__merge": merge, "precision__leaves": 8}
