@@ -116,7 +116,7 @@ $(TRITON_OF_CUDA)/.installed $(FLOAT_TRITONS:=/.installed): .venv-vllm/.installe
 TRITONS := $(TRITON_OF_CUDA)/.installed $(FLOAT_TRITONS:=/.installed)
 # Triton's interpreter is chosen when Triton is imported, so interpreted kernels have a process of their own.
 empty :=
-ENVIRONMENT_OF_TRITON := ONE_BINARY_IN=$(if $(CASES),13,1) OTHER_TRITONS=$(TRITON_OF_CUDA) FLOAT_TRITONS=$(subst $(empty) $(empty),:,$(FLOAT_TRITONS)) TRITON_INTERPRET=1
+ENVIRONMENT_OF_TRITON := ONE_BINARY_IN=$(if $(CASES),25,1) OTHER_TRITONS=$(TRITON_OF_CUDA) FLOAT_TRITONS=$(subst $(empty) $(empty),:,$(FLOAT_TRITONS)) TRITON_INTERPRET=1
 
 test-proofs: $(STAMP) $(TRITONS) .venv-ray/.installed .venv-vllm/trl/.made
 	$(BIN)/python -m pytest -m "proof and not (vllm or ray)"
