@@ -74,6 +74,7 @@ demo-turns: $(STAMP)
 	$(BIN)/zerokl train --preset turns --run_dir runs/turns
 
 # One process a core, each with one OpenMP thread: threads of torch's wait for each other where cores are shared.
+# Each begins with a part of the files, so that what the tests of a file share is made in one process.
 JOBS   ?= $(shell nproc)
 # CASES=--diagonal: one diagonal of each matrix and a fifth of a property's examples. For the targets that follow it.
 CASES  ?=
@@ -81,14 +82,14 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest \
   -m "not (slow or vllm or proof or trl or peft or browser or trackers or worlds or ray or nodes or real or verl or titan or notebooks)"
 
 test: $(STAMP)
-	$(PYTEST) -n $(JOBS) --quick
+	$(PYTEST) -n $(JOBS) --dist worksteal --quick
 
 test-full: $(STAMP)
-	$(PYTEST) -n $(JOBS) --durations=15
+	$(PYTEST) -n $(JOBS) --dist worksteal --durations=15
 
 # REST="tests/kernels tests/model": those of these folders.
 test-rest: $(STAMP)
-	$(PYTEST) -n $(JOBS) --rest --durations=15 $(REST)
+	$(PYTEST) -n $(JOBS) --dist worksteal --rest --durations=15 $(REST)
 
 # The same in three parts, of one process each: the numerics, the engine, and what is neither.
 NUMERICS := tests/kernels tests/law tests/model tests/gpu tests/engine/train/losses
@@ -116,7 +117,7 @@ $(TRITON_OF_CUDA)/.installed $(FLOAT_TRITONS:=/.installed): .venv-vllm/.installe
 TRITONS := $(TRITON_OF_CUDA)/.installed $(FLOAT_TRITONS:=/.installed)
 # Triton's interpreter is chosen when Triton is imported, so interpreted kernels have a process of their own.
 empty :=
-ENVIRONMENT_OF_TRITON := ONE_BINARY_IN=$(if $(CASES),13,1) OTHER_TRITONS=$(TRITON_OF_CUDA) FLOAT_TRITONS=$(subst $(empty) $(empty),:,$(FLOAT_TRITONS)) TRITON_INTERPRET=1
+ENVIRONMENT_OF_TRITON := ONE_BINARY_IN=$(if $(CASES),25,1) OTHER_TRITONS=$(TRITON_OF_CUDA) FLOAT_TRITONS=$(subst $(empty) $(empty),:,$(FLOAT_TRITONS)) TRITON_INTERPRET=1
 
 test-proofs: $(STAMP) $(TRITONS) .venv-ray/.installed .venv-vllm/trl/.made
 	$(BIN)/python -m pytest -m "proof and not (vllm or ray)"

@@ -6,14 +6,15 @@ on a GPU. The float comparison runs with those of FLOAT_TRITONS too: that of tor
 2.14, which vLLM 0.33 has. All processes run at once, because a compiler keeps one core busy. To save time,
 each compiles for one target: the installed Triton for sm_80, and the others for Hopper. With ALL_TARGETS
 (`make test-proofs`) the last of OTHER_TRITONS compiles for all targets, as `zerokl verify binaries` does.
-With ONE_BINARY_IN=n (`make test-triton CASES=--diagonal`) each builds one binary in n, and the launches of
-each model are recorded in one dtype.
+With ONE_BINARY_IN=n (`make test-triton CASES=--diagonal`) each builds one binary in n of every kernel, and
+the launches of each model are recorded in one dtype.
 """
 
 import json
 import os
 import subprocess
 import sys
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -29,8 +30,11 @@ ONE_IN = int(os.environ.get("ONE_BINARY_IN", "1"))
 
 
 def some_configurations(target: str) -> list[tuple[str, Launch]]:
-    """One of the kernels' configurations in ONE_IN."""
-    return list(configurations(target))[::ONE_IN]
+    """Of each kernel's configurations one in ONE_IN, and the first."""
+    by_kernel: dict[str, list[tuple[str, Launch]]] = defaultdict(list)
+    for name, launch in configurations(target):
+        by_kernel[name.rsplit(": ", 1)[1]].append((name, launch))
+    return [configuration for same in by_kernel.values() for configuration in same[::ONE_IN]]
 
 
 def targets(triton: str, all_targets: Iterable[str]) -> list[str]:
