@@ -64,9 +64,7 @@ RULED_SHAPES = (
     (FP32, 128, 1, AttentionRule(window=4096)),
     (BF16, 256, 2, AttentionRule(window=4096, cap=50.0)),
 )
-# Layers of gpt-oss, whose rows have sinks. In fp16 they are those of bf16, but for the type. Their
-# backward is not here: with the window it spills 24 bytes on Blackwell with Triton 3.9.0, and in fp32 8 bytes
-# on Ampere with 3.7.1.
+# Layers of gpt-oss, whose rows have sinks. In fp16 they are those of bf16, but for the type.
 SINK_SHAPES = (
     (BF16, 64, 8, WALK),
     (BF16, 64, 8, AttentionRule(window=128)),
