@@ -125,6 +125,7 @@ test-proofs: $(STAMP) $(TRITONS) .venv-ray/.installed .venv-vllm/trl/.made
 	.venv-vllm/bin/python -m pytest -m "proof and vllm" tests/vllm
 	TORCHDYNAMO_DISABLE=1 PYTHONPATH=$(CURDIR)/.venv-vllm/trl .venv-vllm/bin/python -m pytest -m "proof and vllm" tests/trl/test_vllm.py
 	ALL_TARGETS=1 $(ENVIRONMENT_OF_TRITON) .venv-vllm/bin/python -m pytest tests/triton/test_binaries.py
+	$(ENVIRONMENT_OF_TRITON) .venv-vllm/bin/python -m pytest tests/triton/test_float_programs.py
 	$(ENVIRONMENT_OF_TRITON) .venv-vllm/bin/python -m pytest -m proof tests/triton
 
 # vLLM in an environment of its own. See requirements-vllm.txt for why its own dependencies are not installed.
