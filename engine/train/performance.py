@@ -15,12 +15,13 @@ as if they were trained.
 """
 
 import resource
+import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from pathlib import Path
 
 import torch
 
+from ...files.inputs import read_text
 from ...model.config import ModelConfig
 from ...model.operation import Work
 from ...model.operations import forward_flops
@@ -118,7 +119,7 @@ def peak_memory_bytes(device: torch.device) -> float:
     """
     if device.type == "cuda":
         return float(torch.cuda.max_memory_allocated(device))
-    status = Path("/proc/self/status")
-    if status.exists():  # Linux, where getrusage also counts what the process that started this one once held
-        return 1024.0 * int(status.read_text().split("VmHWM:")[1].split()[0])
-    return float(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)  # bytes on macOS
+    if sys.platform == "darwin":
+        return float(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+    # On Linux getrusage also counts what the process that started this one once held.
+    return 1024.0 * int(read_text("/proc/self/status").split("VmHWM:")[1].split()[0])

@@ -2,4 +2,6 @@
 
 from importlib.util import find_spec
 
-collect_ignore_glob = [] if find_spec("trl") else ["test_record.py", "test_exact.py", "test_vllm.py"]
+collect_ignore_glob = (
+    [] if find_spec("trl") else [f"test_{name}.py" for name in ("record", "exact", "async", "vllm")]
+)
