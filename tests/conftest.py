@@ -58,10 +58,11 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection() -> Generator[None, object, object]:
     """What is collected and imported is no garbage. To look for some took 6 of a collection's 16 CPU s."""
     gc.disable()
-    result = yield
-    gc.freeze()
-    gc.enable()
-    return result
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

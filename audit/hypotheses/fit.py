@@ -44,6 +44,7 @@ from .judgement import (
     SETTLED,
     SLOPE,
     SURE_ERRORS,
+    TAIL,
     TIMES,
 )
 from .noise import Noise, beyond_slack, is_rounding
@@ -152,6 +153,9 @@ def _judge(evidence: Evidence) -> _Judge:
     scored = [x.scored for x in evidence.lines]
     alike = next((x for x in noises if is_rounding(x, _signed(evidence), scored)), None)
     noise = noises[-1] if noises else None
+    # No rounding chooses the tokens that it is large in. Beside a model the tail is not the log's own.
+    if alike and alike.tail > TAIL and not evidence.scorer and where(evidence, noise):
+        alike = None
 
     def total(scores: Scores) -> float:
         return sum(np.nansum(apart(x, scores[i])) for i, x in enumerate(evidence.lines))

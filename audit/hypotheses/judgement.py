@@ -88,7 +88,8 @@ MUCH = 0.2
 # --- two causes ---
 
 # Shares of the difference: what a first cause of two leaves at most, both together, and the second one of
-# what the first left. So many first ones are tried. (cases)
+# what the first left; by the last one, too, a knob is nearer than a cause that it replaces. So many first
+# ones are tried. (cases)
 FIRST, BOTH, SECOND, FIRSTS = 0.85, 0.6, 0.7, 3
 
 # --- a screen of a few lines, before all lines are tried ---

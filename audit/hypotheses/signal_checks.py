@@ -73,6 +73,7 @@ class Signal:
     groups_without: int  # whose rewards are all equal
     silent: bool = False  # whether the log has advantages, and each one is 0
     unsolved: bool = False  # whether it has rewards, and none is above 0
+    alone: int = 0  # completions of no group of several
     rule: str | None = None  # that the advantages follow
     judged: int = 0  # advantages other than 0, a turn each
     follow: int = 0  # of these
@@ -80,7 +81,7 @@ class Signal:
 
     def words(self) -> str:
         """What was looked at, in words."""
-        if self.groups and self.groups_without == self.groups and not self.judged:
+        if self.groups and self.groups_without == self.groups and not (self.judged or self.alone):
             return f"No group has a signal: all rewards of each are equal.{self._unsolved()}"
         if self.silent:
             rewards = "" if self.rewards else " The log holds no rewards."
@@ -102,8 +103,8 @@ class Signal:
         if not self.unsolved:
             return ""
         return (
-            f" None of the {self.rewards:,} is above 0: the prompts are too hard, or what scores them fails "
-            "without a word."
+            f" None of the {self.rewards:,} is above 0: unless rewards are penalties, the prompts are too "
+            "hard, or what scores them fails without a word."
         )
 
 
@@ -135,9 +136,11 @@ class SignalLog:
         advantages = [x for x in completions if any(a is not None for a in x.advantages)]
         silent = bool(advantages) and not any(any(x.advantages) for x in advantages)
         unsolved = rewards > 0 and not any(x.reward is not None and not x.reward <= 0.0 for x in completions)
-        signal = Signal(len(completions), rewards, len(advantages), len(groups), without, silent, unsolved)
+        alone = len(completions) - sum(map(len, groups))
+        counts = len(completions), rewards, len(advantages), len(groups), without
+        signal = Signal(*counts, silent, unsolved, alone)
         faults = [*_no_numbers(completions, rewards), _last_turn_alone(advantages)]
-        faults.append(_no_advantages(signal, groups))
+        faults.append(_no_advantages(advantages) if silent else None)
         if rewards and advantages:
             signal, fault = _followed(signal, completions)
             faults.append(fault)
@@ -250,12 +253,13 @@ def _last_turn_alone(completions: Sequence[Completion]) -> LogFault | None:
     )
 
 
-def _no_advantages(signal: Signal, groups: Sequence[Sequence[Completion]]) -> LogFault | None:
-    """Advantages of 0 alone, where the rewards of groups differ."""
+def _no_advantages(completions: Sequence[Completion]) -> LogFault | None:
+    """Groups whose rewards differ. completions: those with an advantage, each of which is 0."""
+    groups = [g for g in _by_group(completions) if len(g) > 1]
     differ = [
         g for g in groups if len({x.reward for x in g if x.reward is not None and np.isfinite(x.reward)}) > 1
     ]
-    if not signal.silent or len(differ) < _WITNESSES:
+    if len(differ) < _WITNESSES:
         return None
     return no_advantages.FAULT.named(
         f"every advantage is 0, though the rewards differ in {len(differ):,} of {len(groups):,} groups "

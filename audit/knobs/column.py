@@ -110,13 +110,13 @@ def beside_knobs(tried: Tried, knobs: Sequence[Row]) -> Tried:
     """What was tried, and rows of knobs, the nearest first. A knob that fits is the best where none is yet.
 
     A cause leaves rounding alone. Of a large difference one that is only like it may leave as little as an
-    exact one. So it is no cause where a knob leaves clearly less: that is the best then if it fits, else
-    nothing fits.
+    exact one. So it is no cause where a knob fits that leaves clearly less. Both were fitted to tokens of
+    their own, so shares of the difference are compared.
     """
     best, others = next((x for x in knobs if x.fits), None), tried.rows
-    least = min((x.left for x in knobs), default=math.inf)
-    if tried.best and _leaves_more(tried) and least <= SECOND * tried.best.left:
-        others = [replace(x, fits=x.fits and least > SECOND * x.left) for x in others]
+    least = min((x.share_left for x in knobs if x.fits), default=math.inf)
+    if tried.best and _leaves_more(tried) and least <= SECOND * tried.best.share_left:
+        others = [replace(x, fits=x.fits and least > SECOND * x.share_left) for x in others]
         tried = replace(tried, best=None, also=[])
     rows = sorted([*knobs, *others], key=lambda x: (not x.fits, x.share_left))
     return replace(tried, best=tried.best or best, rows=rows)

@@ -67,6 +67,8 @@ class Tokens:
             if not turns:
                 raise
             return self.noise(dtype)  # a knob may compute in fp32 alone
+        if turns and not np.isfinite(rounded[self.known]).any():
+            return self.noise(dtype)  # in fp16 a knob may make all logits infinite
         noise = measured(narrow, [rounded[self.known]], [exact[self.known]])
         return Noise("float32", max(noise.size * FP32_OF_BF16, FP32)) if dtype == "float32" else noise
 

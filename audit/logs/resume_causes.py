@@ -15,7 +15,7 @@ from .factors import factor_words
 from .first_difference import LogDifference, common_steps, unequal_metrics
 from .metric_rows import GRADIENT_NORM, LEARNING_RATE, LOSS_SCALE, number
 from .prompt_order import loader_words, moved
-from .seeds import other_seeds, seed_of
+from .seeds import seed_of
 from .side import Side
 
 
@@ -250,12 +250,11 @@ def _draws(logs: Logs, first: LogDifference) -> Iterator[str]:
             f"Step {first.step} is the first that both have: the state of the sampler's generator was not "
             "restored, or the seed is another. The weights are A's, as far as the equal logprobs show."
         )
-    elif first.step == logs.common[0] and not other_seeds(logs.a, logs.b):
-        seed = seed_of(logs.a) if seed_of(logs.b) else None
-        given = f", and the seed of both is {seed[1]} ({seed[0]})" if seed else ""
+    elif first.step == logs.common[0] and (x := seed_of(logs.a)) and (y := seed_of(logs.b)) and x[1] == y[1]:
         yield (
-            f"It is the first step{given}: the draws depend on more than the seed. A number that Python's "
-            "hash() makes of a text is another one in each process, unless PYTHONHASHSEED is set."
+            f"It is the first step, and the seed of both is {x[1]} ({x[0]}): the draws depend on more than "
+            "the seed. A number that Python's hash() makes of a text is another one in each process, unless "
+            "PYTHONHASHSEED is set."
         )
 
 

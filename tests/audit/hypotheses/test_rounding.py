@@ -69,6 +69,16 @@ def test_two_sides_that_share_most_roundings_differ_by_a_whole_one_now_and_then(
     assert not is_rounding or sampler.rounds_like == "bfloat16"
 
 
+@pytest.mark.parametrize(("places", "words"), [([-1], "last token"), ([0, 64], "every 64th token")], ids=str)
+def test_large_roundings_that_have_something_in_common_are_none(places, words):
+    rng = np.random.default_rng(3)
+    lines = 1e-3 * rng.standard_normal((60, 128))
+    lines[:, places] = 0.025 * rng.choice([-1.0, 1.0], (60, len(places)))
+    for tried in try_columns(of_differences(*lines)):
+        assert not tried.is_rounding
+        assert words in tried.where.words
+
+
 @pytest.mark.parametrize(("declared", "named"), [(4, False), (6, True), (None, True)])
 def test_decimals_are_no_fault_where_the_log_declares_them(declared, named):
     lines = [

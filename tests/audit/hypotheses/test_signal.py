@@ -211,6 +211,18 @@ def test_completions_that_are_all_cut_without_a_signal(advantage):
         assert ("None of the 32 is above 0: " in words) == (sound is not solved)
 
 
+def test_a_group_without_a_signal_says_nothing_of_completions_alone():
+    """Nor do advantages of one group say anything of groups that have none."""
+    log = [
+        changed(x, reward=0.5 if i < GROUP else float(i % 2)) for i, x in enumerate(lines(NAMED["reward"]))
+    ]
+    alone = [changed(x, prompt=i, advantage=None) for i, x in enumerate(log) if i >= GROUP]
+    pair = [changed(x, prompt=99, advantage=None) for x in log[:2]]
+    assert judged([*alone, *pair]).words().startswith("The log holds no advantages")
+    part = [changed(x, advantage=0.0 if i < GROUP else None) for i, x in enumerate(log)]
+    assert judged(part).faults == []
+
+
 def test_advantages_of_zero_beside_rewards_that_differ():
     log = lines(NAMED["the group's mean"], "any")
     emptied = [changed(x, advantage=0.0) for x in log]
