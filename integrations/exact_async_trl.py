@@ -101,6 +101,15 @@ class ExactAsyncGRPOTrainer(AsyncGRPOTrainer):
         self.drawing = ExactModel(policy, dtype, sampling_params, recompute=False)
         _score_with(policy, self.policy)
 
+    def train(self, resume_from_checkpoint: Any = None, *arguments: Any, **named: Any) -> Any:
+        """TRL's. It begins at the first step."""
+        if resume_from_checkpoint:
+            raise ValueError(
+                "exact_async_trl: resume_from_checkpoint is refused: the first batches would be drawn with "
+                "other weights than without the stop"
+            )
+        return super().train(None, *arguments, **named)
+
     def compute_loss(self, model: Any, inputs: dict[str, torch.Tensor], *arguments: Any, **named: Any) -> Any:
         """TRL's loss. It also logs the lag of the batch, `sample/lag`, in updates."""
         lag = self.model_version - self.worker.version_of(self.state.global_step)
@@ -124,6 +133,11 @@ def _refuse(trainer: Any, lag: int) -> None:
         )
     if not hasattr(trainer.train_dataset, "__len__"):
         raise ValueError("exact_async_trl: an IterableDataset is refused: prompts are chosen by their place")
+    if trainer.accelerator.device.type != "cpu":
+        raise ValueError(
+            f"exact_async_trl: device ({trainer.accelerator.device}) is refused: a thread that captures "
+            "graphs would disturb the trainer's launches on a GPU; set use_cpu=True"
+        )
     if trainer.accelerator.num_processes > 1:
         raise ValueError("exact_async_trl: several processes are refused: one draws for all of its batches")
     completions = args.per_device_train_batch_size * args.gradient_accumulation_steps

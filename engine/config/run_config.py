@@ -232,7 +232,7 @@ class Config(Section):
         if run.ranks & (run.ranks - 1) or run.ranks > self.virtual_shards * sharing:
             return (
                 f"ranks ({run.ranks}) must be a power of two and at most virtual_shards "
-                f"({self.virtual_shards})"
+                f"({self.virtual_shards}) times the {sharing} ranks that share layers or rows"
             )
 
     updates_per_rollout: int = setting(

@@ -1,9 +1,9 @@
 """A run's Triton kernels are compiled by all cores while its weights are loaded. It changes no bit.
 
 A kernel is compiled at its first launch, one after another: the first step of a process with an empty cache
-would wait for each. So one step is gone through with tensors that have no memory. This gives the launches.
-Threads compile their binaries into Triton's cache, where the step finds them. What is not among them is
-compiled at its first launch, as ever.
+would wait for each. So some micro-batches of a step are gone through with tensors that have no memory. This
+gives the launches. Threads compile their binaries into Triton's cache, where the step finds them. What is not
+among them is compiled at its first launch, as ever.
 """
 
 import os
@@ -79,16 +79,18 @@ def _draw(decoder: Decoder, shape: RunShape) -> None:
 
 
 def _train(decoder: Decoder, adapters: TrainedAdapters | None, shape: RunShape, sizes: PassSizes) -> None:
-    """Virtual shards as large as the run's, as many as are in flight."""
+    """As many virtual shards as are in flight, of two micro-batches each at most: others launch no more."""
     config = shape.config
     sums = ShardSum(decoder, sizes.shards_in_flight, sizes.shards_in_flight, adapters)
-    work = ShardWork(config.sampling.sampling_params, config.loss, sizes.micro_batch)
+    params, directory = config.sampling.sampling_params, config.task.directory
+    work = ShardWork(params, config.loss, sizes.micro_batch, directory)
+    n = min(shape.sequences_of_a_shard, 2 * sizes.micro_batch)
     for advantage in (1.0, 0.0):  # with a gradient, and without one
-        sums.add(work, [_shard(shape, i, advantage) for i in range(sizes.shards_in_flight)])
+        sums.add(work, [_shard(shape, i, n, advantage) for i in range(sizes.shards_in_flight)])
 
 
-def _shard(shape: RunShape, index: int, advantage: float) -> Shard:
-    n, prompt_ids = shape.sequences_of_a_shard, [0] * max(1, shape.prompt_tokens)
+def _shard(shape: RunShape, index: int, n: int, advantage: float) -> Shard:
+    prompt_ids = [0] * max(1, shape.prompt_tokens)
     ids, logprobs = [0] * shape.max_tokens, np.zeros(shape.max_tokens, np.float32)
     rollouts = [
         Rollout.of_one_turn((index * n + i) // shape.group, i, prompt_ids, ids, logprobs, "length", 0)
@@ -107,18 +109,15 @@ def compile_launches(launches: Sequence[Launch], target: str, threads: int) -> N
 def compiled_ahead(shape: RunShape, sizes: PassSizes, device: torch.device, ranks: Ranks) -> Iterator[None]:
     """Inside this context threads compile a GPU's kernels, each rank a part of them; its end waits for them.
 
-    It does nothing on a CPU, and on AMD's GPUs.
+    It does nothing on a CPU, on AMD's GPUs, and with fsdp, which launches otherwise.
     """
-    if device.type != "cuda" or torch.version.hip:
+    if device.type != "cuda" or torch.version.hip or shape.config.parallel.engine == "fsdp":
         yield
         return
     target = "sm_{}{}".format(*torch.cuda.get_device_capability(device))
-
-    def compile_mine() -> None:
-        launches = launches_of_a_step(shape, sizes, target)[ranks.rank :: ranks.size]
-        compile_launches(launches, target, len(os.sched_getaffinity(0)))
-
+    # Not in a thread: who loads a model may change torch's default dtype, which all threads share.
+    launches = launches_of_a_step(shape, sizes, target)[ranks.rank :: ranks.size]
     with ThreadPoolExecutor(1) as pool:
-        compiling = pool.submit(compile_mine)
+        compiling = pool.submit(compile_launches, launches, target, len(os.sched_getaffinity(0)))
         yield
         compiling.result()

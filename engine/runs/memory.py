@@ -80,6 +80,13 @@ class RunShape:
         return elements * DTYPES[optimizer.moments].itemsize
 
     @property
+    def wide_moment_bytes(self) -> int:
+        """Of a rank's fp32 copies of what the ledger hashes: moments in fewer bits, and Muon's second one."""
+        optimizer = self.config.optimizer
+        copies = 2 if optimizer.moments != "float32" else int(optimizer.name == "muon")
+        return 0 if self.is_away else 4 * copies * self.trained_numel // self.ranks
+
+    @property
     def polar_bytes(self) -> int:
         """What Muon needs for one polar factor: the matrix, its gram and temporaries of both, in fp32."""
         return 24 * max((matrix.rows * matrix.columns for matrix in self._muon), default=0)
@@ -205,7 +212,8 @@ def footprint(run: RunShape, sizes: PassSizes, free: int) -> Footprint:
         other_weights=other_weights,
         optimizer=optimizer + run.polar_bytes,
         gradients=_gradient_bytes(run, sizes),
-        activations=_activation_bytes(run, sizes),
+        # The ledger hashes once the activations are gone.
+        activations=max(_activation_bytes(run, sizes), run.wide_moment_bytes),
         logits=max(3 * GPU_CHUNK_BYTES, GPU_CHUNK_BYTES_16),
         cache=_cache_bytes(run, free - weights - other_weights - optimizer),
     )

@@ -119,7 +119,9 @@ def peak_memory_bytes(device: torch.device) -> float:
     """
     if device.type == "cuda":
         return float(torch.cuda.max_memory_allocated(device))
-    if sys.platform == "darwin":
-        return float(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
     # On Linux getrusage also counts what the process that started this one once held.
-    return 1024.0 * int(read_text("/proc/self/status").split("VmHWM:")[1].split()[0])
+    status = read_text("/proc/self/status") if sys.platform == "linux" else ""
+    if "VmHWM:" in status:  # not every sandbox writes it
+        return 1024.0 * int(status.split("VmHWM:")[1].split()[0])
+    unit = 1 if sys.platform == "darwin" else 1024
+    return float(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit)

@@ -223,3 +223,8 @@ def test_a_reward_that_raises_ends_the_run(model, tmp_path):
 def test_what_cannot_be_exact_is_refused_by_name(model, tmp_path, options, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         make(model, tmp_path, **options)
+
+
+def test_a_run_does_not_go_on_from_a_checkpoint(model, tmp_path):
+    with pytest.raises(ValueError, match="resume_from_checkpoint is refused"):
+        make(model, tmp_path).train(resume_from_checkpoint=True)
