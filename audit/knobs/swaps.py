@@ -28,7 +28,12 @@ from .module_places import Place, Places
 Tensor = torch.Tensor
 # Layers and heads up to which all pairs change places; of more only neighbours.
 _ALL_PAIRS = 8
-_PARTS = (2, 4)
+_ORDINALS = "first", "second", "third", "fourth"
+# Parts of a width, in words: of all, and of each.
+_PARTS = {
+    parts: [f"the {ordinal} {part}" for ordinal in _ORDINALS[:n]]
+    for n, part, parts in ((2, "half", "halves"), (4, "quarter", "quarters"))
+}
 _BASES = (0.01, 0.1, 0.5, 2.0, 10.0, 100.0)
 _GROUP = 32  # weights of one scale of int4
 
@@ -260,10 +265,12 @@ def _parts(maker: _Maker, head_dim: int) -> Iterator[Knob]:
         return
     for side, width in (("output", place.weight.shape[0]), ("input", place.weight.shape[1])):
         heads = width // head_dim if "attn" in place.kind or "attention" in place.kind else 0
-        for count, part in [(heads, "head")] * (heads > 1) + [(n, f"part of {n}") for n in _PARTS]:
+        as_heads = [("heads", [f"head {i}" for i in range(heads)])] * (heads > 1)
+        for parts, names in [*as_heads, *_PARTS.items()]:
+            count = len(names)
             if width % count:
                 continue
-            for words, f in _orders(count, part):
+            for words, f in _orders(parts, names):
                 yield _of_side(maker, side, words, f, count)
 
 
@@ -277,17 +284,18 @@ def _of_side(maker: _Maker, side: str, words: str, f: Callable[[Tensor], Tensor]
     return maker.swap(says, lambda module, _: _input_changed(module, split))
 
 
-def _orders(count: int, part: str) -> Iterator[tuple[str, Callable[[Tensor], Tensor]]]:
-    """Parts [..., count, D] that are lost, or in another order."""
+def _orders(parts: str, names: Sequence[str]) -> Iterator[tuple[str, Callable[[Tensor], Tensor]]]:
+    """Parts [..., count, D] that are lost, or in another order. parts, names: words for all, for each."""
+    count = len(names)
     for i, j in _pairs_of(range(count)):
         order = list(range(count))
         order[i], order[j] = j, i
-        yield f"{part} {i} and {j} exchanged", lambda x, order=tuple(order): x[..., list(order), :]
+        yield f"{names[i]} and {names[j]} exchanged", lambda x, order=tuple(order): x[..., list(order), :]
     if count > 2:
-        yield f"the order of its {part}s reversed", lambda x: x.flip(-2)
+        yield f"the order of its {parts} reversed", lambda x: x.flip(-2)
     for i in range(count):
         keep = torch.tensor([float(k != i) for k in range(count)]).unsqueeze(-1)
-        yield f"{part} {i} lost", lambda x, keep=keep: x * keep.to(x.device)
+        yield f"{names[i]} lost", lambda x, keep=keep: x * keep.to(x.device)
 
 
 # --- attention ---
