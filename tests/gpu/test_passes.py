@@ -202,7 +202,7 @@ FAULTS = {
     "a number read in the backward": Fault(
         lambda patch: plant(patch, linear, "add_outer", reads_gradients),
         "kernels/linear.py: _Linear.backward",
-        "add(buffer, dy, x",
+        "add_outer(buffer, ",
         "wait",
     ),
     "a mask in the prompts' backward": Fault(
