@@ -18,6 +18,6 @@ def test_a_kept_binary_is_the_one_that_triton_finds():
 
 
 def test_a_step_finds_what_a_run_compiles_ahead_and_compiles_what_is_left_out():
-    (report,) = reports("found_ahead.py", ("sm_90",), TRITONS[:1]).values()
+    (report,) = reports("found_ahead.py", ("sm_90",), TRITONS[-1:]).values()
     assert report["found"] > 20
     assert report["missing"] == [report["left out"]]
