@@ -37,7 +37,7 @@ def test_an_answer_of_the_page_is_the_audits(folder, monkeypatch, capsys, case, 
     assert main(["audit", f"cases/{case}.jsonl", "--out", f"out-{case}"]) == 1
     printed, place = joined(capsys.readouterr().out), 0
     for sentence in re.split(r"(?<=[.:]) ", joined(answer)):
-        place = printed.index(sentence, place) + len(sentence)  # the page leaves some out, and keeps the order
+        place = printed.index(sentence, place) + len(sentence)  # the page leaves some out
 
 
 def test_each_log_of_the_script_is_on_the_page_and_a_sound_one_has_no_fault(folder, monkeypatch):
