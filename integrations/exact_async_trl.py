@@ -24,6 +24,7 @@ from itertools import pairwise
 from types import MethodType, SimpleNamespace
 from typing import Any
 
+import numpy as np
 import torch
 import trl
 from transformers import PreTrainedModel
@@ -36,12 +37,10 @@ from trl.experimental.async_grpo.async_rollout_worker import (
 )
 
 from ..engine.rollout.native import NativeSampler
-from ..engine.rollout.types import DrawParams, Request, RngKey, Rollout
+from ..engine.rollout.types import GenerationParams, RngKey, Rollout, complete
 from ..engine.train.monitor import Monitor
-from ..kernels.philox import Stream
 from ..kernels.sampling_params import WHY_NO_PENALTY, SamplingParams
-from ..model.labels import UNLABELLED, LabelledBatch, pack_labels
-from ..model.scoring import logprobs
+from ..model.labels import UNLABELLED
 from .transformers import ExactModel, ExactOutput
 
 SUPPORTED = ("1.16.0",)
@@ -279,23 +278,12 @@ class _Worker:
             trainer.train_dataset[(step * groups + p) % len(trainer.train_dataset)] for p in range(groups)
         ]
         prompts = [_prompt_ids(trainer, row["prompt"]) for row in rows]
-        params = DrawParams(trainer.drawing.sampling_params, frozenset(trainer.eos_token_ids))
-        requests = [
-            Request(
-                tuple(ids), RngKey(args.seed, step, Stream.SAMPLE, p, g), params, args.max_completion_length
-            )
-            for p, ids in enumerate(prompts)
-            for g in range(G)
-        ]
-        sampler = NativeSampler(trainer.drawing.decoder)
-        sampler.sync_weights(version)
-        drawn = [
-            Rollout.of_one_turn(
-                r.rng_key.prompt, r.rng_key.sample, r.ids, c.ids, c.logprobs, c.finish, c.weight_version
-            )
-            for r, c in zip(requests, sampler.generate(requests), strict=True)
-        ]
-        Monitor(step, exact=True, version=version).compare(_scored(trainer.drawing, requests, drawn), drawn)
+        sampling_params, stop_ids = trainer.drawing.sampling_params, frozenset(trainer.eos_token_ids)
+        params = GenerationParams(sampling_params, G, args.max_completion_length, stop_ids)
+        sampler = NativeSampler(trainer.drawing.decoder, version=version)
+        drawn = complete(sampler, prompts, params, RngKey(args.seed, step))
+        scored = torch.from_numpy(np.concatenate(sampler.score(drawn, sampling_params)))
+        Monitor(step, exact=True, version=version).compare(scored, drawn)
         for p, row in enumerate(rows):
             group = step * groups + p
             whole = _group(trainer, row, prompts[p], drawn[p * G : (p + 1) * G], version, group)
@@ -320,18 +308,6 @@ def _prompt_ids(trainer: Any, prompt: Any) -> list[int]:
         return tokenizer(prompt)["input_ids"]
     how = trainer.args.chat_template_kwargs or {}
     return tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=False, **how)
-
-
-def _scored(copy: ExactModel, requests: Sequence[Request], drawn: Sequence[Rollout]) -> torch.Tensor:
-    """The trainer's log-probabilities of the drawn tokens, by the weights that drew them, [tokens]."""
-    ids = [[*r.ids, *d.completion_ids] for r, d in zip(requests, drawn, strict=True)]
-    labels = [
-        [UNLABELLED] * len(r.ids) + list(d.completion_ids) for r, d in zip(requests, drawn, strict=True)
-    ]
-    ends = torch.tensor([0, *map(len, ids)]).cumsum(0)
-    flat_ids, flat_labels = (torch.tensor([x for row in rows for x in row]) for rows in (ids, labels))
-    batch, _ = pack_labels(LabelledBatch.of(flat_ids, None, flat_labels, ends))
-    return logprobs(copy.decoder, batch, copy.sampling_params)[0]
 
 
 def _group(

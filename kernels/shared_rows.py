@@ -67,42 +67,22 @@ class SharedRows:
 ALL_ROWS = SharedRows()
 
 
-class _Whole(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, shared):
-        ctx.shared = shared
-        return shared.whole(x)
+class _Carried(torch.autograd.Function):
+    """What `there` makes of x. What `back` makes of the result's gradient is x's."""
 
     @staticmethod
-    def backward(ctx, dx):
-        return ctx.shared.mine(dx), None
-
-
-class _Columns(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, shared):
-        ctx.shared = shared
-        return shared.columns(x)
+    def forward(ctx, x, there, back):
+        ctx.back = back
+        return there(x)
 
     @staticmethod
     def backward(ctx, dx):
-        return ctx.shared.rows(dx), None
-
-
-class _Rows(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, shared):
-        ctx.shared = shared
-        return shared.rows(x)
-
-    @staticmethod
-    def backward(ctx, dx):
-        return ctx.shared.columns(dx), None
+        return ctx.back(dx), None, None
 
 
 def all_rows(x: torch.Tensor, shared: SharedRows) -> torch.Tensor:
     """The rows of all ranks. x [t, D] -> [T, D]. Every rank must have the whole gradient of the result."""
-    return x if shared.size == 1 else _Whole.apply(x, shared)
+    return x if shared.size == 1 else _Carried.apply(x, shared.whole, shared.mine)
 
 
 def heads_of_rank(shared: SharedRows, *parts: torch.Tensor) -> list[torch.Tensor]:
@@ -112,9 +92,9 @@ def heads_of_rank(shared: SharedRows, *parts: torch.Tensor) -> list[torch.Tensor
     """
     cut = [part.chunk(shared.size, 1) for part in parts]
     together = torch.cat([x for parts_of in zip(*cut, strict=True) for x in parts_of], 1)
-    return list(_Columns.apply(together, shared).split([x[0].shape[1] for x in cut], 1))
+    return list(_Carried.apply(together, shared.columns, shared.rows).split([x[0].shape[1] for x in cut], 1))
 
 
 def rows_of_rank(shared: SharedRows, x: torch.Tensor) -> torch.Tensor:
     """This rank's rows of all heads. x [T, H / n, D] -> [t, H, D]."""
-    return _Rows.apply(x, shared)
+    return _Carried.apply(x, shared.rows, shared.columns)

@@ -1,5 +1,6 @@
 """What an exact run must do, and the first step of a run beside transformers' gradient of it."""
 
+import json
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
@@ -26,6 +27,13 @@ def train_exactly(config: Config, path: Path) -> Summary:
     summary = train(config, path)
     assert (summary.tokens_unequal, summary.mismatch_max_abs) == (0, 0.0)
     return summary
+
+
+def train_with_gradients(config: Config, path: Path) -> Path:
+    """The folder of a run whose bits are the same in both, and of which each step has a gradient."""
+    train_exactly(config, path)
+    assert all(json.loads(line)["grad_norm"] > 0 for line in (path / "metrics.jsonl").open())
+    return path
 
 
 def forget_end(path: Path) -> None:

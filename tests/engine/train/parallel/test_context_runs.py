@@ -1,22 +1,16 @@
 """Whole runs whose ranks share rows: any number of ranks has the ledger of one process."""
 
-import json
 from pathlib import Path
 
 import pytest
 from zerokl.engine.config.run_config import Config
 from zerokl.engine.runs.run import resume, train
 
-from tests.engine.runs.exact_runs import forget_end
+from tests.engine.runs.exact_runs import forget_end, train_with_gradients
 from tests.engine.train.parallel.test_ranks import _run, _same, _same_metrics
 from tests.engine.train.parallel.test_shared_rows import FOUR_HEADS
+from tests.engine.train.parallel.test_tensor_runs import DTYPES
 from tests.random_model import random_model
-
-DTYPES = [
-    "bfloat16",
-    pytest.param("float32", marks=pytest.mark.proof),
-    pytest.param("float16", marks=pytest.mark.proof),
-]
 
 
 @pytest.fixture(scope="module")
@@ -32,11 +26,7 @@ def plain(request, config, four) -> Config:
 
 @pytest.fixture(scope="module")
 def alone(plain, tmp_path_factory) -> Path:
-    path = tmp_path_factory.mktemp("alone") / "run"
-    summary = train(plain, path)
-    assert summary.tokens_unequal == 0
-    assert all(json.loads(line)["grad_norm"] > 0 for line in (path / "metrics.jsonl").open())
-    return path
+    return train_with_gradients(plain, tmp_path_factory.mktemp("alone") / "run")
 
 
 GRIDS = [

@@ -1,6 +1,5 @@
 """Whole runs whose ranks share each layer: any number of ranks has the ledger of one process."""
 
-import json
 from pathlib import Path
 
 import pytest
@@ -8,7 +7,7 @@ from zerokl.engine.config.run_config import Config
 from zerokl.engine.runs.run import resume, train
 from zerokl.model.families import MODEL_TYPES
 
-from tests.engine.runs.exact_runs import forget_end
+from tests.engine.runs.exact_runs import forget_end, train_with_gradients
 from tests.engine.runs.test_leaf_runs import EIGHT_HEADS
 from tests.engine.train.parallel.test_ranks import _launch, _run, _same, _same_metrics
 from tests.random_model import random_model
@@ -32,11 +31,7 @@ def plain(request, config, eight) -> Config:
 
 @pytest.fixture(scope="module")
 def alone(plain, tmp_path_factory) -> Path:
-    path = tmp_path_factory.mktemp("alone") / "run"
-    summary = train(plain, path)
-    assert summary.tokens_unequal == 0
-    assert all(json.loads(line)["grad_norm"] > 0 for line in (path / "metrics.jsonl").open())
-    return path
+    return train_with_gradients(plain, tmp_path_factory.mktemp("alone") / "run")
 
 
 GRIDS = [(2, 2), *(pytest.param(*grid, marks=pytest.mark.proof) for grid in ((4, 4), (8, 8), (4, 2), (8, 2)))]
