@@ -8,6 +8,7 @@ import torch
 
 from ...kernels.leaves import Leaves
 from ...kernels.low_rank import LowRankBuffers
+from ...kernels.shared_experts import SharedExperts
 from ...model.adapters import AdapterLayout
 from ...model.checkpoint import DTYPES, read_weights
 from ...model.config import ModelConfig
@@ -20,6 +21,7 @@ from ..train.master_weights import AdapterWeights, MasterWeights
 from ..train.optimizer import Optimizer
 from ..train.parallel.cut import CutWorkers
 from ..train.parallel.data_parallel import RankedSampler, RankedScorer, RankedWorkers
+from ..train.parallel.expert import ExpertParts
 from ..train.parallel.gathered import FrozenPieces, WholeWeights
 from ..train.parallel.gradient import TrainedAdapters
 from ..train.parallel.process_group import Ranks
@@ -75,9 +77,9 @@ class EngineInputs(NamedTuple):
 
 
 def tensor_engine(run: EngineInputs, micro_batch: int, stopwatch: Stopwatch) -> Engine:
-    """Ranks that share each layer (parallel/tensor.py), in as many rows as there are data-parallel ranks."""
+    """Ranks that share each layer (parallel/tensor.py, parallel/expert.py), each row of them as one rank."""
     config, data = run.config, run.ranks.data_parallel
-    weights, parts = read_weights(run.folder, run.layout), TensorParts(run.layout, run.ranks, run.device)
+    weights, parts = read_weights(run.folder, run.layout), _parts_of(run, run.layout)
     policy = _shared_decoder(run, parts, weights, config.recompute == "layer")
     adapters, summed = None, parts
     if run.own_layout:
@@ -100,7 +102,7 @@ def tensor_engine(run: EngineInputs, micro_batch: int, stopwatch: Stopwatch) -> 
     ref_policy = critic = None
     if run.ref_model is not None:
         folder, ref_config = run.ref_model
-        ref_parts = TensorParts(Layout(ref_config), run.ranks, run.device)
+        ref_parts = _parts_of(run, Layout(ref_config))
         reference = _shared_decoder(run, ref_parts, read_weights(folder, ref_parts.layout))
         shared = SharedScorer(Workers(reference, config.virtual_shards), micro_batch, ref_parts)
         ref_policy = RankedScorer(shared, data)
@@ -110,12 +112,18 @@ def tensor_engine(run: EngineInputs, micro_batch: int, stopwatch: Stopwatch) -> 
     return Engine(policy, optimizer, parallel, Samplers(sampler, sampler), ref_policy, critic)
 
 
+def _parts_of(run: EngineInputs, layout: Layout) -> TensorParts:
+    parts = ExpertParts if run.config.parallel.expert > 1 else TensorParts
+    return parts(layout, run.ranks, run.device)
+
+
 def _shared_decoder(
     run: EngineInputs, parts: TensorParts, weights: torch.Tensor, recompute: bool = False
 ) -> Decoder:
     """A decoder over this rank's part of `weights`."""
-    numerics = numerics_of(run.config)
-    numerics = numerics._replace(leaves=Leaves(numerics.leaves.count, run.ranks.tensor_parallel))
+    numerics, ranks = numerics_of(run.config), run.ranks
+    leaves = Leaves(numerics.leaves.count, ranks.tensor_parallel)
+    numerics = numerics._replace(leaves=leaves, shared_experts=SharedExperts(ranks.expert_parallel))
     flat = parts.cut(weights).to(run.device, run.dtype)
     return Decoder(parts.part.config, flat, parts.part, numerics, recompute)
 

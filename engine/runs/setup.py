@@ -116,7 +116,7 @@ def make_state(
     with compiled_ahead(shape, sizes, device, ranks):
         if config.parallel.engine == "fsdp":
             engine = sharded_engine(inputs, sizes.micro_batch, stopwatch)
-        elif config.parallel.tensor > 1:
+        elif config.parallel.tensor > 1 or config.parallel.expert > 1:
             engine = tensor_engine(inputs, sizes.micro_batch, stopwatch)
         else:
             engine = _replicated_engine(inputs, sizes, stopwatch)
@@ -147,9 +147,14 @@ def make_state(
 def _data_ranks(config: Config, ranks: Ranks) -> int:
     """The ranks of which each has other virtual shards.
 
-    Raises ValueError for a process that has no ranks to share layers or rows with.
+    Raises ValueError for a process that has no ranks to share layers, rows or experts with.
     """
-    for name, sharing in (("tensor", ranks.tensor_parallel), ("context", ranks.context_parallel)):
+    grid = {
+        "tensor": ranks.tensor_parallel,
+        "context": ranks.context_parallel,
+        "expert": ranks.expert_parallel,
+    }
+    for name, sharing in grid.items():
         n = getattr(config.parallel, name)
         if sharing.size != n:
             raise ValueError(

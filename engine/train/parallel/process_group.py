@@ -30,6 +30,7 @@ X = TypeVar("X")
 # The data-parallel dimension of the mesh, along which virtual shards are spread; and those along which ranks
 # share layers, and rows.
 DATA_PARALLEL, TENSOR_PARALLEL, CONTEXT_PARALLEL = "dp", "tp", "cp"
+EXPERT_PARALLEL = "ep"  # along which ranks share experts
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,7 @@ class Ranks:
 
     mesh: DeviceMesh | None = None
     # Of a grid, by dimension: those with other virtual shards, and those that share this one's layers
-    # (tensor.py) or rows (ulysses.py).
+    # (tensor.py), rows (ulysses.py) or experts (expert.py).
     grid: "Mapping[str, Ranks]" = field(default_factory=dict)
 
     @property
@@ -59,6 +60,11 @@ class Ranks:
     def context_parallel(self) -> "Ranks":
         """Those that share the rows with this one: it alone, without a grid."""
         return self.grid.get(CONTEXT_PARALLEL, ALONE)
+
+    @property
+    def expert_parallel(self) -> "Ranks":
+        """Those that share the experts with this one: it alone, without a grid."""
+        return self.grid.get(EXPERT_PARALLEL, ALONE)
 
     @property
     def rank(self) -> int:
@@ -119,6 +125,14 @@ class Ranks:
         with peers():  # as bytes, as above
             dist.all_to_all_single(received.view(torch.uint8), sent.view(torch.uint8), group=self.group)
         return list(received)
+
+    def exchange_rows(self, x: torch.Tensor, sent: list[int], received: list[int]) -> torch.Tensor:
+        """The rows that every rank has for this one, rank after rank (kernels/leaves.py)."""
+        rows, width = x.contiguous().view(torch.uint8), x.shape[1] * x.itemsize  # as bytes, as above
+        incoming = rows.new_empty(sum(received), width)
+        with peers():
+            dist.all_to_all_single(incoming, rows, received, sent, group=self.group)
+        return incoming.view(x.dtype)
 
     def gather(self, make: Callable[[], X]) -> list[X]:
         """The results of make() in every rank, in the order of the ranks.
