@@ -48,7 +48,7 @@ from ..train.parallel.zero import Slices
 from ..train.state import TrainState
 from .compile_ahead import compiled_ahead
 from .engine import Engine, EngineInputs, sharded_engine, tensor_engine
-from .memory import PassSizes, RunShape, fit
+from .memory import PassSizes, RunShape, fit, layout_of_a_rank
 from .offloading import placed, told
 from .samplers import (
     Samplers,
@@ -96,11 +96,11 @@ def make_state(
     check_room(config.prompts * config.rollouts_per_prompt // data_ranks, checked.max_tokens)
     device, layout = run_device(config), model_layout(config, model_config)
     ref_model = _ref_model(config, model, model_config)
-    ref_numel = Layout(ref_model[1]).numel if ref_model else 0
+    ref_numel = layout_of_a_rank(config, Layout(ref_model[1])).numel if ref_model else 0
     own_layout, base = adapter_layout(config, layout, model)
     shape = RunShape(
         config,
-        layout,
+        layout_of_a_rank(config, layout),
         data_ranks,
         checked.prompt_tokens,
         ref_numel,

@@ -278,8 +278,9 @@ class MixtureOfExperts(Block):
             width=D,
             flops=Work(tokens=6 * D * size * per_token),
             # Gate, up and their product for each expert of a token; ids, routing weights and tables of the
-            # rows. On a GPU these take 5 numbers of 4 bytes for each expert.
-            kept=3 * size * per_token,
+            # rows. On a GPU these take 5 numbers of 4 bytes for each expert. Ranks that share experts have a
+            # part of the rows, and copies of their x.
+            kept=(3 * size + (D if c.expert_ranks > 1 else 0)) * per_token // c.expert_ranks,
             kept_fp32=9 * per_token,
             transformers=Site(f"{_MODULE}.experts"),
             vllm=Site(f"{_MODULE}.experts"),

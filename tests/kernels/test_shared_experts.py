@@ -89,3 +89,16 @@ FAULTS = {
 def test_a_fault_of_the_carrier_is_seen(fault):
     different = unequal(2, LENGTHS, torch.bfloat16, choice(0, sum(LENGTHS)), FAULTS[fault])
     assert (different == 0) == (fault == "nothing")
+
+
+def test_the_bytes_that_docs_scale_has_are_those_that_are_sent():
+    n, T, bytes_of_a_row = 4, 64, 2 * D
+    ids = choice(0, T)
+    away = int((ids // (E // n) != torch.arange(T).unsqueeze(1) // (T // n)).sum())
+
+    def sent(leaves):
+        results([T], torch.bfloat16, ids, leaves.ranks)
+        return leaves.ranks.sent
+
+    to_all = (n - 1) * T * (2 * bytes_of_a_row + 4 * K)
+    assert sum(on_ranks(n, sent)) == away * (2 * bytes_of_a_row + 4) + to_all

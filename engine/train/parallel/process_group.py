@@ -4,9 +4,9 @@ What is spread along a dimension asks the Ranks of this dimension for rank and s
 group. Today the mesh has one dimension. Along it, each rank has its own part of the prompts and of the
 virtual shards (data_parallel.py). The gradient is the root of one tree (gradient.py) over the shards of all
 ranks. The ranks' shards of a round are neighbours in this tree, and zero.py adds their sums in the tree's
-order. Each rank updates its own slice of the weights and sends this slice to all ranks. With parallel.tensor
-or parallel.context the ranks are a grid, along whose second dimension they share layers (tensor.py) or rows
-(ulysses.py). Only rank 0 writes files.
+order. Each rank updates its own slice of the weights and sends this slice to all ranks. With parallel.tensor,
+parallel.context or parallel.expert the ranks are a grid, along whose second dimension they share layers
+(tensor.py), rows (ulysses.py) or experts (expert.py). Only rank 0 writes files.
 """
 
 import gc
