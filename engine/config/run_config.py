@@ -48,8 +48,6 @@ def needing_whole_rows(run: PlannedRun) -> list[str]:
     config, spread = run.config, run.config.parallel
     others = {
         f'parallel.engine ("{spread.engine}")': spread.engine == "fsdp",
-        f"parallel.tensor ({spread.tensor})": spread.tensor > 1,
-        f"precision.leaves ({config.precision.leaves})": config.precision.leaves > 1,
         f'loss.advantage ("{config.loss.advantage}")': config.loss.has_critic,
         f'device ("{run.device}")': run.device == "cuda",
     }
@@ -119,17 +117,18 @@ class ParallelConfig(Section, head=_SPREAD):
             )
 
     context: int = setting(1, ge=1, le=64)
-    """Neighbouring ranks that share the tokens of each forward of training, and inside attention its heads
-    (context parallelism, Ulysses). Each has all weights, and draws prompts of its own. It divides the ranks
-    of the run and the key-value heads.
+    """Ranks that share the tokens of each forward of training, and inside attention its heads (context
+    parallelism, Ulysses). Each draws prompts of its own. It divides the ranks of the run and the key-value
+    heads, and times parallel.tensor, too.
     """
 
     @rule
     def _parts_of_rows(self, run: PlannedRun) -> str | None:
-        if run.ranks > 1 and run.ranks % self.context:
+        if run.ranks > 1 and run.ranks % (self.context * self.tensor):
+            times = f" times parallel.tensor ({self.tensor})" if self.tensor > 1 else ""
             return (
-                f"parallel.context ({self.context}) must divide the ranks ({run.ranks}); start a multiple "
-                "of it, or set it to 1"
+                f"parallel.context ({self.context}){times} must divide the ranks ({run.ranks}); start a "
+                "multiple of it, or set it to 1"
             )
         whole = needing_whole_rows(run)
         if self.context > 1 and whole:

@@ -19,7 +19,7 @@ from ..processes.allocator import return_freed_memory
 from ..rollout.stopwatch import Stopwatch
 from ..train.master_weights import AdapterWeights, MasterWeights
 from ..train.optimizer import Optimizer
-from ..train.parallel.cut import CutWorkers
+from ..train.parallel.cut import CutParts, CutWorkers
 from ..train.parallel.data_parallel import RankedSampler, RankedScorer, RankedWorkers
 from ..train.parallel.expert import ExpertParts
 from ..train.parallel.gathered import FrozenPieces, WholeWeights
@@ -30,6 +30,7 @@ from ..train.parallel.sharded_adapters import AdapterGradient, ShardedAdapters, 
 from ..train.parallel.sharded_model import ShardedModel, ShardedWorkers
 from ..train.parallel.tensor import SharedScorer, TensorParts
 from ..train.parallel.tensor_adapters import SharedAdapters
+from ..train.parallel.ulysses import ContextParts
 from ..train.parallel.workers import Workers
 from ..train.parallel.zero import Slices
 from ..train.sharded_weights import ShardedWeights
@@ -77,8 +78,8 @@ class EngineInputs(NamedTuple):
 
 
 def tensor_engine(run: EngineInputs, micro_batch: int, stopwatch: Stopwatch) -> Engine:
-    """Ranks that share each layer (parallel/tensor.py, parallel/expert.py), each row of them as one rank."""
-    config, data = run.config, run.ranks.data_parallel
+    """Ranks that share layers (tensor.py) and maybe rows (ulysses.py); or experts (expert.py)."""
+    config, replicas = run.config, run.ranks.replicas
     weights, parts = read_weights(run.folder, run.layout), _parts_of(run, run.layout)
     policy = _shared_decoder(run, parts, weights, config.recompute == "layer")
     adapters, summed = None, parts
@@ -89,25 +90,27 @@ def tensor_engine(run: EngineInputs, micro_batch: int, stopwatch: Stopwatch) -> 
         masters = TensorAdapterWeights(adapters, slices)
     else:
         masters = TensorWeights(policy, weights, parts)
+    summed = with_shared_rows(run, policy.config, summed)
     workers = Workers(
         policy,
-        config.virtual_shards // data.size,
+        config.virtual_shards // run.ranks.data_parallel.size,
         1,
         config.native,
         stopwatch=stopwatch,
         adapters=adapters and adapters.trained,
+        part=summed.part,
     )
     optimizer = Optimizer(masters, config.optimizer, run.updates)
-    sampler = RankedSampler(WorkersSampler(workers, micro_batch), data)
+    sampler = RankedSampler(WorkersSampler(workers, micro_batch), replicas)
     ref_policy = critic = None
     if run.ref_model is not None:
         folder, ref_config = run.ref_model
         ref_parts = _parts_of(run, Layout(ref_config))
         reference = _shared_decoder(run, ref_parts, read_weights(folder, ref_parts.layout))
         shared = SharedScorer(Workers(reference, config.virtual_shards), micro_batch, ref_parts)
-        ref_policy = RankedScorer(shared, data)
+        ref_policy = RankedScorer(shared, replicas)
     if config.loss.has_critic:
-        critic = RankedScorer(Scorer(workers, micro_batch), data)
+        critic = RankedScorer(Scorer(workers, micro_batch), replicas)
     parallel = CutWorkers(workers, summed, config.virtual_shards)
     return Engine(policy, optimizer, parallel, Samplers(sampler, sampler), ref_policy, critic)
 
@@ -115,6 +118,16 @@ def tensor_engine(run: EngineInputs, micro_batch: int, stopwatch: Stopwatch) -> 
 def _parts_of(run: EngineInputs, layout: Layout) -> TensorParts:
     parts = ExpertParts if run.config.parallel.expert > 1 else TensorParts
     return parts(layout, run.ranks, run.device)
+
+
+def with_shared_rows(run: EngineInputs, config: ModelConfig, summed: CutParts) -> CutParts:
+    """The parts of a gradient that ranks sum, where they share the rows of a forward, too.
+
+    config: of what a rank computes with. summed: without shared rows. Raises ValueError (check_shared_rows).
+    """
+    if run.config.parallel.context == 1:
+        return summed
+    return ContextParts(config, summed.cutting, run.ranks, run.device)
 
 
 def _shared_decoder(

@@ -32,6 +32,7 @@ from ..tasks.tokenizer import Tokenizer
 from ..train.ahead import Ahead
 from ..train.loss_scaling import LossScaler
 from ..train.optimizer import Optimizer
+from ..train.parallel.cut import Cutting, CutWorkers
 from ..train.parallel.data_parallel import (
     RankedEnvironments,
     RankedEquivalence,
@@ -42,7 +43,7 @@ from ..train.parallel.data_parallel import (
 )
 from ..train.parallel.process_group import ALONE, Ranks
 from ..train.parallel.scorer import Scorer, frozen
-from ..train.parallel.ulysses import ContextParts, ContextWorkers
+from ..train.parallel.ulysses import ContextParts
 from ..train.parallel.workers import Workers, automatic
 from ..train.parallel.zero import Slices
 from ..train.state import TrainState
@@ -149,6 +150,8 @@ def _data_ranks(config: Config, ranks: Ranks) -> int:
 
     Raises ValueError for a process that has no ranks to share layers, rows or experts with.
     """
+    spread = config.parallel
+    row = spread.tensor * spread.context * spread.expert
     grid = {
         "tensor": ranks.tensor_parallel,
         "context": ranks.context_parallel,
@@ -158,8 +161,8 @@ def _data_ranks(config: Config, ranks: Ranks) -> int:
         n = getattr(config.parallel, name)
         if sharing.size != n:
             raise ValueError(
-                f"config: parallel.{name} ({n}) with {ranks.size} ranks: start a multiple of {n} ranks, by "
-                f"torchrun --nproc-per-node {n} -m zerokl train"
+                f"config: parallel.{name} ({n}) with {ranks.size} ranks: start a multiple of {row} ranks, by "
+                f"torchrun --nproc-per-node {row} -m zerokl train"
             )
     return ranks.data_parallel.size
 
@@ -179,7 +182,7 @@ def _replicated_engine(run: EngineInputs, sizes: PassSizes, stopwatch: Stopwatch
     with ExitStack() as on_failure:  # closes what was started, unless all of it succeeds
         trained, parts = run.own_layout or run.layout, None
         if config.parallel.context > 1:
-            parts = ContextParts(run.layout, trained, ranks, run.device)
+            parts = ContextParts(run.layout.config, Cutting.uncut(trained), ranks, run.device)
         part = parts and parts.part
         workers = Workers(
             policy, shards, n, config.native, share, sizes.shards_in_flight, stopwatch, adapters, part
@@ -198,7 +201,7 @@ def _replicated_engine(run: EngineInputs, sizes: PassSizes, stopwatch: Stopwatch
     if ranks.size == 1:
         return Engine(policy, optimizer, workers, samplers, ref_policy, critic)
     parallel = (
-        ContextWorkers(workers, parts, config.virtual_shards)
+        CutWorkers(workers, parts, config.virtual_shards)
         if parts
         else ReplicatedWorkers(workers, slices, config.virtual_shards)
     )

@@ -10,7 +10,7 @@ each of what the ranks of their column have (cut.py).
 import torch
 
 from ....model.weights import Layout
-from .cut import CutParts
+from .cut import CutParts, Cutting
 from .process_group import Ranks
 from .tensor import TensorParts
 
@@ -29,7 +29,8 @@ class ExpertParts(TensorParts):
                 f"parallel.expert ({n}) must divide the experts of a layer ({number}); choose another number"
             )
         ranges = [layout.ranges_of_expert_rank(rank, n) for rank in range(n)]
-        CutParts.__init__(self, layout, layout.of_expert_rank(n), ranges, ranks, device)
+        cutting = Cutting(layout, layout.of_expert_rank(n), ranges)
+        CutParts.__init__(self, cutting, ranks, ranks.replicas, device)
 
     @property
     def sharing(self) -> Ranks:

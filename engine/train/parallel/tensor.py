@@ -1,16 +1,16 @@
 """Tensor parallelism: ranks that share each layer, and its weights, as kernels/leaves.py cuts sums.
 
-The ranks are a grid. Along "tp" they share layers: a rank has whole heads, and columns of the MLP and of the
-vocabulary. It computes every token of its row with them, and joins the sums that are cut with those of the
-other ranks. So these see the same rows, draw the same tokens and know all scores. Of a vector that no rank
-cuts, such as a norm, each has all. Along "dp" they have parts of the prompts and of the virtual shards, as
-ranks with whole weights do, and one slice each of their part of the weights (cut.py).
+Along "tp" of a grid the ranks share layers: a rank has whole heads, and columns of the MLP and of the
+vocabulary. It computes with them what its neighbours compute, and joins the sums that are cut with theirs. So
+these see the same rows, draw the same tokens and know all scores. Of a vector that no rank cuts, such as a
+norm, each has all. The ranks that have the same part draw other prompts, as ranks with whole weights do, and
+have one slice each of the part (cut.py).
 """
 
 import torch
 
 from ....model.weights import Layout, fingerprint
-from .cut import CutParts
+from .cut import CutParts, Cutting
 from .process_group import Ranks
 from .scorer import Scorer
 from .spread import Spread
@@ -26,7 +26,7 @@ class TensorParts(CutParts):
     def __init__(self, layout: Layout, ranks: Ranks, device: torch.device | None = None):
         n = ranks.tensor_parallel.size
         ranges = [layout.ranges_of_rank(rank, n) for rank in range(n)]
-        super().__init__(layout, layout.of_rank(n), ranges, ranks, device)
+        super().__init__(Cutting(layout, layout.of_rank(n), ranges), ranks, ranks.replicas, device)
 
     @property
     def sharing(self) -> Ranks:

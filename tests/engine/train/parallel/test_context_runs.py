@@ -89,8 +89,6 @@ def test_a_run_goes_on_with_another_number_of_ranks(config, four, tmp_path):
 
 REFUSED = {
     "fsdp": {"parallel__engine": "fsdp"},
-    "tensor": {"parallel__tensor": 2, "precision__leaves": 2},
-    "leaves": {"precision__leaves": 2},
     "critic": {"loss__preset": "ppo"},
     "quantised weights": {"precision__weights": "int8/row"},
     "moments in 8 bits": {"optimizer__moments": "int8"},

@@ -60,7 +60,7 @@ def test_any_grid_of_ranks_has_one_ledger(plain, alone, tmp_path, ranks, expert)
 
 
 def _widths(family: str) -> dict:
-    return {"model_type": family} | dict(MODEL_TYPES[family].small)
+    return TWO_LAYERS | {"model_type": family} | dict(MODEL_TYPES[family].small)
 
 
 FAMILIES = {
@@ -130,9 +130,9 @@ REFUSED = {
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_does_not_work_is_refused_in_one_line(config, models, tmp_path, case):
-    plain = config(model=models["softmax"], steps=1, parallel__expert=2, **REFUSED[case])
+    settings = {"model": models["softmax"], "steps": 1, "parallel__expert": 2} | REFUSED[case]
     with pytest.raises(ValueError, match=r"^config: parallel.expert \(2\) with ") as error:
-        train(plain, tmp_path / "run")
+        train(config(**settings), tmp_path / "run")
     assert "\n" not in str(error.value)
 
 
