@@ -281,16 +281,17 @@ def _products(dtype: torch.dtype) -> Iterator[Case]:
 
 def _products_by_leaves(dtype: torch.dtype) -> Iterator[Case]:
     """Those whose K is cut (leaves.py): o and down; and the input gradients of qkv and of gate_up."""
-    name = _name(dtype)
-    for phase, rows in _ROWS.items():
-        x, w = _meta(dtype, rows, 2048), _meta(dtype, 1024, 2048)
-        yield f"linear {name} by leaves {phase}", lambda x=x, w=w: matmul_leaves(x, w, 8, (2048,))
-    for parts, widths in {"three parts": (1024, 512, 512), "two parts": (1024, 1024)}.items():
-        dy, w = _meta(dtype, _ROWS["prefill"], sum(widths)), _transposed(dtype, sum(widths), 1024)
-        yield (
-            f"input gradient {name} by leaves of {parts}",
-            lambda dy=dy, w=w, widths=widths: matmul_leaves(dy, w, 8, widths),
-        )
+    name, rows = _name(dtype), _ROWS["prefill"]
+    x, w, dx = _meta(dtype, rows, 2048), _meta(dtype, 1024, 2048), _transposed(dtype, 1024, 2048)
+    yield f"linear {name} by leaves prefill", lambda: matmul_leaves(x, w, 8, (2048,))
+    qkv, gate_up = (1024, 512, 512), (1024, 1024)
+    yield f"input gradient {name} by leaves of three parts", lambda: matmul_leaves(x, dx, 8, qkv)
+    if dtype == BF16:
+        few, wide = _meta(dtype, _ROWS["decode"], 2048), _transposed(dtype, 2048, 2048)
+        yield f"linear {name} by leaves decode", lambda: matmul_leaves(few, w, 8, (2048,))
+        yield f"input gradient {name} by leaves of two parts", lambda: matmul_leaves(x, dx, 8, gate_up)
+        # Another BLOCK_K, which no piece fills.
+        yield f"input gradient {name} by leaves, 2048 x 2048", lambda: matmul_leaves(x, wide, 8, qkv)
 
 
 def _products_of_many_rows(dtype: torch.dtype) -> Iterator[Case]:

@@ -209,6 +209,8 @@ def _dlogits(
     from .logprob_triton import logprob_bwd
 
     temperature = params.temperature or 1.0
+    if first := leaves.ranks.rank * logits.shape[1]:
+        ids = ids - first  # of this rank's columns; the others' are none
     if params.only_divides(logits.shape[1]):
         logprob_bwd(logits, ids, dlogp, *stats, logits, temperature, temperature)
     else:

@@ -54,6 +54,10 @@ def _matmul_leaves(
     SIZE: tl.constexpr = BLOCK_M * BLOCK_N
     tiles_m, tiles_n = tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N)
     r, c, k = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
+    # The steps of a leaf, and those before the second and the third part of K.
+    ends = tl.cdiv(first // LEAVES, BLOCK_K)
+    ends_of_second = ends + tl.cdiv(second // LEAVES, BLOCK_K)
+    steps = ends_of_second + tl.cdiv(third // LEAVES, BLOCK_K)
     pending = pending_ptr + tl.program_id(0) * LEVELS * SIZE + r[:, None] * BLOCK_N + c[None, :]
     for tile in range(tl.program_id(0), tiles_m * tiles_n, PROGRAMS):
         tile_m, tile_n = tile_place(tile, tiles_m, tiles_n, BAND)
@@ -65,20 +69,25 @@ def _matmul_leaves(
         y_tile = y_ptr + m.to(tl.int64) * N + n + r[:, None] * N + c[None, :]
         for leaf in range(LEAVES):
             acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-            for part in tl.static_range(PARTS):
-                width = first if part == 0 else (second if part == 1 else third)
-                before = 0 if part == 0 else (first if part == 1 else first + second)
-                piece = width // LEAVES
-                for start in range(0, piece, BLOCK_K):
-                    place = tl.cast(before + leaf * piece + start, tl.int64)
-                    x_step = x_tile + place * stride_xk + k[None, :] * stride_xk
-                    w_step = w_tile + place * stride_wk + k[:, None] * stride_wk
-                    if EVEN_K:
-                        x, w = tl.load(x_step, mask=in_m, other=0.0), tl.load(w_step, mask=in_n, other=0.0)
-                    else:
-                        x = tl.load(x_step, mask=in_m & (start + k < piece)[None, :], other=0.0)
-                        w = tl.load(w_step, mask=in_n & (start + k < piece)[:, None], other=0.0)
-                    acc = tl.dot(x, w, acc, input_precision="ieee")
+            for step in range(steps):  # one loop for all parts: the pointers of several spill
+                before, piece, start = 0, first // LEAVES, step * BLOCK_K
+                if PARTS > 1:
+                    before = tl.where(step < ends, 0, first)
+                    piece = tl.where(step < ends, piece, second // LEAVES)
+                    start = tl.where(step < ends, start, start - ends * BLOCK_K)
+                if PARTS > 2:
+                    before = tl.where(step < ends_of_second, before, first + second)
+                    piece = tl.where(step < ends_of_second, piece, third // LEAVES)
+                    start = tl.where(step < ends_of_second, start, (step - ends_of_second) * BLOCK_K)
+                place = tl.cast(before + leaf * piece + start, tl.int64)
+                x_step = x_tile + place * stride_xk + k[None, :] * stride_xk
+                w_step = w_tile + place * stride_wk + k[:, None] * stride_wk
+                if EVEN_K:
+                    x, w = tl.load(x_step, mask=in_m, other=0.0), tl.load(w_step, mask=in_n, other=0.0)
+                else:
+                    x = tl.load(x_step, mask=in_m & (start + k < piece)[None, :], other=0.0)
+                    w = tl.load(w_step, mask=in_n & (start + k < piece)[:, None], other=0.0)
+                acc = tl.dot(x, w, acc, input_precision="ieee")
             for level in tl.static_range(LEVELS):
                 if (leaf + 1) % (2 << level) == 0:
                     acc = tl.load(pending + level * SIZE) + acc
@@ -111,7 +120,8 @@ def matmul_leaves(
     gpu, programs = generation(x_MK.device), multiprocessors(x_MK.device)
     t = matmul_tiles(M, N, K, x_MK.dtype, gpu, tiles, whole=(N, K * ranks))
     if x_MK.dtype != torch.float32:  # beside a tile of sums a thread holds a pending one: wider tiles spill
-        t = t._replace(block_n=min(t.block_n, 64 * 128 // t.block_m), num_warps=8)
+        bm, most = min(t.block_m, 64 * 128 // t.block_k), 64 * 64 if t.block_k > 64 else 64 * 128
+        t = t._replace(block_m=bm, block_n=min(t.block_n, most // bm), num_warps=8)
     programs = min(programs, ceil_div(M, t.block_m) * ceil_div(N, t.block_n))
     pending = y.new_empty(programs * levels * t.block_m * t.block_n)
     launch(

@@ -117,11 +117,11 @@ def test_a_model_scores_what_it_draws(dtype, params):
     flat = randn(0, layout.numel, scale=0.15).to(dtype)
     decoder = Decoder(config, flat, layout, Numerics(leaves=Leaves(2)))
     prompts = [[1, 2, 3], [40] * 4]
-    completions = complete(
+    rollouts = complete(
         NativeSampler(decoder), prompts, GenerationParams(params, 1, 3, frozenset()), RngKey(0, 0)
     )
-    batch = pack([(prompt, c.ids) for prompt, c in zip(prompts, completions, strict=True)])
+    batch = pack([rollout.pair for rollout in rollouts])
     with torch.no_grad():
         logp, _ = logprobs(decoder, batch, params)
-    drawn = torch.cat([torch.from_numpy(c.logprobs) for c in completions])
+    drawn = torch.cat([torch.from_numpy(rollout.logprobs) for rollout in rollouts])
     assert total_unequal([logp], [drawn]) == 0
