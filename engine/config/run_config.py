@@ -45,9 +45,8 @@ _SAMPLER_HELP = (
 
 def needing_whole_rows(run: PlannedRun) -> list[str]:
     """The settings of a run that ranks with parts of the rows are not built with, as `key (value)`."""
-    config, spread = run.config, run.config.parallel
+    config = run.config
     others = {
-        f'parallel.engine ("{spread.engine}")': spread.engine == "fsdp",
         f'loss.advantage ("{config.loss.advantage}")': config.loss.has_critic,
         f'device ("{run.device}")': run.device == "cuda",
     }
@@ -65,7 +64,9 @@ class ParallelConfig(Section, head=_SPREAD):
 
     @rule
     def _pieces_of_weights(self, run: PlannedRun) -> str | None:
-        whole = needing_whole(run.config)
+        whole, lora = needing_whole(run.config), run.config.lora.rank
+        if lora and self.tensor * self.context > 1:
+            whole.append(f"lora.rank ({lora}) and ranks that share layers or rows")
         if self.engine == "fsdp" and whole:
             return (
                 f'parallel.engine ("fsdp") with {whole[0]}: this is '
@@ -91,11 +92,6 @@ class ParallelConfig(Section, head=_SPREAD):
             return (
                 f"parallel.tensor ({self.tensor}) must divide the ranks ({run.ranks}); start a multiple "
                 "of it, or set it to 1"
-            )
-        if self.tensor > 1 and self.engine == "fsdp":
-            return (
-                f'parallel.tensor ({self.tensor}) with parallel.engine ("{self.engine}"): ranks share '
-                "layers, or spread rows; set one to its default"
             )
         if self.tensor > 1 and whole:
             return (

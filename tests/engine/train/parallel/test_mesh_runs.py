@@ -40,3 +40,10 @@ def test_any_grid_has_one_ledger(plain, alone, tmp_path, ranks, tensor, context)
     _run(ranks, plain, tmp_path / "run", *words(tensor, context))
     _same(tmp_path / "run", alone)
     _same_metrics(tmp_path / "run", alone)
+
+
+@pytest.mark.parametrize(("ranks", "tensor", "context"), [(4, 2, 1), (4, 1, 2), (8, 2, 2)])
+def test_spread_weights_on_any_grid_have_one_ledger(plain, alone, tmp_path, ranks, tensor, context):
+    _run(ranks, plain, tmp_path / "run", *words(tensor, context, "fsdp"))
+    _same(tmp_path / "run", alone)
+    _same_metrics(tmp_path / "run", alone)
