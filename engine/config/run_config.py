@@ -47,10 +47,12 @@ def needing_whole_rows(run: PlannedRun) -> list[str]:
     """The settings of a run that ranks with parts of the rows are not built with, as `key (value)`."""
     config = run.config
     others = {
-        f'loss.advantage ("{config.loss.advantage}")': config.loss.has_critic,
         f'device ("{run.device}")': run.device == "cuda",
+        f"workers ({config.workers})": config.workers > 1,
+        f'sampler ("{config.sampler}")': config.sampler != "native",
+        f'pool.engine ("{config.pool.engine}")': bool(config.pool.engine),
     }
-    return [name for name, is_set in others.items() if is_set] + needing_whole(config)
+    return [name for name, is_set in others.items() if is_set]
 
 
 class ParallelConfig(Section, head=_SPREAD):
