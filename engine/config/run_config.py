@@ -45,13 +45,14 @@ _SAMPLER_HELP = (
 
 def needing_whole_rows(run: PlannedRun) -> list[str]:
     """The settings of a run that ranks with parts of the rows are not built with, as `key (value)`."""
-    config, spread = run.config, run.config.parallel
+    config = run.config
     others = {
-        f'parallel.engine ("{spread.engine}")': spread.engine == "fsdp",
-        f'loss.advantage ("{config.loss.advantage}")': config.loss.has_critic,
         f'device ("{run.device}")': run.device == "cuda",
+        f"workers ({config.workers})": config.workers > 1,
+        f'sampler ("{config.sampler}")': config.sampler != "native",
+        f'pool.engine ("{config.pool.engine}")': bool(config.pool.engine),
     }
-    return [name for name, is_set in others.items() if is_set] + needing_whole(config)
+    return [name for name, is_set in others.items() if is_set]
 
 
 def needing_all_experts(run: PlannedRun) -> list[str]:
@@ -78,7 +79,9 @@ class ParallelConfig(Section, head=_SPREAD):
 
     @rule
     def _pieces_of_weights(self, run: PlannedRun) -> str | None:
-        whole = needing_whole(run.config)
+        whole, lora = needing_whole(run.config), run.config.lora.rank
+        if lora and self.tensor * self.context > 1:
+            whole.append(f"lora.rank ({lora}) and ranks that share layers or rows")
         if self.engine == "fsdp" and whole:
             return (
                 f'parallel.engine ("fsdp") with {whole[0]}: this is '
@@ -109,11 +112,6 @@ class ParallelConfig(Section, head=_SPREAD):
             return (
                 f"parallel.tensor ({self.tensor}): shared layers are built for CPUs; set it to 1, or "
                 'device = "cpu"'
-            )
-        if self.tensor > 1 and self.engine == "fsdp":
-            return (
-                f'parallel.tensor ({self.tensor}) with parallel.engine ("{self.engine}"): ranks share '
-                "layers, or spread rows; set one to its default"
             )
         if self.tensor > 1 and whole:
             return (

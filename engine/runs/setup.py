@@ -32,7 +32,7 @@ from ..tasks.tokenizer import Tokenizer
 from ..train.ahead import Ahead
 from ..train.loss_scaling import LossScaler
 from ..train.optimizer import Optimizer
-from ..train.parallel.cut import Cutting, CutWorkers
+from ..train.parallel.cut import CutWorkers
 from ..train.parallel.data_parallel import (
     RankedEnvironments,
     RankedEquivalence,
@@ -43,6 +43,7 @@ from ..train.parallel.data_parallel import (
 )
 from ..train.parallel.process_group import ALONE, Ranks
 from ..train.parallel.scorer import Scorer, frozen
+from ..train.parallel.spread import Cutting
 from ..train.parallel.ulysses import ContextParts
 from ..train.parallel.workers import Workers, automatic
 from ..train.parallel.zero import Slices

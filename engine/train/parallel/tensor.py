@@ -10,10 +10,10 @@ have one slice each of the part (cut.py).
 import torch
 
 from ....model.weights import Layout, fingerprint
-from .cut import CutParts, Cutting
+from .cut import CutParts
 from .process_group import Ranks
 from .scorer import Scorer
-from .spread import Spread
+from .spread import Cutting, Spread
 from .workers import Workers
 
 
@@ -38,7 +38,8 @@ class TensorParts(CutParts):
         whole = flat.new_zeros(self.layout.numel)
         self.gather_into(whole, self.vector(flat[self.own.own]))
         ranks, place = self.sharing, slice(self.part.trained_numel, None)
-        frozen = [list(self._places(rank, slice(place.start, self.part.numel))) for rank in range(ranks.size)]
+        after = [(place.start, self.part.numel)]
+        frozen = [list(self.cutting.places(rank, after)) for rank in range(ranks.size)]
         vector = torch.cat([flat[:0], *(flat[place][a:b] for _, (a, b) in frozen[ranks.rank])])
         Spread([[x for x, _ in places] for places in frozen], ranks).gather_into(whole, vector)
         return whole

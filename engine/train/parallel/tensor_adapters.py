@@ -22,8 +22,9 @@ from ....model.adapters import (
 )
 from ....model.decoder import Decoder
 from ....verify.ledger import Tree
-from .cut import CutParts, Cutting
+from .cut import CutParts
 from .gradient import TrainedAdapters
+from .spread import Cutting
 from .tensor import TensorParts
 from .zero import Slices
 

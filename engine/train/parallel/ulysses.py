@@ -11,8 +11,9 @@ import torch
 from ....model.config import ModelConfig
 from ....model.shared_context import check_shared_rows
 from ....model.weights import FlatLayout
-from .cut import CutParts, Cutting
+from .cut import CutParts
 from .process_group import Ranks
+from .spread import Cutting
 
 
 def rows_cut(layout: FlatLayout, n: int) -> Cutting:

@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from zerokl.docs._wire import Widths, sent_by_a_layer
 from zerokl.engine.config.loss_section import LossConfig
-from zerokl.engine.train.parallel.cut import Cutting
 from zerokl.engine.train.parallel.gradient import ShardSum
 from zerokl.engine.train.parallel.process_group import Ranks
+from zerokl.engine.train.parallel.spread import Cutting
 from zerokl.engine.train.parallel.ulysses import ContextParts
 from zerokl.engine.train.shard import Shard, ShardWork
 from zerokl.kernels.grad import GradBuffer
