@@ -10,8 +10,9 @@ each of what the ranks of their column have (cut.py).
 import torch
 
 from ....model.weights import Layout
-from .cut import CutParts, Cutting
+from .cut import CutParts
 from .process_group import Ranks
+from .spread import Cutting
 from .tensor import TensorParts
 
 
