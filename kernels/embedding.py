@@ -52,22 +52,23 @@ class _Embedding(torch.autograd.Function):
         (ids,) = ctx.saved_tensors
         in_pass = ctx.in_pass.over(dx)
         blocks, buffer, shared = in_pass.blocks, in_pass.buffer(ctx.w), in_pass.shared
-        ids, dx = shared.whole(ids), shared.whole(dx)
-        owners = shared if shared.size > 1 else ctx.leaves
+        ids, dx, layers = shared.whole(ids), shared.whole(dx), ctx.leaves.ranks
+        if layers.size > 1:  # w has this rank's rows
+            ids = ids - layers.rank * len(ctx.w)
+        is_cut = layers.size * shared.size > 1
         sums = buffer.zeroed(blocks.shards)
         for shard, shard_blocks in blocks.parts:
             if shard_blocks:
                 rows = slice(shard_blocks[0][0], shard_blocks[-1][1])
-                _add_rows(sums[shard], ids[rows], dx[rows], owners)
+                part = ids[rows], dx[rows]
+                _backward(sums[shard], *(_owned(*part, sums.shape[1], shared) if is_cut else part))
         return None, in_pass.returned_grad(ctx.w, buffer), None, None
 
 
-def _add_rows(acc: torch.Tensor, ids: torch.Tensor, dx: torch.Tensor, owners: Leaves | SharedRows) -> None:
-    """acc += the gradient of the rows that this rank has."""
-    if owners.ranks.size > 1:
-        rows, ids = owners.owned(ids, len(acc))
-        dx = dx[rows]
-    _backward(acc, ids, dx)
+def _owned(ids: torch.Tensor, dx: torch.Tensor, V: int, shared: SharedRows) -> tuple[torch.Tensor, ...]:
+    """The ids and rows of dx that add to this rank's V rows of w. ids: of those that it reads."""
+    rows, ids = shared.owned(ids, V)
+    return ids, dx[rows]
 
 
 def _backward(acc: torch.Tensor, ids: torch.Tensor, dx: torch.Tensor) -> None:

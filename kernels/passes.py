@@ -21,7 +21,7 @@ class Pass:
     Weights are found by identity. A weight without a buffer has its gradient returned to autograd. A weight
     of `linear` may have the buffers of its LoRA adapters in place of its own. A weight without a packed copy
     is read itself (matmul.pack_weights). Where ranks share the rows, the blocks count the rows of all, and a
-    buffer has this rank's part of its weight.
+    buffer has this rank's part of its weight; without one, the gradient has it among zeros.
     """
 
     blocks: TokenBlocks | None = None  # None: all rows are one sequence
@@ -36,7 +36,7 @@ class Pass:
     def buffer(self, weight: torch.Tensor) -> GradBuffer | LowRankBuffers:
         """The buffer of the weight's gradient: the pass's, or a new one that is empty."""
         buffer = self.buffers.get(weight)
-        return GradBuffer.like(weight) if buffer is None else buffer
+        return GradBuffer.like(self.shared.mine(weight)) if buffer is None else buffer
 
     def returned_grad(self, weight: torch.Tensor, buffer: GradBuffer | LowRankBuffers) -> torch.Tensor | None:
         """What a backward function returns for `weight`, after it has added to `buffer`.
@@ -46,7 +46,8 @@ class Pass:
         """
         if self.buffers.get(weight) is buffer:
             return None
-        return buffer.zeroed([0])[0].to((weight.is_leaf and weight.grad_dtype) or weight.dtype)
+        grad = buffer.zeroed([0])[0].to((weight.is_leaf and weight.grad_dtype) or weight.dtype)
+        return self.shared.among_zeros(grad)
 
 
 ONE_SEQUENCE = Pass()

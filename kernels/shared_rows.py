@@ -49,6 +49,17 @@ class SharedRows:
         """The inverse of `columns`."""
         return x if self.size == 1 else torch.cat(self.ranks.exchange(list(x.chunk(self.size))), 1)
 
+    def among_zeros(self, part: torch.Tensor) -> torch.Tensor:
+        """This rank's part [N / n, ...] of a gradient, in its place among -0.0 -> [N, ...].
+
+        A number and -0.0 add up to the number, 0.0 and -0.0 among them. So a sum over the ranks is exact.
+        """
+        if self.size == 1:
+            return part
+        whole = part.new_full((self.size * len(part), *part.shape[1:]), -0.0)
+        self.mine(whole).copy_(part)
+        return whole
+
     def shares(self, a: int, b: int) -> slice | torch.Tensor:
         """Which of the rows [a, b) that all ranks have are this rank's to compute; as many in each rank.
 
@@ -83,6 +94,11 @@ class _Carried(torch.autograd.Function):
 def all_rows(x: torch.Tensor, shared: SharedRows) -> torch.Tensor:
     """The rows of all ranks. x [t, D] -> [T, D]. Every rank must have the whole gradient of the result."""
     return x if shared.size == 1 else _Carried.apply(x, shared.whole, shared.mine)
+
+
+def rows_of_this(x: torch.Tensor, shared: SharedRows) -> torch.Tensor:
+    """The inverse of all_rows: this rank's rows of what all ranks have. x [T, D] -> [t, D]."""
+    return x if shared.size == 1 else _Carried.apply(x, shared.mine, shared.whole)
 
 
 def heads_of_rank(shared: SharedRows, *parts: torch.Tensor) -> list[torch.Tensor]:

@@ -14,6 +14,8 @@ Order: v is one sum along the row. D is static, and so is the order of the sum. 
 of a norm's weight is (rms_norm.add_rows).
 """
 
+from dataclasses import replace
+
 import torch
 
 from .backend import on_triton
@@ -21,6 +23,7 @@ from .grad import accumulate_dtype, check_dtype
 from .order import sum_row
 from .passes import ONE_SEQUENCE, Pass
 from .rms_norm import add_rows
+from .shared_rows import ALL_ROWS
 
 
 def value_head_ref(h: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
@@ -65,8 +68,10 @@ class _ValueHead(torch.autograd.Function):
             dh, dw = value_head_bwd_ref(dv, dh_after, h, w)
         if not ctx.needs_input_grad[1]:
             return dh, None, None
-        buffer = in_pass.buffer(w)
-        add_rows(buffer, dw, in_pass)
+        buffer, shared = in_pass.buffer(w), in_pass.shared
+        if shared.size > 1:
+            dw = dw.chunk(shared.size, 1)[shared.ranks.rank]
+        add_rows(buffer, dw, replace(in_pass, shared=ALL_ROWS))
         return dh, in_pass.returned_grad(w, buffer), None
 
 
@@ -75,7 +80,8 @@ def value_head(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """v and h. h [T, D], w [D] -> [T] in fp32, and h [T, D] for the operations that read it after this one.
 
-    dw is summed in the order of the pass's token blocks. Raises ValueError on a bad shape or dtype.
+    dw is summed in the order of the pass's token blocks. Where ranks share the pass's rows, each has all of h
+    here, and sums a part of dw. Raises ValueError on a bad shape or dtype.
     """
     check_dtype("value_head", h=h, w=w)
     if h.dim() != 2 or w.shape != h.shape[1:]:

@@ -28,6 +28,7 @@ from ..kernels.linear import linear
 from ..kernels.low_rank import LowRankBuffers
 from ..kernels.passes import Pass
 from ..kernels.sampling_params import SamplingParams
+from ..kernels.shared_rows import ALL_ROWS, SharedRows
 from ..kernels.softcap import softcap
 from ..kernels.upload import upload_tables
 from .buffers import all_as_numbers, as_bytes, as_numbers
@@ -128,9 +129,8 @@ class ModuleForward(Forward):
         adapters = {
             name: self._adapters[key] for name in parts if (key := f"layers.{i}.{name}") in self._adapters
         }
-        call = LayerCall(
-            parts, context.in_pass.buffers, self.config.dtypes(i, self.numerics, self.dtype), adapters
-        )
+        in_pass, dtypes = context.in_pass, self.config.dtypes(i, self.numerics, self.dtype)
+        call = LayerCall(parts, in_pass.buffers, dtypes, adapters, in_pass.shared)
         args = i, call.tensors, call.begin(*stream), rotations, context, hook
         if self.recompute:
             stream = checkpoint(self._compute_layer, *args, use_reentrant=False, preserve_rng_state=False)
@@ -281,11 +281,14 @@ class CausalLM(nn.Module):
         sampling_params: SamplingParams = _WHOLE,
         prompts: Sequence[Sequence[int]] | None = None,
         routing: Routing = FREE,
+        shared_rows: SharedRows = ALL_ROWS,
     ) -> ScoringInputs:
-        """What the forward of `score` reads beside the weights. routing: see OnePassContext."""
-        return ScoringInputs(
-            self.decoder, batch, sampling_params, buffers={}, routing=routing, shared=prompts
-        )
+        """What the forward of `score` reads beside the weights. routing: see OnePassContext.
+
+        shared_rows: see ScoringInputs. The gradient of a Parameter is then this rank's part, among zeros.
+        """
+        how = {"buffers": {}, "routing": routing, "shared": prompts, "shared_rows": shared_rows}
+        return ScoringInputs(self.decoder, batch, sampling_params, **how)
 
     def score_inputs(self, inputs: ScoringInputs, hook: Hook = no_hook) -> Scores:
         """The scores of the drawn tokens, from what `inputs` gives."""

@@ -132,7 +132,8 @@ class ModelConfig(Sizes):
 
     def of_rank(self, ranks: int) -> "ModelConfig":
         """The part of the model that one of `ranks` computes. check_leaves says with which it can be cut."""
-        return replace(self, ranks=ranks, **{name: getattr(self, name) // ranks for name in _SHARED})
+        shared = {name: getattr(self, name) // ranks for name in _SHARED}
+        return replace(self, ranks=self.ranks * ranks, **shared)
 
     def rotating(self, i: int) -> "ModelConfig":
         """The config with layer i's rotary embedding as the model's."""

@@ -26,6 +26,7 @@ from ..kernels.attention_rule import AttentionRule
 from ..kernels.order import token_blocks
 from ..kernels.passes import ONE_SEQUENCE, Pass
 from ..kernels.recurrent_state import Segments
+from ..kernels.shared_rows import ALL_ROWS, SharedRows
 from ..kernels.upload import Tables
 from .config import ModelConfig
 from .context import NO_BUFFERS, Buffers, NarrowingContext, WholeSequences
@@ -40,6 +41,7 @@ from .prompts import (
     whole_sequences,
 )
 from .routing import FREE, Routing
+from .shared_context import sizes_of_rank
 
 
 class _Samples(NamedTuple):
@@ -178,10 +180,16 @@ def one_pass(
     prompts: Sequence[Sequence[int]],
     buffers: Buffers = NO_BUFFERS,
     routing: Routing = FREE,
+    shared_rows: SharedRows = ALL_ROWS,
 ) -> tuple[torch.Tensor, OnePassContext]:
-    """The ids [T] of one forward, and its context. ids [n]: of the samples. Others: see OnePassContext."""
+    """The ids [T] of one forward, and its context. ids [n]: of the samples. Others: see OnePassContext.
+
+    shared_rows: the ranks that share the rows; the context has this rank's heads.
+    """
     firsts = PromptLayout(prompts).firsts
     prompt_ids = [token for prompt in compress(prompts, firsts) for token in prompt[:-1]]
-    by_kind, padding = with_padding(torch.cat([ids, torch.tensor(prompt_ids, dtype=torch.int64)]), forward)
-    context = OnePassContext(forward.config, lengths, prompts, padding, buffers, routing)
+    all_ids = torch.cat([ids, torch.tensor(prompt_ids, dtype=torch.int64)])
+    by_kind, padding = with_padding(all_ids, forward, shared_rows.size)
+    config = sizes_of_rank(forward.config, shared_rows)
+    context = OnePassContext(config, lengths, prompts, padding, buffers, routing)
     return by_kind[context.order[0]], context

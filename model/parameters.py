@@ -23,6 +23,7 @@ from torch import nn
 
 from ..kernels.grad import GradBuffer
 from ..kernels.low_rank import LowRankBuffers
+from ..kernels.shared_rows import ALL_ROWS, SharedRows
 from .blocks.block import LayerWeights
 from .weights import VALUE_HEAD, Layout, WeightSource
 
@@ -87,7 +88,7 @@ class LayerCall:
     tensors: the fused weights by their names in the layer. buffers: those of the pass, to which the layer's
     are added for the time of its backward. dtypes: of weights that compute in another one than their
     Parameters'; None is theirs. adapters: of weights that LoRA adapts, where the gradients of A and B are
-    summed in place of the weight's own.
+    summed in place of the weight's own. shared: the ranks that share the rows (Pass.shared).
     """
 
     def __init__(
@@ -96,8 +97,9 @@ class LayerCall:
         buffers: LayerBuffers,
         dtypes: Mapping[str, torch.dtype | None] = MappingProxyType({}),
         adapters: Mapping[str, LowRankBuffers] = MappingProxyType({}),
+        shared: SharedRows = ALL_ROWS,
     ):
-        self._parts, self._buffers, self._adapters = parts, buffers, adapters
+        self._parts, self._buffers, self._adapters, self._shared = parts, buffers, adapters, shared
         self._copies: list[tuple[torch.Tensor, list[torch.Tensor]]] = []
         self.tensors: dict[str, torch.Tensor] = {}
         for name, tensors in parts.items():
@@ -133,7 +135,8 @@ class LayerCall:
             torch.cat([p.detach() for p in parts], out=weight.detach())
         for name, weight in self.tensors.items():
             if weight.requires_grad:
-                self._buffers[weight] = self._adapters.get(name) or GradBuffer.like(weight)
+                own_part = self._shared.mine(weight)
+                self._buffers[weight] = self._adapters.get(name) or GradBuffer.like(own_part)
 
     def gradients(self) -> list[torch.Tensor | None]:
         """After it: the gradient of each of `parameters`. Copies and buffers are freed."""
@@ -147,7 +150,7 @@ class LayerCall:
                 gradients += [None] * len(parts)
                 continue
             (sums,) = buffer.zeroed([0])
-            rows = sums.split([len(p) for p in parts])
+            rows = self._shared.among_zeros(sums).split([len(p) for p in parts])
             gradients += [g.to(p.grad_dtype or g.dtype) for g, p in zip(rows, parts, strict=True)]
         return gradients
 

@@ -24,13 +24,13 @@ from ..kernels.shared_rows import ALL_ROWS, SharedRows, all_rows
 from ..kernels.upload import Tables, upload_tables
 from ..kernels.value_head import value_head
 from .cache import BlockCache, CachedContext
-from .context import NO_BUFFERS, Buffers, Hook, PackedContext, no_hook
+from .context import NO_BUFFERS, Buffers, Hook, NarrowingContext, PackedContext, no_hook
 from .decoder import Decoder, Forward, with_padding
 from .observer import Rows
 from .one_pass import OnePassContext, one_pass
 from .prompts import PromptLayout, Prompts, SampleContext, SampleTables
 from .routing import FREE, Routing
-from .shared_context import SharedContext, sizes_of_rank
+from .shared_context import SharedContext, SharedNarrowingContext, sizes_of_rank
 
 
 @dataclass(frozen=True)
@@ -135,7 +135,8 @@ class ScoringInputs:
         _check_lengths(decoder, batch, PromptLayout(shared) if shared is not None else prompts)
         self.sampling_params = sampling_params
         if shared is not None:
-            self._ids, self._context = one_pass(decoder, batch.ids, batch.lengths, shared, buffers, routing)
+            read = decoder, batch.ids, batch.lengths, shared, buffers, routing, shared_rows
+            self._ids, self._context = one_pass(*read)
         else:
             self._ids, padding = with_padding(batch.ids, decoder, shared_rows.size)
             config = sizes_of_rank(decoder.config, shared_rows)
@@ -181,12 +182,15 @@ class ScoringInputs:
         context = self._context if prompts is None else SampleContext(self._context, prompts, self._routing)
         ids, shared = self._ids, self._shared_rows
         if shared.size > 1:
-            ids, context = shared.mine(ids), SharedContext(context, shared)
+            narrows = isinstance(context, NarrowingContext)
+            context = (SharedNarrowingContext if narrows else SharedContext)(context, shared)
+            ids = shared.mine(ids)
         # No row occurs twice, so the gradient of each is written once and nothing is added up.
         h = all_rows(decoder.hidden(ids, context, hook), shared)[self._rows]
         values = None
         if decoder.value_head is not None:
-            values, h = value_head(h, decoder.value_head, Pass(self._blocks, context.in_pass.buffers))
+            of_head = Pass(self._blocks, context.in_pass.buffers, shared=shared)
+            values, h = value_head(h, decoder.value_head, of_head)
         lm_head, buffers = decoder.logits_weight_and_buffers(context.in_pass.buffers)
         logp, entropy = linear_logprob(
             h.to(lm_head.dtype),

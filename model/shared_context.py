@@ -7,12 +7,15 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
+import torch.nn.functional as F
 
 from ..kernels.attention_rule import AttentionRule
-from ..kernels.shared_rows import SharedRows, heads_of_rank, rows_of_rank
+from ..kernels.backend import on_triton
+from ..kernels.order import ROW_TILE
+from ..kernels.shared_rows import SharedRows, all_rows, heads_of_rank, rows_of_rank, rows_of_this
 from ..kernels.upload import Tables
 from .config import ModelConfig
-from .context import KeepingContext, WholeSequences
+from .context import KeepingContext, NarrowingContext, WholeSequences
 from .weights import Entry
 
 
@@ -73,4 +76,27 @@ class SharedContext(WholeSequences):
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         q, k, v = heads_of_rank(self._shared, q, k, v)
-        return rows_of_rank(self._shared, self._whole.attend(layer, q, k, v, scale, rule, sinks))
+        o = self._whole.attend(layer, q, k, v, scale, rule, sinks)
+        return rows_of_rank(self._shared, _padded(o, self._shared.size))
+
+
+def _padded(x: torch.Tensor, ranks: int) -> torch.Tensor:
+    """Rows that fill the tiles of all ranks (decoder.with_padding). x [T, ...]. Filled ones stay."""
+    padding = -len(x) % (ranks * (1 if on_triton(x) else ROW_TILE))
+    return F.pad(x, (0, 0) * (x.dim() - 1) + (0, padding)) if padding else x
+
+
+class SharedNarrowingContext(SharedContext, NarrowingContext):
+    """This rank's rows of a context that leaves rows out in the last layer (one_pass.py).
+
+    The rows that are left are cut anew among the ranks, with padding of their own.
+    """
+
+    def __init__(self, whole: NarrowingContext, shared: SharedRows):
+        super().__init__(whole, shared)
+        narrowed = whole.narrowed
+        self.narrowed = narrowed._replace(in_pass=replace(narrowed.in_pass, shared=shared))
+
+    def narrow(self, x: torch.Tensor) -> torch.Tensor:
+        rows = self._whole.narrow(all_rows(x, self._shared))
+        return rows_of_this(_padded(rows, self._shared.size), self._shared)

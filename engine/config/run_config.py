@@ -45,15 +45,14 @@ _SAMPLER_HELP = (
 
 def needing_whole_rows(run: PlannedRun) -> list[str]:
     """The settings of a run that ranks with parts of the rows are not built with, as `key (value)`."""
-    config, spread = run.config, run.config.parallel
+    config = run.config
     others = {
-        f'parallel.engine ("{spread.engine}")': spread.engine == "fsdp",
-        f"parallel.tensor ({spread.tensor})": spread.tensor > 1,
-        f"precision.leaves ({config.precision.leaves})": config.precision.leaves > 1,
-        f'loss.advantage ("{config.loss.advantage}")': config.loss.has_critic,
         f'device ("{run.device}")': run.device == "cuda",
+        f"workers ({config.workers})": config.workers > 1,
+        f'sampler ("{config.sampler}")': config.sampler != "native",
+        f'pool.engine ("{config.pool.engine}")': bool(config.pool.engine),
     }
-    return [name for name, is_set in others.items() if is_set] + needing_whole(config)
+    return [name for name, is_set in others.items() if is_set]
 
 
 class ParallelConfig(Section, head=_SPREAD):
@@ -67,7 +66,9 @@ class ParallelConfig(Section, head=_SPREAD):
 
     @rule
     def _pieces_of_weights(self, run: PlannedRun) -> str | None:
-        whole = needing_whole(run.config)
+        whole, lora = needing_whole(run.config), run.config.lora.rank
+        if lora and self.tensor * self.context > 1:
+            whole.append(f"lora.rank ({lora}) and ranks that share layers or rows")
         if self.engine == "fsdp" and whole:
             return (
                 f'parallel.engine ("fsdp") with {whole[0]}: this is '
@@ -94,11 +95,6 @@ class ParallelConfig(Section, head=_SPREAD):
                 f"parallel.tensor ({self.tensor}) must divide the ranks ({run.ranks}); start a multiple "
                 "of it, or set it to 1"
             )
-        if self.tensor > 1 and self.engine == "fsdp":
-            return (
-                f'parallel.tensor ({self.tensor}) with parallel.engine ("{self.engine}"): ranks share '
-                "layers, or spread rows; set one to its default"
-            )
         if self.tensor > 1 and whole:
             return (
                 f"parallel.tensor ({self.tensor}) with {whole[0]}: this is not built with shared layers; "
@@ -106,17 +102,18 @@ class ParallelConfig(Section, head=_SPREAD):
             )
 
     context: int = setting(1, ge=1, le=64)
-    """Neighbouring ranks that share the tokens of each forward of training, and inside attention its heads
-    (context parallelism, Ulysses). Each has all weights, and draws prompts of its own. It divides the ranks
-    of the run and the key-value heads.
+    """Ranks that share the tokens of each forward of training, and inside attention its heads (context
+    parallelism, Ulysses). Each draws prompts of its own. It divides the ranks of the run and the key-value
+    heads, and times parallel.tensor, too.
     """
 
     @rule
     def _parts_of_rows(self, run: PlannedRun) -> str | None:
-        if run.ranks > 1 and run.ranks % self.context:
+        if run.ranks > 1 and run.ranks % (self.context * self.tensor):
+            times = f" times parallel.tensor ({self.tensor})" if self.tensor > 1 else ""
             return (
-                f"parallel.context ({self.context}) must divide the ranks ({run.ranks}); start a multiple "
-                "of it, or set it to 1"
+                f"parallel.context ({self.context}){times} must divide the ranks ({run.ranks}); start a "
+                "multiple of it, or set it to 1"
             )
         whole = needing_whole_rows(run)
         if self.context > 1 and whole:

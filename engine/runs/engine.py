@@ -12,13 +12,15 @@ from ...model.adapters import AdapterLayout
 from ...model.checkpoint import DTYPES, read_weights
 from ...model.config import ModelConfig
 from ...model.decoder import Decoder
+from ...model.numerics import Numerics
+from ...model.shared_context import check_shared_rows
 from ...model.weights import Layout
 from ..config.run_config import Config
 from ..processes.allocator import return_freed_memory
 from ..rollout.stopwatch import Stopwatch
 from ..train.master_weights import AdapterWeights, MasterWeights
 from ..train.optimizer import Optimizer
-from ..train.parallel.cut import CutWorkers
+from ..train.parallel.cut import CutParts, CutWorkers
 from ..train.parallel.data_parallel import RankedSampler, RankedScorer, RankedWorkers
 from ..train.parallel.gathered import FrozenPieces, WholeWeights
 from ..train.parallel.gradient import TrainedAdapters
@@ -26,8 +28,10 @@ from ..train.parallel.process_group import Ranks
 from ..train.parallel.scorer import Scorer, WorkersSampler, frozen
 from ..train.parallel.sharded_adapters import AdapterGradient, ShardedAdapters, ShardedAdapterWorkers
 from ..train.parallel.sharded_model import ShardedModel, ShardedWorkers
+from ..train.parallel.spread import Cutting
 from ..train.parallel.tensor import SharedScorer, TensorParts
 from ..train.parallel.tensor_adapters import SharedAdapters
+from ..train.parallel.ulysses import ContextParts
 from ..train.parallel.workers import Workers
 from ..train.parallel.zero import Slices
 from ..train.sharded_weights import ShardedWeights
@@ -75,8 +79,8 @@ class EngineInputs(NamedTuple):
 
 
 def tensor_engine(run: EngineInputs, micro_batch: int, stopwatch: Stopwatch) -> Engine:
-    """Ranks that share each layer (parallel/tensor.py), in as many rows as there are data-parallel ranks."""
-    config, data = run.config, run.ranks.data_parallel
+    """Ranks that share each layer (parallel/tensor.py), and maybe the rows of a forward (ulysses.py)."""
+    config, replicas = run.config, run.ranks.replicas
     weights, parts = read_weights(run.folder, run.layout), TensorParts(run.layout, run.ranks, run.device)
     policy = _shared_decoder(run, parts, weights, config.recompute == "layer")
     adapters, summed = None, parts
@@ -87,41 +91,59 @@ def tensor_engine(run: EngineInputs, micro_batch: int, stopwatch: Stopwatch) -> 
         masters = TensorAdapterWeights(adapters, slices)
     else:
         masters = TensorWeights(policy, weights, parts)
+    summed = with_shared_rows(run, policy.config, summed)
     workers = Workers(
         policy,
-        config.virtual_shards // data.size,
+        config.virtual_shards // run.ranks.data_parallel.size,
         1,
         config.native,
         stopwatch=stopwatch,
         adapters=adapters and adapters.trained,
+        part=summed.part,
     )
     optimizer = Optimizer(masters, config.optimizer, run.updates)
-    sampler = RankedSampler(WorkersSampler(workers, micro_batch), data)
+    sampler = RankedSampler(WorkersSampler(workers, micro_batch), replicas)
     ref_policy = critic = None
     if run.ref_model is not None:
         folder, ref_config = run.ref_model
         ref_parts = TensorParts(Layout(ref_config), run.ranks, run.device)
         reference = _shared_decoder(run, ref_parts, read_weights(folder, ref_parts.layout))
         shared = SharedScorer(Workers(reference, config.virtual_shards), micro_batch, ref_parts)
-        ref_policy = RankedScorer(shared, data)
+        ref_policy = RankedScorer(shared, replicas)
     if config.loss.has_critic:
-        critic = RankedScorer(Scorer(workers, micro_batch), data)
+        critic = RankedScorer(Scorer(workers, micro_batch), replicas)
     parallel = CutWorkers(workers, summed, config.virtual_shards)
     return Engine(policy, optimizer, parallel, Samplers(sampler, sampler), ref_policy, critic)
+
+
+def with_shared_rows(run: EngineInputs, config: ModelConfig, summed: CutParts) -> CutParts:
+    """The parts of a gradient that ranks sum, where they share the rows of a forward, too.
+
+    config: of what a rank computes with. summed: without shared rows. Raises ValueError (check_shared_rows).
+    """
+    if run.config.parallel.context == 1:
+        return summed
+    return ContextParts(config, summed.cutting, run.ranks, run.device)
 
 
 def _shared_decoder(
     run: EngineInputs, parts: TensorParts, weights: torch.Tensor, recompute: bool = False
 ) -> Decoder:
     """A decoder over this rank's part of `weights`."""
-    numerics = numerics_of(run.config)
-    numerics = numerics._replace(leaves=Leaves(numerics.leaves.count, run.ranks.tensor_parallel))
     flat = parts.cut(weights).to(run.device, run.dtype)
-    return Decoder(parts.part.config, flat, parts.part, numerics, recompute)
+    return Decoder(parts.part.config, flat, parts.part, _numerics(run), recompute)
+
+
+def _numerics(run: EngineInputs) -> Numerics:
+    """Those of the run, with the ranks that share leaves."""
+    numerics = numerics_of(run.config)
+    return numerics._replace(leaves=Leaves(numerics.leaves.count, run.ranks.tensor_parallel))
 
 
 def sharded_engine(run: EngineInputs, micro_batch: int, stopwatch: Stopwatch) -> Engine:
     """Weights that FSDP shards (parallel/sharded_model.py). Whoever draws or scores gathers them for a call.
+
+    Ranks that share layers gather their part of the weights.
 
     Raises ValueError for a process without a process group.
     """
@@ -136,19 +158,22 @@ def sharded_engine(run: EngineInputs, micro_batch: int, stopwatch: Stopwatch) ->
     # One worker: the sampler's. It is asked for no gradient.
     drawing = Workers(policy, config.virtual_shards, 1, config.native, stopwatch=stopwatch)
     return_freed_memory()
-    sampler = RankedSampler(WorkersSampler(drawing, micro_batch), ranks, whole)
+    sampler = RankedSampler(WorkersSampler(drawing, micro_batch), ranks.replicas, whole)
     ref_policy = critic = None
     if run.ref_model is not None:
         ref_policy = _reference(run, *run.ref_model, micro_batch)
     if config.loss.has_critic:
-        critic = RankedScorer(Scorer(drawing, micro_batch), ranks, whole)
+        critic = RankedScorer(Scorer(drawing, micro_batch), ranks.replicas, whole)
     return Engine(policy, optimizer, parallel, Samplers(sampler, sampler), ref_policy, critic)
 
 
 def _of_weights(run: EngineInputs) -> tuple[MasterWeights, RankedWorkers, WholeWeights]:
     """What trains the weights."""
-    model = _sharded_model(run)
-    whole = WholeWeights(model.gather_into, _empty_decoder(run, run.layout))
+    parts, cutting = _cut(run, run.layout)
+    if run.config.parallel.context > 1:
+        check_shared_rows(cutting.part.config, cutting.part.trained, run.config.parallel.context)
+    model = _sharded_model(run, cutting)
+    whole = WholeWeights(model.gather_into, _empty_decoder(run, cutting), parts)
     return ShardedWeights(model, whole), ShardedWorkers(model, run.config.virtual_shards), whole
 
 
@@ -157,29 +182,41 @@ def _of_adapters(run: EngineInputs) -> tuple[MasterWeights, RankedWorkers, Whole
     flat = adapters_before(run.config, run.own_layout).to(run.device, copy=True)
     adapters = TrainedAdapters(run.own_layout, flat)
     gradient, slices = AdapterGradient(adapters), Slices(run.own_layout, run.ranks, run.device)
-    model = _sharded_model(run, gradient.buffers)
-    whole = WholeWeights(model.gather_into, _empty_decoder(run, run.layout))
+    uncut = Cutting.uncut(run.layout)
+    model = _sharded_model(run, uncut, gradient.buffers)
+    whole = WholeWeights(model.gather_into, _empty_decoder(run, uncut))
     merged = ShardedAdapters(adapters, model, whole.decoder, run.base)
     parallel = ShardedAdapterWorkers(model, gradient, slices, run.config.virtual_shards)
     return AdapterWeights(merged, slices, whole), parallel, whole
 
 
-def _sharded_model(run: EngineInputs, adapters: Mapping[str, LowRankBuffers] | None = None) -> ShardedModel:
+def _cut(run: EngineInputs, layout: Layout) -> tuple[TensorParts | None, Cutting]:
+    """How ranks share the layers of a model; None and uncut where they do not."""
+    if run.config.parallel.tensor == 1:
+        return None, Cutting.uncut(layout)
+    parts = TensorParts(layout, run.ranks, run.device)
+    return parts, parts.cutting
+
+
+def _sharded_model(
+    run: EngineInputs, cutting: Cutting, adapters: Mapping[str, LowRankBuffers] | None = None
+) -> ShardedModel:
     recompute = run.config.recompute == "layer"
-    model_arguments = run.folder, run.layout, run.dtype, numerics_of(run.config), recompute
-    return ShardedModel(*model_arguments, run.ranks, run.device, adapters or {})
+    how = run.dtype, _numerics(run), recompute, run.ranks, run.device, adapters or {}
+    return ShardedModel(run.folder, cutting, *how)
 
 
 def _reference(run: EngineInputs, folder: Path, ref_config: ModelConfig, micro_batch: int) -> RankedScorer:
     """The frozen reference, of which each rank keeps its pieces."""
-    layout = Layout(ref_config)
-    pieces = FrozenPieces(folder, layout, run.dtype, run.ranks, run.device)
-    whole = WholeWeights(pieces.gather_into, _empty_decoder(run, layout))
+    parts, cutting = _cut(run, Layout(ref_config))
+    pieces = FrozenPieces(folder, cutting, run.dtype, run.ranks, run.device)
+    whole = WholeWeights(pieces.gather_into, _empty_decoder(run, cutting), parts)
     scorer = frozen(whole.decoder, run.config.virtual_shards, 1, micro_batch)
-    return RankedScorer(scorer, run.ranks, whole)
+    return RankedScorer(scorer, run.ranks.replicas, whole)
 
 
-def _empty_decoder(run: EngineInputs, layout: Layout) -> Decoder:
+def _empty_decoder(run: EngineInputs, cutting: Cutting) -> Decoder:
     """A decoder for WholeWeights."""
+    layout = cutting.part
     flat = torch.zeros(layout.numel, dtype=run.dtype, device=run.device)
-    return Decoder(layout.config, flat, layout, numerics_of(run.config))
+    return Decoder(layout.config, flat, layout, _numerics(run))

@@ -32,6 +32,7 @@ from ..tasks.tokenizer import Tokenizer
 from ..train.ahead import Ahead
 from ..train.loss_scaling import LossScaler
 from ..train.optimizer import Optimizer
+from ..train.parallel.cut import CutWorkers
 from ..train.parallel.data_parallel import (
     RankedEnvironments,
     RankedEquivalence,
@@ -42,7 +43,8 @@ from ..train.parallel.data_parallel import (
 )
 from ..train.parallel.process_group import ALONE, Ranks
 from ..train.parallel.scorer import Scorer, frozen
-from ..train.parallel.ulysses import ContextParts, ContextWorkers
+from ..train.parallel.spread import Cutting
+from ..train.parallel.ulysses import ContextParts
 from ..train.parallel.workers import Workers, automatic
 from ..train.parallel.zero import Slices
 from ..train.state import TrainState
@@ -149,12 +151,13 @@ def _data_ranks(config: Config, ranks: Ranks) -> int:
 
     Raises ValueError for a process that has no ranks to share layers or rows with.
     """
+    row = config.parallel.tensor * config.parallel.context
     for name, sharing in (("tensor", ranks.tensor_parallel), ("context", ranks.context_parallel)):
         n = getattr(config.parallel, name)
         if sharing.size != n:
             raise ValueError(
-                f"config: parallel.{name} ({n}) with {ranks.size} ranks: start a multiple of {n} ranks, by "
-                f"torchrun --nproc-per-node {n} -m zerokl train"
+                f"config: parallel.{name} ({n}) with {ranks.size} ranks: start a multiple of {row} ranks, by "
+                f"torchrun --nproc-per-node {row} -m zerokl train"
             )
     return ranks.data_parallel.size
 
@@ -174,7 +177,7 @@ def _replicated_engine(run: EngineInputs, sizes: PassSizes, stopwatch: Stopwatch
     with ExitStack() as on_failure:  # closes what was started, unless all of it succeeds
         trained, parts = run.own_layout or run.layout, None
         if config.parallel.context > 1:
-            parts = ContextParts(run.layout, trained, ranks, run.device)
+            parts = ContextParts(run.layout.config, Cutting.uncut(trained), ranks, run.device)
         part = parts and parts.part
         workers = Workers(
             policy, shards, n, config.native, share, sizes.shards_in_flight, stopwatch, adapters, part
@@ -193,7 +196,7 @@ def _replicated_engine(run: EngineInputs, sizes: PassSizes, stopwatch: Stopwatch
     if ranks.size == 1:
         return Engine(policy, optimizer, workers, samplers, ref_policy, critic)
     parallel = (
-        ContextWorkers(workers, parts, config.virtual_shards)
+        CutWorkers(workers, parts, config.virtual_shards)
         if parts
         else ReplicatedWorkers(workers, slices, config.virtual_shards)
     )

@@ -130,7 +130,7 @@ class _Spread:
             (folder / MOMENTS).parent.mkdir(exist_ok=True)
             (self.staging / "moments").rename(folder / MOMENTS)
             shutil.rmtree(self.staging)
-            write_config(folder, state.policy.config, torch.float32)
+            write_config(folder, state.optimizer.layout.config, torch.float32)
 
         write_folder(target, fill, companions, texts, self.beside or None)
 

@@ -156,8 +156,8 @@ def shard_in_one_pass(model: CausalLM, shard: Shard, work: ShardWork, backward: 
     layout, masks = PromptLayout(prompt_ids), [r.mask for r in shard.rollouts]
     packed = pack([r.pair for r in shard.rollouts], layout.prompt_of_sample, None, masks)
     routing = _routing(model.config.experts, packed, shard.rollouts, work)
-    inputs = model.inputs(packed, work.sampling_params, prompt_ids, routing or FREE)
-    counts = ZeroCounts() if work.watch else None
+    inputs = model.inputs(packed, work.sampling_params, prompt_ids, routing or FREE, work.shared)
+    counts = ZeroCounts(work.shared) if work.watch else None
     counter = OnePassUnderflow(packed, counts, layout, inputs.one_pass) if counts else None
     with torch.set_grad_enabled(backward):
         scores = model.score_inputs(inputs, counter.hook if counter else no_hook)

@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING
 import torch
 
 from ...model.buffers import as_numbers
-from ...model.weights import VALUE_HEAD_TENSOR
+from ...model.weights import VALUE_HEAD_TENSOR, Layout
 from ...verify.ledger import Tree
 from .master_weights import Piece, SpreadWeights
 from .parallel.gathered import WholeWeights
-from .parallel.sharded_model import ShardedModel, placed_like
+from .parallel.sharded_model import ShardedModel
 from .parallel.zero import Slices
 
 if TYPE_CHECKING:
@@ -34,7 +34,10 @@ class ShardedWeights(SpreadWeights):
     def __init__(self, model: ShardedModel, whole: WholeWeights):
         self._model, self._pieces, self._whole = model, model.pieces, whole
         self.decoder = whole.decoder
-        super().__init__(model.pieces, Slices(self.decoder.layout, model.ranks, self.decoder.device))
+        super().__init__(model.way, Slices(model.layout, model.ranks, self.decoder.device))
+        part, whole, shares_layers = self.decoder.layout, self.layout, model.ranks.tensor_parallel.rank > 0
+        uncut = [x for x in part.trained if shares_layers and x.shape == whole.entries[x.name].shape]
+        self._copies = {name for entry in uncut for name, _ in entry.parts}
 
     def pieces(self) -> Iterator[Piece]:
         locals_ = self._model.locals()
@@ -43,7 +46,8 @@ class ShardedWeights(SpreadWeights):
             if start < stop:
                 matrices = [slice(0, stop - start)] if part.dim > 1 else []
                 is_head = part.name == VALUE_HEAD_TENSOR
-                yield Piece(local.view(-1), slice(start, stop), is_head, matrices=matrices)
+                is_copy = part.name in self._copies
+                yield Piece(local.view(-1), slice(start, stop), is_head, matrices=matrices, is_copy=is_copy)
 
     def changed(self) -> int | None:
         """Do nothing: a layer rounds its weights when it gathers them."""
@@ -55,7 +59,7 @@ class ShardedWeights(SpreadWeights):
         views = (
             {} if flat is None else self.layout.checkpoint_views(flat) | self.layout.beside_checkpoint(flat)
         )
-        for name, tensor in self._model.by_name.items():
+        for name, tensor in self._model.tensors().items():
             whole = tensor.full_tensor()
             if views:
                 views[name].copy_(whole)
@@ -63,9 +67,9 @@ class ShardedWeights(SpreadWeights):
 
     def frozen_views(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Each weight is gathered in its turn."""
-        frozen = set(self._model.by_name) - {part.name for part in self._pieces.parts}
-        for name, tensor in self._model.by_name.items():
-            if name in frozen:
+        trained = {part.name for part in self._pieces.parts}
+        for name, tensor in self._model.tensors().items():
+            if name not in trained:
                 yield name, tensor.full_tensor().cpu()
 
     def hash_compute(self) -> Tree | None:
@@ -79,21 +83,22 @@ class ShardedWeights(SpreadWeights):
         return self._whole.gathered()
 
     def _own_slice(self) -> torch.Tensor:
-        return self._pieces.to_slice(self._model.master())
+        return self._way.to_slice(self._model.master())
+
+    def whole_policy(self) -> tuple[Layout, torch.Tensor]:
+        return self._whole.model(self.decoder.flat.detach())
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """All weights over all ranks, by their names in the checkpoint; of this rank its rows.
 
         Buffers are whole, as their numbers. All ranks call this together.
         """
-        weights = {name: x for name, x in self._model.by_name.items() if name != VALUE_HEAD_TENSOR}
+        weights = {name: x for name, x in self._model.tensors().items() if name != VALUE_HEAD_TENSOR}
         return weights | {x: as_numbers(weights[x].full_tensor()) for x in sorted(self.layout.buffers)}
 
     def placed(self, vector: torch.Tensor) -> dict[str, "DTensor"]:
         """The same, in its memory, of what has an element for each trained weight, such as a moment."""
-        like = self._model.by_name
-        parts = zip(self._pieces.parts, self._pieces.split(vector), strict=True)
-        return {part.name: placed_like(like[part.name], local) for part, local in parts}
+        return self._model.rows.tensors(vector)
 
     def collect_beside(self) -> dict[str, torch.Tensor]:
         """What is trained and is no tensor of the checkpoint, a critic's head, whole in every rank.

@@ -31,12 +31,11 @@ class ZeroCounts:
 
     def __init__(self, shared: SharedRows = ALL_ROWS) -> None:
         """shared: the ranks that share the rows of each gradient."""
-        self._shared = shared
+        self.shared = shared
         self._counts: list[tuple[str, torch.Tensor]] = []
 
     def add(self, name: str, dx: torch.Tensor, rows: torch.Tensor) -> None:
         """Count in dx [T + padding, D], in those of its rows where rows [T] is true, for a watched name."""
-        dx = self._shared.whole(dx)
         self._counts.append((name, ((dx[: len(rows)] == 0) & rows.unsqueeze(1)).sum()))
 
     def read(self) -> dict[str, int]:
@@ -63,7 +62,7 @@ class PromptUnderflow:
     def hook(self, name: str, x: torch.Tensor) -> None:
         """The hook of Decoder.hidden. x [B + padding, D]."""
         if name == "embed" and x.requires_grad:
-            x.register_hook(self.count)
+            x.register_hook(lambda dx: self.count(self._counts.shared.whole(dx)))
 
     def count(self, dx: torch.Tensor) -> None:
         """Count in the gradient of the embedding's output, dx [B + padding, D]."""
@@ -92,7 +91,7 @@ class Underflow:
     def hook(self, name: str, x: torch.Tensor) -> None:
         """The hook of Decoder.hidden. x [T + padding, D]."""
         if name in WATCHED and x.requires_grad:
-            x.register_hook(lambda dx: self._count(name, dx))
+            x.register_hook(lambda dx: self._count(name, self._counts.shared.whole(dx)))
 
     def watch(self, logp: torch.Tensor) -> None:
         """Take logp [C] of the forward, on the host.

@@ -24,7 +24,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 from ....model.causal_lm import CausalLM
 from ....model.weights import Layout
 from .gradient import tree_reduce_scatter
-from .pieces import fill_pieces, parts_of
+from .pieces import fill_pieces, parts_of, read_parts
 
 
 class TreeReduceScatter(ReduceScatter):
@@ -101,4 +101,4 @@ def apply_fsdp_with_tree(model: CausalLM, mesh: DeviceMesh, dtype: torch.dtype) 
 def read_pieces(model: CausalLM, folder: Path, layout: Layout, mesh: DeviceMesh) -> None:
     """Set this rank's pieces of a model that FSDP has sharded, from a model's folder. Raises ValueError."""
     parts = parts_of(layout.entries.values(), mesh.get_local_rank(), mesh.size())
-    fill_pieces(dict(model.named_parameters()), parts, folder, layout)
+    fill_pieces(dict(model.named_parameters()), parts, read_parts(parts, folder, layout))

@@ -6,25 +6,30 @@ All ranks gather together. So they call what is here together, each for its own 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
-from ....model.checkpoint import read_rows
 from ....model.decoder import Decoder
 from ....model.weights import Layout, fingerprint
-from .pieces import Pieces
+from .pieces import Pieces, WholeRows
 from .process_group import Ranks
+from .spread import Cutting
+
+if TYPE_CHECKING:
+    from .tensor import TensorParts
 
 
 class FrozenPieces:
     """Spread weights that nothing trains, in the dtype that they compute in."""
 
-    def __init__(self, folder: Path, layout: Layout, dtype: torch.dtype, ranks: Ranks, device: torch.device):
-        """Read this rank's pieces from a model's folder. Raises ValueError (see read_rows)."""
-        self._pieces = Pieces(layout.entries.values(), ranks)
-        rows = read_rows(folder, layout, self._pieces.rows)
-        pieces = [rows[part.name].reshape(-1).to(device, dtype) for part in self._pieces.parts]
-        self._own = torch.cat(pieces)
+    def __init__(
+        self, folder: Path, cutting: Cutting, dtype: torch.dtype, ranks: Ranks, device: torch.device
+    ):
+        """Read this rank's pieces from a model's folder. Raises ValueError (see read_parts)."""
+        self._pieces = Pieces(cutting.part.entries.values(), ranks.replicas)
+        pieces = WholeRows(cutting, self._pieces, ranks).read(folder)
+        self._own = torch.cat([x.to(device, dtype) for x in pieces])
 
     def gather_into(self, flat: torch.Tensor) -> None:
         self._pieces.gather_into(flat, self._own)
@@ -33,12 +38,18 @@ class FrozenPieces:
 class WholeWeights:
     """A whole copy of spread weights, in the memory of a decoder. It exists only while it is asked for."""
 
-    def __init__(self, gather_into: Callable[[torch.Tensor], None], decoder: Decoder):
+    def __init__(
+        self,
+        gather_into: Callable[[torch.Tensor], None],
+        decoder: Decoder,
+        parts: "TensorParts | None" = None,
+    ):
         """gather_into: writes all weights to a flat tensor, in its dtype. All ranks call it together.
 
-        decoder: over a flat tensor of zeros, whose memory is freed.
+        decoder: over a flat tensor of zeros, whose memory is freed. parts: of ranks that share layers, whose
+        part of the weights is all that the decoder has.
         """
-        self._gather_into, self.decoder = gather_into, decoder
+        self._gather_into, self.decoder, self._parts = gather_into, decoder, parts
         self._bytes = decoder.flat.nbytes
         decoder.flat.untyped_storage().resize_(0)
 
@@ -60,4 +71,12 @@ class WholeWeights:
         # Memory of its own: torch cannot free what numpy has seen.
         flat = torch.zeros(layout.numel, dtype=self.decoder.dtype, device=self.decoder.device)
         self._gather_into(flat)
-        return fingerprint(layout, flat)
+        return fingerprint(*self.model(flat))
+
+    def model(self, flat: torch.Tensor) -> tuple[Layout, torch.Tensor]:
+        """The layout of the whole model and its weights, of what the decoder has. A call of all ranks."""
+        return (
+            (self.decoder.layout, flat)
+            if self._parts is None
+            else (self._parts.layout, self._parts.joined(flat))
+        )

@@ -1,12 +1,12 @@
 """Ranks: the processes of `torchrun -m zerokl train`, a mesh with named dimensions (torch's DeviceMesh).
 
 What is spread along a dimension asks the Ranks of this dimension for rank and size, and sends through its
-group. Today the mesh has one dimension. Along it, each rank has its own part of the prompts and of the
-virtual shards (data_parallel.py). The gradient is the root of one tree (gradient.py) over the shards of all
-ranks. The ranks' shards of a round are neighbours in this tree, and zero.py adds their sums in the tree's
+group. Without more, the mesh has one dimension. Along it, each rank has its own part of the prompts and of
+the virtual shards (data_parallel.py). The gradient is the root of one tree (gradient.py) over the shards of
+all ranks. The ranks' shards of a round are neighbours in this tree, and zero.py adds their sums in the tree's
 order. Each rank updates its own slice of the weights and sends this slice to all ranks. With parallel.tensor
-or parallel.context the ranks are a grid, along whose second dimension they share layers (tensor.py) or rows
-(ulysses.py). Only rank 0 writes files.
+or parallel.context the ranks are a grid (dp, cp, tp), along whose last dimensions they share rows
+(ulysses.py) and layers (tensor.py). Only rank 0 writes files.
 """
 
 import gc
@@ -28,8 +28,10 @@ from ...processes.keeper import end_with
 X = TypeVar("X")
 
 # The data-parallel dimension of the mesh, along which virtual shards are spread; and those along which ranks
-# share layers, and rows.
-DATA_PARALLEL, TENSOR_PARALLEL, CONTEXT_PARALLEL = "dp", "tp", "cp"
+# share rows, and layers.
+DATA_PARALLEL, CONTEXT_PARALLEL, TENSOR_PARALLEL = "dp", "cp", "tp"
+# dp x cp: the ranks that compute with the same weights.
+REPLICAS = "replicas"
 
 
 @dataclass(frozen=True)
@@ -41,8 +43,8 @@ class Ranks:
     """
 
     mesh: DeviceMesh | None = None
-    # Of a grid, by dimension: those with other virtual shards, and those that share this one's layers
-    # (tensor.py) or rows (ulysses.py).
+    # Of a grid, by dimension: those with other virtual shards, those that share this one's rows (ulysses.py),
+    # those that share its layers (tensor.py), and its replicas.
     grid: "Mapping[str, Ranks]" = field(default_factory=dict)
 
     @property
@@ -59,6 +61,11 @@ class Ranks:
     def context_parallel(self) -> "Ranks":
         """Those that share the rows with this one: it alone, without a grid."""
         return self.grid.get(CONTEXT_PARALLEL, ALONE)
+
+    @property
+    def replicas(self) -> "Ranks":
+        """Those that compute with the same weights as this one: all, where no ranks share layers."""
+        return self.grid.get(REPLICAS, self.data_parallel)
 
     @property
     def rank(self) -> int:
@@ -224,9 +231,8 @@ def join_ranks(
     """The ranks among which torchrun started this process; one rank without torchrun.
 
     on_gpu: each rank computes on a GPU of its own. Raises ValueError where there are too few. always: a
-    single rank too has a mesh, for FSDP. sharing: by dimension, how many neighbouring ranks share layers or
-    rows; they divide the ranks, and one of them is more than 1. compatibility.py says which settings ranks
-    can be used with.
+    single rank too has a mesh, for FSDP. sharing: by dimension, how many ranks share layers or rows; their
+    product divides the ranks. compatibility.py says which settings ranks can be used with.
     """
     size, backend = world_size(), "cpu:gloo,cuda:nccl" if on_gpu else "gloo"
     if size == 1:
@@ -261,11 +267,14 @@ def _mesh(size: int, on_gpu: bool, sharing: Mapping[str, int] = MappingProxyType
     try:
         device, grid = "cuda" if on_gpu else "cpu", {}
         meshes = [init_device_mesh(device, (size,), mesh_dim_names=(DATA_PARALLEL,))]
-        for name, n in sharing.items():
-            if n > 1:
-                names = (DATA_PARALLEL, name)
-                meshes.append(init_device_mesh(device, (size // n, n), mesh_dim_names=names))
-                grid = {name: Ranks(meshes[1][name]) for name in names}
+        cp, tp = sharing.get(CONTEXT_PARALLEL, 1), sharing.get(TENSOR_PARALLEL, 1)
+        if cp * tp > 1:
+            for shape, names in (
+                ((size // (cp * tp), cp, tp), (DATA_PARALLEL, CONTEXT_PARALLEL, TENSOR_PARALLEL)),
+                ((size // tp, tp), (REPLICAS, TENSOR_PARALLEL)),
+            ):
+                meshes.append(init_device_mesh(device, shape, mesh_dim_names=names))
+                grid |= {name: Ranks(meshes[-1][name]) for name in names}
         try:
             yield Ranks(meshes[0][DATA_PARALLEL], grid)
         finally:

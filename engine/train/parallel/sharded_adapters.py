@@ -98,8 +98,8 @@ class ShardedAdapters:
 
     def hash_merged(self) -> Tree:
         """The root of the hash tree of the merged weights, in the compute dtype. It has no leaves."""
-        pieces, slices = self._model.pieces, Slices(self._model.layout, self._model.ranks)
-        merged = pieces.to_slice(self._model.master()).to(self._model.dtype)
+        way, slices = self._model.way, Slices(self._model.layout, self._model.ranks)
+        merged = way.to_slice(self._model.master()).to(self._model.dtype)
         return Tree(slices.hash_tree(slices.hashing(merged)).root, [])
 
 

@@ -1,6 +1,7 @@
 """How the weights of one flat tensor are spread over ranks: each rank has some ranges of it, as one vector.
 
-Ranks cut the flat tensor into slices (zero.py), or each tensor of the checkpoint into rows (pieces.py).
+Ranks cut the flat tensor into slices (zero.py), or each tensor of the checkpoint into rows (pieces.py). The
+ranks of a grid's row have cut it before, into layers and rows of layers (cut.py).
 """
 
 from collections.abc import Iterator, Sequence
@@ -8,6 +9,7 @@ from collections.abc import Iterator, Sequence
 import torch
 import torch.distributed as dist
 
+from ....model.weights import FlatLayout
 from .process_group import Ranks, peers
 
 Range = tuple[int, int]  # from, to
@@ -40,6 +42,66 @@ class Spread:
             if part.data_ptr() != flat[ranges[0][0]].data_ptr():
                 for (a, b), x in zip(ranges, part.split([b - a for a, b in ranges]), strict=True):
                     flat[a:b] = x
+
+
+class Cutting:
+    """How the ranks of a row cut a flat tensor [layout.numel]. Of it a rank has one of [part.numel]."""
+
+    def __init__(self, layout: FlatLayout, part: FlatLayout, ranges_of: Sequence[Sequence[Range]]):
+        """ranges_of: where the elements of `part` lie in `layout`, for each rank, in their order."""
+        self.layout, self.part, self.ranges_of = layout, part, ranges_of
+
+    @classmethod
+    def uncut(cls, layout: FlatLayout) -> "Cutting":
+        """One rank has all."""
+        entries = layout.entries.values()
+        return cls(layout, layout, [[(e.offset, e.offset + e.numel) for e in entries]])
+
+    @property
+    def size(self) -> int:
+        """The ranks of a row."""
+        return len(self.ranges_of)
+
+    def then(self, other: "Cutting") -> "Cutting":
+        """Each part cut again, as `other` cuts it. The ranks of this cut are neighbours."""
+        ranges = [
+            [place for place, _ in self.places(rank, part_ranges)]
+            for part_ranges in other.ranges_of
+            for rank in range(self.size)
+        ]
+        return Cutting(self.layout, other.part, ranges)
+
+    def over(self, within: "Spread") -> list[list[Range]]:
+        """Where in the whole lies what each rank has. within: in its part, over those with this part."""
+        row = range(self.size)
+        return [[place for place, _ in self.places(i, ranges)] for ranges in within.ranges_of for i in row]
+
+    def places(self, rank: int, ranges: Sequence[Range]) -> Iterator[tuple[Range, Range]]:
+        """Where ranges of a rank's part lie in the whole; each with its place in the vector of `ranges`."""
+        wholes = self.ranges_of[rank]
+        starts = list(self._starts(wholes))
+        in_part = [(start, start + b - a) for start, (a, b) in zip(starts, wholes, strict=True)]
+        for k, start, (first, last) in in_common(ranges, in_part):
+            a = wholes[k][0] + first - starts[k]
+            yield (a, a + last - first), (start, start + last - first)
+
+    def _starts(self, wholes: Sequence[Range]) -> Iterator[int]:
+        """Where each of a rank's ranges lies in the flat tensor of its part."""
+        remaining = iter(wholes)
+        for entry in self.part.entries.values():
+            start, stop = entry.offset, entry.offset + entry.numel
+            while start < stop:
+                yield start
+                a, b = next(remaining)
+                start += b - a
+
+    def cut(self, whole: torch.Tensor, rank: int) -> torch.Tensor:
+        """A rank's part of a flat tensor [layout.numel], as a new flat tensor [part.numel]."""
+        vector = torch.cat([whole[a:b] for a, b in self.ranges_of[rank]])
+        flat, entries = whole.new_zeros(self.part.numel), self.part.entries.values()
+        for entry, x in zip(entries, vector.split([entry.numel for entry in entries]), strict=True):
+            flat[entry.offset : entry.offset + entry.numel] = x
+        return flat
 
 
 class Moves:

@@ -1,10 +1,10 @@
 """Tensor parallelism: ranks that share each layer, and its weights, as kernels/leaves.py cuts sums.
 
-The ranks are a grid. Along "tp" they share layers: a rank has whole heads, and columns of the MLP and of the
-vocabulary. It computes every token of its row with them, and joins the sums that are cut with those of the
-other ranks. So these see the same rows, draw the same tokens and know all scores. Of a vector that no rank
-cuts, such as a norm, each has all. Along "dp" they have parts of the prompts and of the virtual shards, as
-ranks with whole weights do, and one slice each of their part of the weights (cut.py).
+Along "tp" of a grid the ranks share layers: a rank has whole heads, and columns of the MLP and of the
+vocabulary. It computes with them what its neighbours compute, and joins the sums that are cut with theirs. So
+these see the same rows, draw the same tokens and know all scores. Of a vector that no rank cuts, such as a
+norm, each has all. The ranks that have the same part draw other prompts, as ranks with whole weights do, and
+have one slice each of the part (cut.py).
 """
 
 import torch
@@ -13,7 +13,7 @@ from ....model.weights import Layout, fingerprint
 from .cut import CutParts
 from .process_group import Ranks
 from .scorer import Scorer
-from .spread import Spread
+from .spread import Cutting, Spread
 from .workers import Workers
 
 
@@ -26,14 +26,15 @@ class TensorParts(CutParts):
     def __init__(self, layout: Layout, ranks: Ranks, device: torch.device | None = None):
         n = ranks.tensor_parallel.size
         ranges = [layout.ranges_of_rank(rank, n) for rank in range(n)]
-        super().__init__(layout, layout.of_rank(n), ranges, ranks, device)
+        super().__init__(Cutting(layout, layout.of_rank(n), ranges), ranks, ranks.replicas, device)
 
     def joined(self, flat: torch.Tensor) -> torch.Tensor:
         """The whole flat tensor [layout.numel] in every rank, from the part of each. All ranks call it."""
         whole = flat.new_zeros(self.layout.numel)
         self.gather_into(whole, self.vector(flat[self.own.own]))
         ranks, place = self.ranks.tensor_parallel, slice(self.part.trained_numel, None)
-        frozen = [list(self._places(rank, slice(place.start, self.part.numel))) for rank in range(ranks.size)]
+        after = [(place.start, self.part.numel)]
+        frozen = [list(self.cutting.places(rank, after)) for rank in range(ranks.size)]
         vector = torch.cat([flat[:0], *(flat[place][a:b] for _, (a, b) in frozen[ranks.rank])])
         Spread([[x for x, _ in places] for places in frozen], ranks).gather_into(whole, vector)
         return whole

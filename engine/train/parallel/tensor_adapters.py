@@ -24,6 +24,7 @@ from ....model.decoder import Decoder
 from ....verify.ledger import Tree
 from .cut import CutParts
 from .gradient import TrainedAdapters
+from .spread import Cutting
 from .tensor import TensorParts
 from .zero import Slices
 
@@ -46,7 +47,8 @@ class SharedAdapters(Adapters):
         """As Adapters takes them. decoder: computes with the part `model`, of layout.model."""
         n, self._model = model.ranks.tensor_parallel.size, model
         ranges = [layout.ranges_of_rank(rank, n) for rank in range(n)]
-        self.parts = CutParts(layout, layout.of_rank(n), ranges, model.ranks, decoder.device)
+        cutting = Cutting(layout, layout.of_rank(n), ranges)
+        self.parts = CutParts(cutting, model.ranks, model.ranks.replicas, decoder.device)
         self.trained = TrainedAdapters(self.parts.part, self.parts.cut(flat.to(decoder.device)))
         self._adapted_part = model.cut(weights)[: model.part.trained_numel].to(decoder.device, base)
         super().__init__(layout, flat, weights, decoder, base)

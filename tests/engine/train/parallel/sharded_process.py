@@ -24,6 +24,7 @@ from zerokl.engine.train.parallel.gathered import WholeWeights
 from zerokl.engine.train.parallel.gradient import GradientTree
 from zerokl.engine.train.parallel.process_group import Ranks, join_ranks
 from zerokl.engine.train.parallel.sharded_model import ShardedModel, ShardedWorkers
+from zerokl.engine.train.parallel.spread import Cutting
 from zerokl.engine.train.sharded_weights import ShardedWeights
 from zerokl.files.bitwise import count_unequal
 from zerokl.model.causal_lm import CausalLM
@@ -106,7 +107,8 @@ def compare(
 ) -> dict[str, int]:
     """Elements that differ after some updates, and in the overflow of one more."""
     layout, scale = Layout(CONFIG), 1024.0 if dtype == torch.float16 else 1.0
-    model = ShardedModel(folder, layout, dtype, Numerics(), dtype == torch.bfloat16, ranks, device)
+    cutting = Cutting.uncut(layout)
+    model = ShardedModel(folder, cutting, dtype, Numerics(), dtype == torch.bfloat16, ranks, device)
     policy = Decoder(layout.config, torch.zeros(layout.numel, dtype=dtype, device=device), layout)
     whole = WholeWeights(model.gather_into, policy)
     ours = Optimizer(ShardedWeights(model, whole), CLIPPED[dtype], 100)

@@ -59,6 +59,19 @@ WORKS = {
     },
     "frozen": {"frozen": ("model.layers.0.*", "*.norm.*")},
     "fp32 logits, rounded keys": {"precision__head_dtype": "float32", "precision__kv": "int8/token"},
+    "critic, reference": {"loss__preset": "ppo", "loss__kl_coef": 0.1},
+    "quantised weights, moments in 8 bits": {
+        "precision__weights": "int8/row",
+        "optimizer__moments": "int8",
+        "virtual_shards": 4,
+        "shards_in_flight": 2,
+    },
+    "older weights": {"max_staleness": 1, "staleness_schedule": "lagged", "steps": 3},
+    "another dtype in the sampler, gradient audit": {
+        "precision__sampler_dtype": "float32",
+        "monitor__gradient": 1,
+        "exact": False,
+    },
     "chunks of keys": {"precision__attention": "chunked-512"},
     "muon": {"optimizer__name": "muon", "optimizer__moments": "bfloat16", "optimizer__weight_decay": 0.1},
 }
@@ -71,10 +84,11 @@ IN_FULL = ("reference, recompute", "adapters")
     "case", [pytest.param(x, marks=pytest.mark.full if x in IN_FULL else pytest.mark.proof) for x in WORKS]
 )
 def test_what_works_has_one_ledger(config, four, tmp_path, case):
-    plain = config(model=four, steps=2, dtype="bfloat16", **WORKS[case])
-    assert train(plain, tmp_path / "alone").tokens_unequal == 0
+    plain = config(model=four, **{"steps": 2, "dtype": "bfloat16"} | WORKS[case])
+    assert (train(plain, tmp_path / "alone").tokens_unequal == 0) == plain.exact
     _run(2, plain, tmp_path / "run", "--parallel.context", "2")
     _same(tmp_path / "run", tmp_path / "alone")
+    _same_metrics(tmp_path / "run", tmp_path / "alone")
 
 
 @pytest.mark.proof
@@ -88,18 +102,9 @@ def test_a_run_goes_on_with_another_number_of_ranks(config, four, tmp_path):
 
 
 REFUSED = {
-    "fsdp": {"parallel__engine": "fsdp"},
-    "tensor": {"parallel__tensor": 2, "precision__leaves": 2},
-    "leaves": {"precision__leaves": 2},
-    "critic": {"loss__preset": "ppo"},
-    "quantised weights": {"precision__weights": "int8/row"},
-    "moments in 8 bits": {"optimizer__moments": "int8"},
-    "older weights": {"max_staleness": 1},
     "workers": {"workers": 2},
     "vllm-zerokl": {"sampler": "vllm-zerokl"},
     "hf": {"sampler": "hf", "exact": False},
-    "another dtype in the sampler": {"precision__sampler_dtype": "bfloat16", "exact": False},
-    "gradient audit": {"monitor__gradient": 1, "exact": False},
     "one process": {},
 }
 

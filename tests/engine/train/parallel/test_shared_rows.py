@@ -10,6 +10,7 @@ from zerokl.docs._wire import Widths, sent_by_a_layer
 from zerokl.engine.config.loss_section import LossConfig
 from zerokl.engine.train.parallel.gradient import ShardSum
 from zerokl.engine.train.parallel.process_group import Ranks
+from zerokl.engine.train.parallel.spread import Cutting
 from zerokl.engine.train.parallel.ulysses import ContextParts
 from zerokl.engine.train.shard import Shard, ShardWork
 from zerokl.kernels.grad import GradBuffer
@@ -48,7 +49,7 @@ def four(tmp_path_factory):
 
 def parts_of(layout: Layout, rank: int, n: int) -> ContextParts:
     grid = {"dp": ranks_of(0, 1), "cp": ranks_of(rank, n)}
-    return ContextParts(layout, layout, Ranks(ranks_of(rank, n).mesh, grid))
+    return ContextParts(layout.config, Cutting.uncut(layout), Ranks(ranks_of(rank, n).mesh, grid))
 
 
 def alone(decoder: Decoder, step: Shard, work: ShardWork, part=None, shards: int = 2):
