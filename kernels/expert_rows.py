@@ -55,6 +55,7 @@ class ExpertRows:
         places = np.empty_like(by_expert)
         places[by_expert] = rows
         self._slots, self._tokens = torch.from_numpy(slots), slots // k
+        self._order = self._tokens  # what the token blocks count
         self.places = torch.from_numpy(places).view(ids.shape)  # [T, k], the row of each token's slot
         self.tokens = torch.from_numpy(self._tokens)  # [R], the token of each row
 
@@ -96,7 +97,7 @@ class ExpertRows:
             bounds = np.array(sequences).reshape(-1, 2)
             by_expert = []
             for expert, (start, end) in enumerate(zip(self._starts, self._ends, strict=True)):
-                rows = start + np.searchsorted(self._tokens[start:end], bounds)
+                rows = start + np.searchsorted(self._order[start:end], bounds)
                 by_expert.append((expert, blocks_within(rows.tolist())))
             parts.append((shard, by_expert))
         return parts

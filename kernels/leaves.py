@@ -45,6 +45,13 @@ class Carrier(Protocol):
         """What every rank has for this one, in their order. parts: for each rank, of one shape."""
         ...
 
+    def exchange_rows(self, x: torch.Tensor, sent: list[int], received: list[int]) -> torch.Tensor:
+        """The rows that every rank has for this one, rank after rank.
+
+        x [sum(sent), N]: for all ranks, one after another. sent, received: rows to each rank, and from it.
+        """
+        ...
+
 
 class _Alone:
     """One rank."""
@@ -56,6 +63,9 @@ class _Alone:
 
     def exchange(self, parts: list[torch.Tensor]) -> list[torch.Tensor]:
         return parts
+
+    def exchange_rows(self, x: torch.Tensor, sent: list[int], received: list[int]) -> torch.Tensor:
+        return x
 
 
 ALONE = _Alone()

@@ -6,6 +6,7 @@ import torch
 
 from ..kernels.attention_rule import WALK, AttentionRule, named_rule
 from ..kernels.leaves import WHOLE, Leaves
+from ..kernels.shared_experts import ALL_EXPERTS, SharedExperts
 from ..kernels.tile_tables import DEFAULT_TABLE, TileTable, tile_table
 from .quantisation import KvQuantisation
 
@@ -23,6 +24,7 @@ class Numerics(NamedTuple):
     kv: KvQuantisation | None = None
     attention: AttentionRule = WALK  # the order of its sums
     leaves: Leaves = WHOLE  # of the sums that tensor parallelism may cut, and the ranks that share them
+    shared_experts: SharedExperts = ALL_EXPERTS  # the ranks that share the experts; they decide no bit
 
     def cache_dtype(self, compute: torch.dtype) -> torch.dtype:
         """The dtype in which a cache stores keys and values. compute: the compute dtype.

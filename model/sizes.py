@@ -77,6 +77,8 @@ class Sizes:
     # That share the weights. heads, kv_heads and intermediate_size are then a rank's, and so are the rows of
     # embed and lm_head.
     ranks: int = dataclasses.field(default=1, compare=False, kw_only=True)
+    # That share the experts of each layer. The experts' weights are then a rank's.
+    expert_ranks: int = dataclasses.field(default=1, compare=False, kw_only=True)
 
     @property
     def states(self) -> Mapping[int, StateShape]:

@@ -8,7 +8,7 @@ order.
 import hashlib
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 from types import MappingProxyType
@@ -217,6 +217,21 @@ class Layout(FlatLayout):
                     start += n * ranks
             else:
                 ranges.append((start, start + entry.numel))
+        return ranges
+
+    def of_expert_rank(self, ranks: int) -> "Layout":
+        """The layout of what one of `ranks` has that share experts: its own, and all other weights."""
+        config = replace(self.config, expert_ranks=ranks)
+        return Layout(config, self.frozen, self.value_head)
+
+    def ranges_of_expert_rank(self, rank: int, ranks: int) -> list[tuple[int, int]]:
+        """As ranges_of_rank, of one of `ranks` that share experts."""
+        ranges = []
+        for entry in self.entries.values():
+            weight, (a, b) = self._weights.get(entry.name), (0, entry.numel)
+            if weight is not None and weight.by_expert:
+                a, b = (i * entry.numel // ranks for i in (rank, rank + 1))
+            ranges.append((entry.offset + a, entry.offset + b))
         return ranges
 
     def shared_rows(self, name: str) -> tuple[int, ...]:

@@ -55,6 +55,19 @@ def needing_whole_rows(run: PlannedRun) -> list[str]:
     return [name for name, is_set in others.items() if is_set]
 
 
+def needing_all_experts(run: PlannedRun) -> list[str]:
+    """The settings of a run that ranks with parts of the experts are not built with, as `key (value)`."""
+    config, spread = run.config, run.config.parallel
+    others = {
+        f'parallel.engine ("{spread.engine}")': spread.engine == "fsdp",
+        f"parallel.tensor ({spread.tensor})": spread.tensor > 1,
+        f"parallel.context ({spread.context})": spread.context > 1,
+        f"lora.rank ({config.lora.rank})": config.lora.rank > 0,
+        f'device ("{run.device}")': run.device == "cuda",
+    }
+    return [name for name, is_set in others.items() if is_set] + needing_whole(config)
+
+
 class ParallelConfig(Section, head=_SPREAD):
     """How training is spread over ranks. These settings change no bit of the result."""
 
@@ -119,6 +132,26 @@ class ParallelConfig(Section, head=_SPREAD):
         if self.context > 1 and whole:
             return (
                 f"parallel.context ({self.context}) with {whole[0]}: this is not built with shared rows; "
+                "leave one out"
+            )
+
+    expert: int = setting(1, ge=1, le=64)
+    """Neighbouring ranks that share the experts of each layer (expert parallelism). They draw and train every
+    token of their prompts together, and each computes the rows of its experts. It divides the ranks of the
+    run, and the experts.
+    """
+
+    @rule
+    def _parts_of_experts(self, run: PlannedRun) -> str | None:
+        if run.ranks > 1 and run.ranks % self.expert:
+            return (
+                f"parallel.expert ({self.expert}) must divide the ranks ({run.ranks}); start a multiple "
+                "of it, or set it to 1"
+            )
+        whole = needing_all_experts(run)
+        if self.expert > 1 and whole:
+            return (
+                f"parallel.expert ({self.expert}) with {whole[0]}: this is not built with shared experts; "
                 "leave one out"
             )
 
@@ -225,11 +258,12 @@ class Config(Section):
 
     @rule
     def _a_shard_for_each_rank(self, run: PlannedRun) -> str | None:
-        sharing = self.parallel.tensor * self.parallel.context
+        spread = self.parallel
+        sharing = spread.tensor * spread.context * spread.expert
         if run.ranks & (run.ranks - 1) or run.ranks > self.virtual_shards * sharing:
             return (
                 f"ranks ({run.ranks}) must be a power of two and at most virtual_shards "
-                f"({self.virtual_shards}) times the {sharing} ranks that share layers or rows"
+                f"({self.virtual_shards}) times the {sharing} ranks that share layers, rows or experts"
             )
 
     updates_per_rollout: int = setting(

@@ -8,6 +8,7 @@ import torch
 
 from ...kernels.leaves import Leaves
 from ...kernels.low_rank import LowRankBuffers
+from ...kernels.shared_experts import SharedExperts
 from ...model.adapters import AdapterLayout
 from ...model.checkpoint import DTYPES, read_weights
 from ...model.config import ModelConfig
@@ -22,6 +23,7 @@ from ..train.master_weights import AdapterWeights, MasterWeights
 from ..train.optimizer import Optimizer
 from ..train.parallel.cut import CutParts, CutWorkers
 from ..train.parallel.data_parallel import RankedSampler, RankedScorer, RankedWorkers
+from ..train.parallel.expert import ExpertParts
 from ..train.parallel.gathered import FrozenPieces, WholeWeights
 from ..train.parallel.gradient import TrainedAdapters
 from ..train.parallel.process_group import Ranks
@@ -79,9 +81,9 @@ class EngineInputs(NamedTuple):
 
 
 def tensor_engine(run: EngineInputs, micro_batch: int, stopwatch: Stopwatch) -> Engine:
-    """Ranks that share each layer (parallel/tensor.py), and maybe the rows of a forward (ulysses.py)."""
+    """Ranks that share layers (tensor.py) and maybe rows (ulysses.py); or experts (expert.py)."""
     config, replicas = run.config, run.ranks.replicas
-    weights, parts = read_weights(run.folder, run.layout), TensorParts(run.layout, run.ranks, run.device)
+    weights, parts = read_weights(run.folder, run.layout), _parts_of(run, run.layout)
     policy = _shared_decoder(run, parts, weights, config.recompute == "layer")
     adapters, summed = None, parts
     if run.own_layout:
@@ -106,7 +108,7 @@ def tensor_engine(run: EngineInputs, micro_batch: int, stopwatch: Stopwatch) -> 
     ref_policy = critic = None
     if run.ref_model is not None:
         folder, ref_config = run.ref_model
-        ref_parts = TensorParts(Layout(ref_config), run.ranks, run.device)
+        ref_parts = _parts_of(run, Layout(ref_config))
         reference = _shared_decoder(run, ref_parts, read_weights(folder, ref_parts.layout))
         shared = SharedScorer(Workers(reference, config.virtual_shards), micro_batch, ref_parts)
         ref_policy = RankedScorer(shared, replicas)
@@ -114,6 +116,11 @@ def tensor_engine(run: EngineInputs, micro_batch: int, stopwatch: Stopwatch) -> 
         critic = RankedScorer(Scorer(workers, micro_batch), replicas)
     parallel = CutWorkers(workers, summed, config.virtual_shards)
     return Engine(policy, optimizer, parallel, Samplers(sampler, sampler), ref_policy, critic)
+
+
+def _parts_of(run: EngineInputs, layout: Layout) -> TensorParts:
+    parts = ExpertParts if run.config.parallel.expert > 1 else TensorParts
+    return parts(layout, run.ranks, run.device)
 
 
 def with_shared_rows(run: EngineInputs, config: ModelConfig, summed: CutParts) -> CutParts:
@@ -135,9 +142,10 @@ def _shared_decoder(
 
 
 def _numerics(run: EngineInputs) -> Numerics:
-    """Those of the run, with the ranks that share leaves."""
-    numerics = numerics_of(run.config)
-    return numerics._replace(leaves=Leaves(numerics.leaves.count, run.ranks.tensor_parallel))
+    """Those of the run, with the ranks that share leaves, or experts."""
+    numerics, ranks = numerics_of(run.config), run.ranks
+    leaves = Leaves(numerics.leaves.count, ranks.tensor_parallel)
+    return numerics._replace(leaves=leaves, shared_experts=SharedExperts(ranks.expert_parallel))
 
 
 def sharded_engine(run: EngineInputs, micro_batch: int, stopwatch: Stopwatch) -> Engine:

@@ -46,6 +46,7 @@ class RunShape:
 
     prompt_tokens: of the longest prompt. trajectory_tokens: of the longest trajectory of many turns, its
     prompt included; 0 where the run has completions. ref_numel: the weights of the reference, 0 without one.
+    layout: see layout_of_a_rank. ranks: that have other virtual shards.
     adapters: the layout of LoRA's adapters, which are trained in place of the weights of `layout`. base: the
     dtype of the weights that they are merged into.
     """
@@ -131,6 +132,12 @@ class RunShape:
         """Of the gradient buffer that lm_head has beside the embedding's, where both are one."""
         model = self.layout.config
         return model.vocab_size * model.hidden_size if model.tied and "embed" not in self.layout.frozen else 0
+
+
+def layout_of_a_rank(config: Config, layout: Layout) -> Layout:
+    """Of the weights that a rank computes with, where ranks share experts; otherwise `layout`."""
+    n = config.parallel.expert
+    return layout.of_expert_rank(n) if n > 1 else layout
 
 
 class Footprint(NamedTuple):

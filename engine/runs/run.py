@@ -30,6 +30,7 @@ from ..train.losses.surrogate_check import check_surrogate
 from ..train.monitor import MismatchError
 from ..train.parallel.process_group import (
     CONTEXT_PARALLEL,
+    EXPERT_PARALLEL,
     TENSOR_PARALLEL,
     Ranks,
     join_ranks,
@@ -126,7 +127,11 @@ def _ranks(config: Config) -> Iterator[Ranks]:
     """The ranks of this run. From now on only rank 0 prints."""
     check_settings(config, ranks=world_size())
     spread = config.parallel
-    sharing = {TENSOR_PARALLEL: spread.tensor, CONTEXT_PARALLEL: spread.context}
+    sharing = {
+        TENSOR_PARALLEL: spread.tensor,
+        CONTEXT_PARALLEL: spread.context,
+        EXPERT_PARALLEL: spread.expert,
+    }
     with join_ranks(on_gpu(config), spread.engine == "fsdp", sharing) as ranks:
         console.quiet = not ranks.first
         yield ranks

@@ -50,7 +50,7 @@ from ..train.parallel.zero import Slices
 from ..train.state import TrainState
 from .compile_ahead import compiled_ahead
 from .engine import Engine, EngineInputs, sharded_engine, tensor_engine
-from .memory import PassSizes, RunShape, fit
+from .memory import PassSizes, RunShape, fit, layout_of_a_rank
 from .offloading import placed, told
 from .samplers import (
     Samplers,
@@ -98,11 +98,11 @@ def make_state(
     check_room(config.prompts * config.rollouts_per_prompt // data_ranks, checked.max_tokens)
     device, layout = run_device(config), model_layout(config, model_config)
     ref_model = _ref_model(config, model, model_config)
-    ref_numel = Layout(ref_model[1]).numel if ref_model else 0
+    ref_numel = layout_of_a_rank(config, Layout(ref_model[1])).numel if ref_model else 0
     own_layout, base = adapter_layout(config, layout, model)
     shape = RunShape(
         config,
-        layout,
+        layout_of_a_rank(config, layout),
         data_ranks,
         checked.prompt_tokens,
         ref_numel,
@@ -118,7 +118,7 @@ def make_state(
     with compiled_ahead(shape, sizes, device, ranks):
         if config.parallel.engine == "fsdp":
             engine = sharded_engine(inputs, sizes.micro_batch, stopwatch)
-        elif config.parallel.tensor > 1:
+        elif config.parallel.tensor > 1 or config.parallel.expert > 1:
             engine = tensor_engine(inputs, sizes.micro_batch, stopwatch)
         else:
             engine = _replicated_engine(inputs, sizes, stopwatch)
@@ -149,10 +149,16 @@ def make_state(
 def _data_ranks(config: Config, ranks: Ranks) -> int:
     """The ranks of which each has other virtual shards.
 
-    Raises ValueError for a process that has no ranks to share layers or rows with.
+    Raises ValueError for a process that has no ranks to share layers, rows or experts with.
     """
-    row = config.parallel.tensor * config.parallel.context
-    for name, sharing in (("tensor", ranks.tensor_parallel), ("context", ranks.context_parallel)):
+    spread = config.parallel
+    row = spread.tensor * spread.context * spread.expert
+    grid = {
+        "tensor": ranks.tensor_parallel,
+        "context": ranks.context_parallel,
+        "expert": ranks.expert_parallel,
+    }
+    for name, sharing in grid.items():
         n = getattr(config.parallel, name)
         if sharing.size != n:
             raise ValueError(

@@ -38,7 +38,7 @@ class TensorWeights(WholeFrozen, SpreadWeights):
                 yield entry.name, x[first - place.start : last - place.start]
 
     def pieces(self) -> Iterator[Piece]:
-        start, shares_layers = 0, self.slices.ranks.tensor_parallel.rank > 0
+        start, shares_layers = 0, self._parts.sharing.rank > 0
         part, whole = self._parts.part.entries, self._parts.layout.entries
         for (name, weights), (_, rounded) in zip(
             self._pieces_of(self._master), self._pieces_of(self._own), strict=True

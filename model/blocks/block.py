@@ -39,6 +39,7 @@ class Weight(NamedTuple):
     # its columns. Without either, each rank has all of it.
     shared_rows: tuple[int, ...] = ()
     shared_columns: bool = False
+    by_expert: bool = False  # whether ranks that share experts have an equal piece of its rows
 
 
 class Rows(NamedTuple):

@@ -47,10 +47,12 @@ class ClampedExperts(MixtureOfExperts):
         D, (E, I) = c.hidden_size, (self.experts.number, self.experts.size)
         yield Weight("router", (D,), ((f"{ROUTER}.weight", E),))
         yield Weight(LOGITS_BIAS, (), ((f"{ROUTER}.bias", E),))
+        E //= c.expert_ranks
         for name, inputs, outputs in (("gate_up", D, 2 * I), ("down", I, D)):
             stored = f"{EXPERTS}.{name}_proj"
-            yield Weight(f"experts.{name}", (inputs, outputs), ((stored, E),), packable=False)
-            yield Weight(f"experts.{name}_bias", (outputs,), ((f"{stored}_bias", E),), packable=False)
+            yield Weight(f"experts.{name}", (inputs, outputs), ((stored, E),), packable=False, by_expert=True)
+            bias = f"experts.{name}_bias", (outputs,), ((f"{stored}_bias", E),)
+            yield Weight(*bias, packable=False, by_expert=True)
 
     def dtypes(self, numerics: Numerics, compute: torch.dtype) -> dict[str, torch.dtype | None]:
         return dict.fromkeys(("router", LOGITS_BIAS), self._logits_dtype(numerics, compute))

@@ -26,6 +26,7 @@ from ...kernels.grad import accumulate_dtype
 from ...kernels.grouped_linear import grouped_linear
 from ...kernels.linear import linear
 from ...kernels.passes import Pass
+from ...kernels.shared_experts import SharedExperts
 from ...kernels.sigmoid_router import Choice, Weighing, sigmoid_choice, sigmoid_weights
 from ...kernels.silu_mul import silu_mul
 from ...kernels.tile_tables import TileTable
@@ -231,13 +232,14 @@ class MixtureOfExperts(Block):
         yield Weight("router", (D,), ((router, number),), in_transformers)
         if self.experts.sigmoid:
             yield Weight("router_bias", (), ((self.bias_name, BYTES * number),), is_buffer=True)
+        number //= c.expert_ranks
         matrices = [self.matrices_of(e) for e in range(number)]
         gate_up = tuple((name, size) for gate, up, _ in matrices for name in (gate, up))
         together = f"{_MODULE}.experts.gate_up_proj", (number, 2 * size, D)
-        yield Weight("experts.gate_up", (D,), gate_up, together, packable=False)
+        yield Weight("experts.gate_up", (D,), gate_up, together, packable=False, by_expert=True)
         together = f"{_MODULE}.experts.down_proj", (number, D, size)
         down = tuple((name, D) for *_, name in matrices)
-        yield Weight("experts.down", (size,), down, together, packable=False)
+        yield Weight("experts.down", (size,), down, together, packable=False, by_expert=True)
         if self.experts.shared:
             yield from self._shared.weights(c)
         if self.experts.shared_gate:
@@ -276,8 +278,9 @@ class MixtureOfExperts(Block):
             width=D,
             flops=Work(tokens=6 * D * size * per_token),
             # Gate, up and their product for each expert of a token; ids, routing weights and tables of the
-            # rows. On a GPU these take 5 numbers of 4 bytes for each expert.
-            kept=3 * size * per_token,
+            # rows. On a GPU these take 5 numbers of 4 bytes for each expert. Ranks that share experts have a
+            # part of the rows, and copies of their x.
+            kept=(3 * size + (D if c.expert_ranks > 1 else 0)) * per_token // c.expert_ranks,
             kept_fp32=9 * per_token,
             transformers=Site(f"{_MODULE}.experts"),
             vllm=Site(f"{_MODULE}.experts"),
@@ -322,9 +325,28 @@ class MixtureOfExperts(Block):
         logits = _router_logits(x, w["router"], w.get(LOGITS_BIAS), in_pass, layer.numerics.tiles, dtype)
         layer.show("router", logits)
         q, ids = self._route(logits, w, layer.i, rows.context.routing)
-        y = self._weighted(x, q, w, expert_rows(ids, self.experts.number, x), in_pass)
+        y = self._mixture(x, q, ids, w, layer.numerics.shared_experts, in_pass)
         layer.show("experts", y)
         return Rows(self._with_shared(y, w, rows, layer), rows.residual, rows.context)
+
+    def _mixture(
+        self,
+        x: torch.Tensor,
+        q: torch.Tensor,
+        ids: torch.Tensor,
+        w: LayerWeights,
+        shared: SharedExperts,
+        in_pass: Pass,
+    ) -> torch.Tensor:
+        """The weighted sum of the experts ids [T, k] of each row of x [T, D], by all ranks. -> [T, D]"""
+        if shared.size == 1:
+            return self._weighted(x, q, w, expert_rows(ids, self.experts.number, x), in_pass)
+        in_pass = in_pass.over(x)
+
+        def weighted(x: torch.Tensor, q: torch.Tensor, rows: ExpertRowsOf) -> torch.Tensor:
+            return self._weighted(x, q, w, rows, in_pass)
+
+        return shared.mixture(x, q, ids, self.experts.number, weighted)
 
     def _weighted(
         self, x: torch.Tensor, q: torch.Tensor, w: LayerWeights, rows: ExpertRowsOf, in_pass: Pass

@@ -6,7 +6,8 @@ the virtual shards (data_parallel.py). The gradient is the root of one tree (gra
 all ranks. The ranks' shards of a round are neighbours in this tree, and zero.py adds their sums in the tree's
 order. Each rank updates its own slice of the weights and sends this slice to all ranks. With parallel.tensor
 or parallel.context the ranks are a grid (dp, cp, tp), along whose last dimensions they share rows
-(ulysses.py) and layers (tensor.py). Only rank 0 writes files.
+(ulysses.py) and layers (tensor.py). With parallel.expert it is (dp, ep), and they share experts (expert.py).
+Only rank 0 writes files.
 """
 
 import gc
@@ -28,8 +29,8 @@ from ...processes.keeper import end_with
 X = TypeVar("X")
 
 # The data-parallel dimension of the mesh, along which virtual shards are spread; and those along which ranks
-# share rows, and layers.
-DATA_PARALLEL, CONTEXT_PARALLEL, TENSOR_PARALLEL = "dp", "cp", "tp"
+# share rows, layers and experts.
+DATA_PARALLEL, CONTEXT_PARALLEL, TENSOR_PARALLEL, EXPERT_PARALLEL = "dp", "cp", "tp", "ep"
 # dp x cp: the ranks that compute with the same weights.
 REPLICAS = "replicas"
 
@@ -44,7 +45,7 @@ class Ranks:
 
     mesh: DeviceMesh | None = None
     # Of a grid, by dimension: those with other virtual shards, those that share this one's rows (ulysses.py),
-    # those that share its layers (tensor.py), and its replicas.
+    # those that share its layers (tensor.py) or experts (expert.py), and its replicas.
     grid: "Mapping[str, Ranks]" = field(default_factory=dict)
 
     @property
@@ -63,8 +64,13 @@ class Ranks:
         return self.grid.get(CONTEXT_PARALLEL, ALONE)
 
     @property
+    def expert_parallel(self) -> "Ranks":
+        """Those that share the experts with this one: it alone, without a grid."""
+        return self.grid.get(EXPERT_PARALLEL, ALONE)
+
+    @property
     def replicas(self) -> "Ranks":
-        """Those that compute with the same weights as this one: all, where no ranks share layers."""
+        """Those that compute with the same weights as this one: all, without shared layers or experts."""
         return self.grid.get(REPLICAS, self.data_parallel)
 
     @property
@@ -126,6 +132,14 @@ class Ranks:
         with peers():  # as bytes, as above
             dist.all_to_all_single(received.view(torch.uint8), sent.view(torch.uint8), group=self.group)
         return list(received)
+
+    def exchange_rows(self, x: torch.Tensor, sent: list[int], received: list[int]) -> torch.Tensor:
+        """The rows that every rank has for this one, rank after rank (kernels/leaves.py)."""
+        rows, width = x.contiguous().view(torch.uint8), x.shape[1] * x.itemsize  # as bytes, as above
+        incoming = rows.new_empty(sum(received), width)
+        with peers():
+            dist.all_to_all_single(incoming, rows, received, sent, group=self.group)
+        return incoming.view(x.dtype)
 
     def gather(self, make: Callable[[], X]) -> list[X]:
         """The results of make() in every rank, in the order of the ranks.
@@ -231,8 +245,8 @@ def join_ranks(
     """The ranks among which torchrun started this process; one rank without torchrun.
 
     on_gpu: each rank computes on a GPU of its own. Raises ValueError where there are too few. always: a
-    single rank too has a mesh, for FSDP. sharing: by dimension, how many ranks share layers or rows; their
-    product divides the ranks. compatibility.py says which settings ranks can be used with.
+    single rank too has a mesh, for FSDP. sharing: by dimension, how many ranks share layers, rows or
+    experts; their product divides the ranks. compatibility.py says which settings ranks can be used with.
     """
     size, backend = world_size(), "cpu:gloo,cuda:nccl" if on_gpu else "gloo"
     if size == 1:
@@ -267,12 +281,16 @@ def _mesh(size: int, on_gpu: bool, sharing: Mapping[str, int] = MappingProxyType
     try:
         device, grid = "cuda" if on_gpu else "cpu", {}
         meshes = [init_device_mesh(device, (size,), mesh_dim_names=(DATA_PARALLEL,))]
-        cp, tp = sharing.get(CONTEXT_PARALLEL, 1), sharing.get(TENSOR_PARALLEL, 1)
-        if cp * tp > 1:
-            for shape, names in (
+        cp, tp, ep = (sharing.get(name, 1) for name in (CONTEXT_PARALLEL, TENSOR_PARALLEL, EXPERT_PARALLEL))
+        if ep > 1:
+            shapes = [((size // ep, ep), (DATA_PARALLEL, EXPERT_PARALLEL))]
+        else:
+            shapes = [
                 ((size // (cp * tp), cp, tp), (DATA_PARALLEL, CONTEXT_PARALLEL, TENSOR_PARALLEL)),
                 ((size // tp, tp), (REPLICAS, TENSOR_PARALLEL)),
-            ):
+            ]
+        if cp * tp * ep > 1:
+            for shape, names in shapes:
                 meshes.append(init_device_mesh(device, shape, mesh_dim_names=names))
                 grid |= {name: Ranks(meshes[-1][name]) for name in names}
         try:

@@ -28,11 +28,16 @@ class TensorParts(CutParts):
         ranges = [layout.ranges_of_rank(rank, n) for rank in range(n)]
         super().__init__(Cutting(layout, layout.of_rank(n), ranges), ranks, ranks.replicas, device)
 
+    @property
+    def sharing(self) -> Ranks:
+        """The ranks that have one model together."""
+        return self.ranks.tensor_parallel
+
     def joined(self, flat: torch.Tensor) -> torch.Tensor:
         """The whole flat tensor [layout.numel] in every rank, from the part of each. All ranks call it."""
         whole = flat.new_zeros(self.layout.numel)
         self.gather_into(whole, self.vector(flat[self.own.own]))
-        ranks, place = self.ranks.tensor_parallel, slice(self.part.trained_numel, None)
+        ranks, place = self.sharing, slice(self.part.trained_numel, None)
         after = [(place.start, self.part.numel)]
         frozen = [list(self.cutting.places(rank, after)) for rank in range(ranks.size)]
         vector = torch.cat([flat[:0], *(flat[place][a:b] for _, (a, b) in frozen[ranks.rank])])
