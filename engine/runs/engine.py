@@ -8,11 +8,11 @@ import torch
 
 from ...kernels.leaves import Leaves
 from ...kernels.low_rank import LowRankBuffers
-from ...model.adapters import AdapterLayout
+from ...model.adapters import AdapterLayout, low_rank_by_weight
 from ...model.checkpoint import DTYPES, read_weights
 from ...model.config import ModelConfig
 from ...model.decoder import Decoder
-from ...model.weights import Layout
+from ...model.weights import NONE_UNMERGED, Layout, UnmergedAdapters
 from ..config.run_config import Config
 from ..processes.allocator import return_freed_memory
 from ..rollout.stopwatch import Stopwatch
@@ -157,17 +157,25 @@ def _of_adapters(run: EngineInputs) -> tuple[MasterWeights, RankedWorkers, Whole
     flat = adapters_before(run.config, run.own_layout).to(run.device, copy=True)
     adapters = TrainedAdapters(run.own_layout, flat)
     gradient, slices = AdapterGradient(adapters), Slices(run.own_layout, run.ranks, run.device)
-    model = _sharded_model(run, gradient.buffers)
-    whole = WholeWeights(model.gather_into, _empty_decoder(run, run.layout))
-    merged = ShardedAdapters(adapters, model, whole.decoder, run.base)
+    decoder, unmerged = _empty_decoder(run, run.layout), NONE_UNMERGED
+    if not run.own_layout.lora.merge:
+        unmerged = low_rank_by_weight(*adapters)
+        decoder.adapt(unmerged)
+    model = _sharded_model(run, gradient.buffers, unmerged)
+    whole = WholeWeights(model.gather_into, decoder)
+    spread = ShardedAdapters(adapters, model, decoder, run.base)
     parallel = ShardedAdapterWorkers(model, gradient, slices, run.config.virtual_shards)
-    return AdapterWeights(merged, slices, whole), parallel, whole
+    return AdapterWeights(spread, slices, whole), parallel, whole
 
 
-def _sharded_model(run: EngineInputs, adapters: Mapping[str, LowRankBuffers] | None = None) -> ShardedModel:
+def _sharded_model(
+    run: EngineInputs,
+    adapters: Mapping[str, LowRankBuffers] | None = None,
+    unmerged: UnmergedAdapters = NONE_UNMERGED,
+) -> ShardedModel:
     recompute = run.config.recompute == "layer"
     model_arguments = run.folder, run.layout, run.dtype, numerics_of(run.config), recompute
-    return ShardedModel(*model_arguments, run.ranks, run.device, adapters or {})
+    return ShardedModel(*model_arguments, run.ranks, run.device, adapters or {}, unmerged)
 
 
 def _reference(run: EngineInputs, folder: Path, ref_config: ModelConfig, micro_batch: int) -> RankedScorer:

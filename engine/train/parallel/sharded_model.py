@@ -19,7 +19,7 @@ import torch
 from ....kernels.low_rank import LowRankBuffers
 from ....model.causal_lm import CausalLM
 from ....model.decoder import Numerics
-from ....model.weights import Layout
+from ....model.weights import NONE_UNMERGED, Layout, UnmergedAdapters
 from .data_parallel import RankedWorkers
 from .gradient import OnePassWork
 from .pieces import Pieces, TrainedPieces, fill_pieces
@@ -49,13 +49,17 @@ class ShardedModel:
         ranks: Ranks,
         device: torch.device,
         adapters: Mapping[str, LowRankBuffers] = MappingProxyType({}),
+        unmerged: UnmergedAdapters = NONE_UNMERGED,
     ):
-        """Read this rank's pieces from a model's folder. dtype: of the computation. adapters: see CausalLM.
+        """Read this rank's pieces from a model's folder. dtype: of the computation.
+
+        adapters, unmerged: see CausalLM.
 
         Raises ValueError (see read_rows).
         """
         self.layout, self.ranks, self.dtype = layout, ranks, dtype
-        options = {"numerics": numerics, "recompute": recompute, "layout": layout, "adapters": adapters}
+        options = {"numerics": numerics, "recompute": recompute, "layout": layout}
+        options |= {"adapters": adapters, "unmerged": unmerged}
         self.model = CausalLM(layout.config, device="meta", **options)
         # torch takes two seconds to load its FSDP, and most runs have none.
         from .fsdp import apply_fsdp_with_tree
