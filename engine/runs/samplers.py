@@ -27,11 +27,13 @@ from ...model.checkpoint import DTYPES
 from ...model.config import ModelConfig
 from ...model.decoder import Decoder
 from ...model.families import FAMILIES
+from ...model.lora import Lora
 from ...model.numerics import Numerics, named_numerics
 from ..config.run_config import Config
 from ..config.sampler_names import EXTERNAL
 from ..config.section import settings_of
 from ..display.terminal import console
+from ..processes.shared_tensor import SharedTensor
 from ..rollout.older_weights import OlderWeights
 from ..rollout.perturb import Delayed, sampled_weights, trained_weights
 from ..rollout.pool.actor import Blueprint, bits_environment
@@ -152,11 +154,20 @@ def _over_weights_of(workers: Workers, run: _Run) -> Sampler:
             workers.host.decoder.numerics,
             frozen=layout.frozen,
             value_head=layout.value_head,
+            adapters=_unmerged(workers),
         )
     if config.sampler == "vllm-exact":
         refuse_uncompared(run.model_config.architecture)
         return VllmExactSampler(run.model, run.model_config, layout, flat, config.vllm)
     return ParallelSampler(workers)
+
+
+def _unmerged(workers: Workers) -> tuple[Lora, SharedTensor | torch.Tensor] | None:
+    """The adapters of these workers that are not merged into their weights; None without such."""
+    adapters = workers.host.adapters
+    if adapters is None or adapters.layout.lora.merge:
+        return None
+    return adapters.layout.lora, workers.adapters or adapters.flat
 
 
 def _external(run: _Run, weights: Callable[[], torch.Tensor]) -> ExternalSampler:

@@ -13,17 +13,19 @@ from ....kernels.logprob import head_logits
 from ....kernels.matmul import UNPACKED, PackedWeights
 from ....kernels.passes import Pass
 from ....kernels.tile_tables import DEFAULT_TABLE, tile_table
+from ....model.adapters import AdapterLayout, low_rank_by_weight
 from ....model.buffers import as_bytes
 from ....model.checkpoint import is_passed_over
 from ....model.config import ModelConfig
 from ....model.context import no_hook
 from ....model.decoder import Decoder, Numerics
+from ....model.lora import Lora
 from ....model.operation import Equation
 from ....model.quantisation import KvQuantisation
 from ....model.sizes import Experts
 from ....model.weights import Layout
 from .attention import ZeroklAttentionBackend
-from .plugin import ATTENTION, FROZEN, HAS_VALUE_HEAD, KV, TILES_OVERRIDE
+from .plugin import ATTENTION, FROZEN, HAS_VALUE_HEAD, KV, LORA, TILES_OVERRIDE
 
 
 class _VllmContext:
@@ -84,7 +86,10 @@ class _Routers(torch.nn.ModuleList):
 
 
 class ZeroklForCausalLM(torch.nn.Module):
-    """Our decoder. It reads the trainer's checkpoints; `use` replaces its weights by the trainer's memory."""
+    """Our decoder. It reads the trainer's checkpoints; `use` replaces its weights by the trainer's memory.
+
+    adapters: LoRA's, that are not merged into the weights, flat in fp32; None where there are none.
+    """
 
     def __init__(self, *, vllm_config: Any, prefix: str = ""):
         super().__init__()
@@ -105,6 +110,10 @@ class ZeroklForCausalLM(torch.nn.Module):
         self.decoder = Decoder(
             self.zerokl_config, torch.zeros(layout.numel, dtype=model_config.dtype), layout, self.numerics
         )
+        lora, self.adapters = getattr(hf_config, LORA, None), None
+        self._adapter_layout = lora and AdapterLayout(layout, Lora(*lora))
+        if lora:
+            self._adapt(torch.zeros(self._adapter_layout.numel, dtype=torch.float32))
         c = self.zerokl_config
         self.attention = torch.nn.ModuleList(
             Attention(
@@ -132,10 +141,16 @@ class ZeroklForCausalLM(torch.nn.Module):
     def _sinks(self, i: int) -> torch.Tensor:
         return self.decoder.w[f"layers.{i}.sinks"]
 
-    def use(self, flat: torch.Tensor) -> None:
-        """Compute with the weights `flat` [layout.numel] from now on, without a copy."""
+    def use(self, flat: torch.Tensor, adapters: torch.Tensor | None) -> None:
+        """Compute with the weights `flat` [layout.numel] and these adapters from now on, without a copy."""
         self.decoder = Decoder(self.zerokl_config, flat, self.decoder.layout, self.numerics)
+        if adapters is not None:
+            self._adapt(adapters)
         self.weights_changed()
+
+    def _adapt(self, adapters: torch.Tensor) -> None:
+        self.adapters = adapters
+        self.decoder.adapt(low_rank_by_weight(self._adapter_layout, adapters))
 
     def weights_changed(self) -> None:
         """Must be called after every change of the weights.

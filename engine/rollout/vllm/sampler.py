@@ -24,6 +24,7 @@ from ....files.dtypes import dtype_name
 from ....kernels.attention_rule import WALK
 from ....model.config import ModelConfig
 from ....model.decoder import COMPUTE, Numerics
+from ....model.lora import Lora
 from ....model.routing import id_dtype
 from ...config.vllm_section import VllmConfig
 from ...processes.shared_tensor import SharedTensor
@@ -269,6 +270,7 @@ class VllmZeroklSampler(KeyedSampler):
     frozen: the weights that are not trained, by their names in the layout.
     value_head: whether a critic's head is among the weights; vLLM does not read it.
     has_weights: whether the folder `model` has the weights too, and not only config.json.
+    adapters: LoRA's, that are not merged into the weights, and their shape. They lie where the weights lie.
 
     Raises ValueError as KeyedSampler does.
     """
@@ -283,6 +285,7 @@ class VllmZeroklSampler(KeyedSampler):
         frozen: Collection[str] = (),
         value_head: bool = False,
         has_weights: bool = True,
+        adapters: tuple[Lora, SharedTensor | torch.Tensor] | None = None,
     ):
         from .plugin import (
             ARCHITECTURE,
@@ -290,6 +293,7 @@ class VllmZeroklSampler(KeyedSampler):
             FROZEN,
             HAS_VALUE_HEAD,
             KV,
+            LORA,
             OWN,
             SHARED,
             TILES_OVERRIDE,
@@ -309,10 +313,15 @@ class VllmZeroklSampler(KeyedSampler):
             **({ATTENTION: list(numerics.attention)} if numerics.attention != WALK else {}),
             **({"head_dtype": dtype_name(numerics.lm_head)} if numerics.lm_head else {}),
         }
+        beside = None
+        if adapters is not None:
+            overrides[LORA], beside = list(adapters[0]), adapters[1]
         if isinstance(weights, SharedTensor):
-            flat, transfer = weights.tensor, (SHARED, weights.handle._asdict())
+            handles = weights.handle._asdict() | {"adapters": beside and list(beside.handle)}
+            flat, transfer = weights.tensor, (SHARED, handles)
         else:
-            flat, transfer = weights, (OWN, {"flat": weights, "copy": cfg.cuda_graphs})
+            info = {"flat": weights, "adapters": beside, "copy": cfg.cuda_graphs}
+            flat, transfer = weights, (OWN, info)
         is_read = has_weights and "quantization_config" not in overrides
         arguments = {"hf_overrides": overrides} | ({} if is_read else {"load_format": "dummy"})
         super().__init__(model, config, flat, cfg, transfer, arguments)

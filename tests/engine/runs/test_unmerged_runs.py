@@ -5,9 +5,11 @@ from pathlib import Path
 
 import pytest
 from zerokl.engine.config.lora_section import LoraConfig
-from zerokl.engine.config.run_config import Config
+from zerokl.engine.config.run_config import Config, ParallelConfig
 from zerokl.engine.config.sampling_section import NativeConfig
 from zerokl.engine.runs.run import resume, train
+from zerokl.engine.train.monitor import MismatchError
+from zerokl.model.parameters import ParameterWeights
 from zerokl.verify.compare_runs import open_run
 
 from tests.engine.runs.exact_runs import faults, train_exactly
@@ -15,6 +17,10 @@ from tests.helpers import fingerprint
 from tests.random_model import EXPERTS, random_model
 
 LORA = LoraConfig(rank=3, alpha=9.0, merge=False)
+CUTS = {
+    "workers": {"workers": 2, "micro_batch": 2, "native": NativeConfig(speculate=3)},
+    "fsdp": {"parallel": ParallelConfig(engine="fsdp"), "recompute": "layer"},
+}
 
 
 @pytest.fixture(scope="module")
@@ -47,10 +53,16 @@ def test_the_ledger_says_it_and_every_update_changes_what_is_drawn(unmerged, run
     assert logprobs[2] != ledger.lines[2].quantities["sampling_logprobs"], "control: another arithmetic"
 
 
-def test_how_the_work_is_cut_decides_no_bit(unmerged, run, tmp_path):
-    cut = {"workers": 2, "micro_batch": 2, "native": NativeConfig(speculate=3)}
-    train(unmerged.model_copy(update=cut), tmp_path / "run")
+@pytest.mark.parametrize("how", CUTS)
+def test_how_the_work_is_cut_decides_no_bit(unmerged, run, tmp_path, how):
+    train(unmerged.model_copy(update=CUTS[how]), tmp_path / "run")
     assert fingerprint(tmp_path / "run") == fingerprint(run)
+
+
+def test_control_a_spread_model_without_its_adapters_stops_the_run(unmerged, tmp_path, monkeypatch):
+    monkeypatch.setattr(ParameterWeights, "adapted", lambda self, i, fused: fused)
+    with pytest.raises(MismatchError):
+        train(unmerged.model_copy(update=CUTS["fsdp"]), tmp_path / "run")
 
 
 def test_a_run_goes_on_and_is_verified(run, cut):
@@ -65,7 +77,7 @@ def test_a_run_goes_on_and_is_verified(run, cut):
         ({"max_staleness": 1}, "pool.engine, max_staleness or [perturb]"),
         ({"exact": False, "sampler": "hf"}, 'sampler ("hf")'),
         ({"exact": False, "perturb__round_weights": "float16"}, "pool.engine, max_staleness or [perturb]"),
-        ({"parallel__engine": "fsdp"}, 'parallel.engine = "fsdp"'),
+        ({"exact": False, "precision__sampler_dtype": "float16"}, "a sampler's own precision"),
     ],
 )
 def test_what_computes_with_a_copy_of_the_weights_is_refused(config, model, tmp_path, settings, named):
