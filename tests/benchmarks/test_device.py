@@ -109,12 +109,12 @@ def test_a_run_is_killed_and_resumed():
 @pytest.mark.proof
 def test_two_ranks_and_one_are_compared_with_one_process():
     rows = list(ranks.bf16(Machine("cpu", small=True)))
+    forms = ["replicated", "fsdp"] * 2 + ["tensor", "context", "fsdp, tensor"]
     assert [row["what"] for row in rows] == [
-        f"{engine} bf16, ranks of gloo: {n}, beside one process"
-        for n in (2, 1)
-        for engine in ("replicated", "fsdp")
+        f"{form} bf16, ranks of gloo: {n}, beside one process"
+        for form, n in zip(forms, (2, 2, 1, 1, 2, 2, 2), strict=True)
     ]
-    assert [row["unequal"] for row in rows] == [0] * 4
+    assert [row["unequal"] for row in rows] == [0] * 7
 
 
 def test_two_ranks_need_two_gpus_and_another_ledger_is_found(monkeypatch):
@@ -124,7 +124,7 @@ def test_two_ranks_need_two_gpus_and_another_ledger_is_found(monkeypatch):
         ranks, "_run", lambda m, words, folder, n: {"fingerprint": runs[n], "weights": "same"}
     )
     m = Machine("cpu", small=True)
-    assert [row["unequal"] for row in ranks.bf16(m)] == [1, 1, 0, 0]
+    assert [row["unequal"] for row in ranks.bf16(m)] == [1, 1, 0, 0, 1, 1, 1]
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     m.on_gpu = True
     monkeypatch.setattr(ranks, "write_model", lambda *_: "model")
@@ -132,7 +132,10 @@ def test_two_ranks_need_two_gpus_and_another_ledger_is_found(monkeypatch):
     assert [row["what"] for row in rows[:2]] == [
         f"{engine} bf16, ranks of nccl: 2: not compared (GPUs: 1)" for engine in ("replicated", "fsdp")
     ]
-    assert [row["unequal"] for row in rows[2:]] == [0, 0]
+    assert [row["unequal"] for row in rows[2:4]] == [0, 0]
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(ranks, "_run", lambda *_: {"refused": "config: parallel.tensor (2)"})
+    assert "not compared (config: parallel.tensor (2))" in list(ranks.bf16(m))[-1]["what"]
 
 
 @pytest.mark.full
