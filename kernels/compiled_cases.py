@@ -38,7 +38,9 @@ from .given_softmax_triton import given_weights
 from .grad import GradBuffer
 from .grouped_linear_triton import add_expert_runs, grouped_matmul
 from .launch import Launch, recorded_launches
+from .leaves import Leaves
 from .logprob_triton import logprob_bwd, logprob_fwd
+from .matmul_leaves_triton import matmul_leaves
 from .matmul_triton import add_outer, matmul
 from .merge_triton import merge
 from .order import TOKEN_BLOCK, Runs, token_blocks
@@ -270,10 +272,26 @@ def _products(dtype: torch.dtype) -> Iterator[Case]:
                 f"weight gradient {name}, {N} x {K}{suffix}",
                 lambda dy=dy, x=x, acc=acc, empty=empty: add_outer(acc, dy, x, _BLOCKS, empty),
             )
+    yield from _products_by_leaves(dtype)
     if dtype != FP32:
         yield from _products_of_many_rows(dtype)
         yield from _unrounded_products(dtype)
         yield from _decoding_of_wide_outputs(dtype)
+
+
+def _products_by_leaves(dtype: torch.dtype) -> Iterator[Case]:
+    """Those whose K is cut (leaves.py): o and down; and the input gradients of qkv and of gate_up."""
+    name, rows = _name(dtype), _ROWS["prefill"]
+    x, w, dx = _meta(dtype, rows, 2048), _meta(dtype, 1024, 2048), _transposed(dtype, 1024, 2048)
+    yield f"linear {name} by leaves prefill", lambda: matmul_leaves(x, w, 8, (2048,))
+    qkv, gate_up = (1024, 512, 512), (1024, 1024)
+    yield f"input gradient {name} by leaves of three parts", lambda: matmul_leaves(x, dx, 8, qkv)
+    if dtype == BF16:
+        few, wide = _meta(dtype, _ROWS["decode"], 2048), _transposed(dtype, 2048, 2048)
+        yield f"linear {name} by leaves decode", lambda: matmul_leaves(few, w, 8, (2048,))
+        yield f"input gradient {name} by leaves of two parts", lambda: matmul_leaves(x, dx, 8, gate_up)
+        # Another BLOCK_K, which no piece fills.
+        yield f"input gradient {name} by leaves, 2048 x 2048", lambda: matmul_leaves(x, wide, 8, qkv)
 
 
 def _products_of_many_rows(dtype: torch.dtype) -> Iterator[Case]:
@@ -506,6 +524,12 @@ def _logprob() -> Iterator[Case]:
         yield (
             f"logprob of {_name(dtype)} logits{suffix}",
             lambda t=temperature, dtype=dtype: logprob_fwd(_meta(dtype, 64, 4096), ids, t),
+        )
+    for temperature, dtype in ((1.0, BF16), (0.7, BF16), (0.7, FP32)):
+        suffix = "" if temperature == 1.0 else f" at temperature {temperature}"
+        yield (
+            f"logprob of {_name(dtype)} logits by leaves{suffix}",
+            lambda t=temperature, dtype=dtype: logprob_fwd(_meta(dtype, 64, 4096), ids, t, Leaves(8)),
         )
     # Vocabularies of up to 2^18: 49, 128 and 152 thousand, and a small one.
     for V, temperature, dtype in product((4096, 49152, 128256, 151936), (1.0, 0.7), DTYPES):

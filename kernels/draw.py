@@ -37,7 +37,12 @@ def draw_tokens(
     if on_triton(logits) and noise is None and not greedy and params.only_divides(logits.shape[1]):
         from .draw_triton import draw_tokens as draw_tokens_triton
 
-        return draw_tokens_triton(logits, u, params.temperature)
+        ids, logp = draw_tokens_triton(logits, u, params.temperature)
+        if leaves.count > 1:
+            from .logprob_triton import logprob_fwd
+
+            logp = logprob_fwd(logits, ids, params.temperature, leaves)[0]
+        return ids, logp
     z = scaled_logits(logits, params, offset)
     if noise is not None:
         z[: len(noise)] += noise
@@ -62,7 +67,7 @@ def drawn_logprobs(
     """
     if on_triton(z):
         ids = draw(z, u, greedy)
-        return ids, token_logprobs(z, ids)[0]
+        return ids, token_logprobs(z, ids, leaves)[0]
     if not greedy and draw_on_cpp(z, leaves.count):
         return draw_cpp.drawn_logprobs(z, u, leaves.count)
     shifted, e, total = softmax_parts(z, leaves)

@@ -200,7 +200,13 @@ class Cut(NamedTuple):
         tiles: TileTable = DEFAULT_TABLE,
     ) -> torch.Tensor:
         """x w^T by the leaves of all ranks, not rounded. K is cut. pack, tiles: see matmul."""
-        return self.leaves.join([matmul_leaves(x_TK, w_NK, self.leaves.mine, self.widths, pack, tiles)])
+        mine, ranks = self.leaves.mine, self.leaves.ranks.size
+        return self.leaves.join([matmul_leaves(x_TK, w_NK, mine, self.widths, pack, tiles, ranks)])
+
+    def whole(self, w_NK: torch.Tensor) -> tuple[int, int]:
+        """N and K of the matrix of which w is this rank's part."""
+        (N, K), n = w_NK.shape, self.leaves.ranks.size
+        return (N, K * n) if self.output else (N * n, K)
 
 
 UNCUT = WHOLE.inputs()

@@ -45,11 +45,12 @@ def linear_ref(
     b: torch.Tensor | None = None,
     pack: torch.Tensor | None = None,
     cut: Cut = UNCUT,
+    tiles: TileTable = DEFAULT_TABLE,
 ) -> torch.Tensor:
-    """Forward only. x [T, K], w [N, K], b [N] -> [T, N]. pack: see matmul."""
+    """Forward only. x [T, K], w [N, K], b [N] -> [T, N]. pack, tiles: see matmul."""
     dtype = accumulate_dtype(x.dtype)
     if cut.joins_output:
-        y = cut.product(x, w, pack)
+        y = cut.product(x, w, pack, tiles)
     elif b is None:
         return matmul_cpu(x, w, pack)
     else:
@@ -60,18 +61,18 @@ def linear_ref(
 def _forward(
     x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None, in_pass: Pass, tiles: TileTable, cut: Cut
 ) -> torch.Tensor:
-    if not on_triton(x):
-        return linear_ref(x, w, b, in_pass.packed.get(w), cut)
+    if cut.joins_output or not on_triton(x):
+        return linear_ref(x, w, b, in_pass.packed.get(w), cut, tiles)
     from .matmul_triton import matmul as matmul_with_bias
 
-    return matmul_with_bias(x, w, b, tiles)
+    return matmul_with_bias(x, w, b, tiles, whole=cut.whole(w))
 
 
 def input_gradient(dy: torch.Tensor, w: torch.Tensor, tiles: TileTable, cut: Cut = UNCUT) -> torch.Tensor:
     """dx = dy w, rounded once. dy [T, N], w [N, K] -> [T, K]. tiles: see matmul."""
     if cut.joins_dx:
         return cut.product(dy, w.t(), tiles=tiles).to(dy.dtype)
-    return matmul(dy, w.t(), tiles=tiles)
+    return matmul(dy, w.t(), tiles=tiles, whole=cut.whole(w)[::-1])
 
 
 class _Linear(torch.autograd.Function):
@@ -152,8 +153,8 @@ def linear(
     """y = x w^T + b. x [T, K], weight w [N, K], b [N] -> [T, N].
 
     The weight gradient is summed in the order of the pass's token blocks. tiles: see matmul. cut: of the
-    weight among ranks; its leaves are built for CPUs. Of an adapted weight, the adapters' gradient
-    is summed where the pass has buffers for it, and w has none. Raises ValueError on a shape or dtype that
+    weight among ranks; leaves of an adapted weight are built for CPUs. Of one, the adapters' gradient is
+    summed where the pass has buffers for it, and w has none. Raises ValueError on a shape or dtype that
     does not fit.
     """
     w, adapters = weight if isinstance(weight, Adapted) else (weight, None)

@@ -73,13 +73,13 @@ def token_logprobs_ref(z: Tensor, ids: Tensor, leaves: Leaves = WHOLE) -> tuple[
     return logp, log_total - mean
 
 
-def token_logprobs(z: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
+def token_logprobs(z: Tensor, ids: Tensor, leaves: Leaves = WHOLE) -> tuple[Tensor, Tensor]:
     """logp and entropy of each row. z [T, V] from `scaled_logits`, ids [T] -> [T], [T] in fp32."""
     if on_triton(z):
         from .logprob_triton import logprob_fwd
 
-        return logprob_fwd(z, ids)[:2]
-    return token_logprobs_ref(z, ids)
+        return logprob_fwd(z, ids, leaves=leaves)[:2]
+    return token_logprobs_ref(z, ids, leaves)
 
 
 def log_distribution(z: Tensor) -> Tensor:
@@ -161,9 +161,9 @@ def _forward(
     for a in range(0, h.shape[0], rows):
         logits = head_logits(h[a : a + rows], w, cap, tiles=tiles)
         if params.only_divides(w.shape[0]):
-            parts.append(logprob_fwd(logits, ids[a : a + rows], params.temperature or 1.0))
+            parts.append(logprob_fwd(logits, ids[a : a + rows], params.temperature or 1.0, leaves))
         else:
-            parts.append(logprob_fwd(scaled_logits(logits, params, offset), ids[a : a + rows]))
+            parts.append(logprob_fwd(scaled_logits(logits, params, offset), ids[a : a + rows], 1.0, leaves))
     return tuple(torch.cat(columns) for columns in zip(*parts, strict=True))
 
 
@@ -209,6 +209,8 @@ def _dlogits(
     from .logprob_triton import logprob_bwd
 
     temperature = params.temperature or 1.0
+    if first := leaves.ranks.rank * logits.shape[1]:
+        ids = ids - first  # of this rank's columns; the others' are none
     if params.only_divides(logits.shape[1]):
         logprob_bwd(logits, ids, dlogp, *stats, logits, temperature, temperature)
     else:
@@ -266,7 +268,7 @@ def linear_logprob(
 
     h [T, D], w [V, D], ids [T] -> [T], [T] in fp32. dw is summed in the order of the pass's token blocks,
     which the host must know. tiles: see matmul. cap: of the logits; 0.0 is none. leaves: of the sums over V;
-    where ranks share them, w has this rank's rows, and the ids count those of all. Leaves are built for CPUs.
+    where ranks share them, w has this rank's rows, and the ids count those of all.
     Where ranks share the pass's rows, each has all of h and computes a part of the logits.
     Raises ValueError on a bad shape, dtype or sampling parameter.
     """

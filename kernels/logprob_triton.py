@@ -14,6 +14,9 @@ rows had other bits on an H100.
 Backward: element by element, from the forward's maximum and log(sum). Each gradient overwrites its logit.
 There is no sum, and no second [rows, V].
 
+By leaves (leaves.py), `_leaf_sums` has a program for each leaf of a row, and the rest is torch's, element by
+element. It reads 16-bit logits and fp32 ones in one layout.
+
 `prefix_sums` adds integers. Integer sums are exact, and so the same in any order. This matters because
 torch's cumsum on a GPU splits one row in another way than many rows.
 
@@ -28,6 +31,7 @@ import triton
 import triton.language as tl
 
 from .launch import ceil_div, dense, launch
+from .leaves import WHOLE, Leaves
 from .tiles import generation
 
 # vLLM's tile and warps, which order the sums.
@@ -129,6 +133,35 @@ def _logprob_fwd_16(
     tl.store(log_sum_ptr + row + one, log_sum)
 
 
+@triton.jit
+def _leaf_sums(
+    logits_ptr,
+    max_ptr,
+    total_ptr,
+    weighted_ptr,
+    stride,
+    width,
+    temperature,
+    DIVIDE: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    row, leaf = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    logits = logits_ptr + row * stride + leaf * width
+    largest = tl.load(max_ptr + row)
+    total = 0.0
+    weighted = 0.0
+    for start in range(0, width, TILE):
+        cols = start + tl.max_contiguous(tl.arange(0, TILE), 4)
+        mask = cols < width
+        z = tl.load(logits + cols, mask=mask, other=0.0).to(tl.float32)
+        shifted = over(z, temperature, DIVIDE) - largest
+        e = tl.exp(shifted)
+        total += tl.sum(tl.where(mask, e, 0.0))
+        weighted += tl.sum(tl.where(mask & (e > 0.0), e * shifted, 0.0))
+    tl.store(total_ptr + leaf * tl.num_programs(0) + row, total)
+    tl.store(weighted_ptr + leaf * tl.num_programs(0) + row, weighted)
+
+
 # These pointers are slices of whole columns, and may begin at any address.
 @triton.jit(do_not_specialize_on_alignment=["ids_ptr", "dlogp_ptr", "max_ptr", "log_sum_ptr"])
 def _logprob_bwd(
@@ -156,10 +189,12 @@ def _logprob_bwd(
 
 
 def logprob_fwd(
-    logits: torch.Tensor, ids: torch.Tensor, temperature: float = 1.0
+    logits: torch.Tensor, ids: torch.Tensor, temperature: float = 1.0, leaves: Leaves = WHOLE
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """logp, entropy, max and log_sum, [rows] each, of logits [rows, V] divided by the temperature."""
     logits, (rows, V) = dense(logits), logits.shape
+    if leaves.count > 1:
+        return _by_leaves(logits, ids, temperature, leaves)
     logp, entropy, largest, log_sum = (
         torch.empty(rows, dtype=torch.float32, device=logits.device) for _ in range(4)
     )
@@ -186,6 +221,38 @@ def logprob_fwd(
         num_warps=WARPS,
     )
     return logp, entropy, largest, log_sum
+
+
+def _by_leaves(
+    logits: torch.Tensor, ids: torch.Tensor, temperature: float, leaves: Leaves
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """logprob_fwd by leaves of the vocabulary, each summed in tiles from its beginning.
+
+    Where ranks share it, the logits are this rank's, and the ids count those of all.
+    """
+    rows, V = logits.shape
+    z, largest = leaves.chosen(logits, ids).float(), leaves.highest(logits.amax(1).float())
+    if temperature != 1.0:
+        divisor = z.new_full((), temperature)
+        z, largest = z / divisor, largest / divisor
+    total, weighted = (z.new_empty(leaves.mine, rows) for _ in range(2))
+    launch(
+        _leaf_sums,
+        (rows, leaves.mine),
+        logits,
+        largest,
+        total,
+        weighted,
+        V,
+        V // leaves.mine,
+        float(temperature),
+        DIVIDE=temperature != 1.0,
+        TILE=TILE,
+        num_warps=WARPS,
+    )
+    total, weighted = (leaves.join(list(sums)) for sums in (total, weighted))
+    log_sum = torch.log(total)
+    return z - largest - log_sum, log_sum - weighted / total, largest, log_sum
 
 
 def logprob_bwd(

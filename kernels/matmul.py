@@ -119,16 +119,18 @@ def matmul(
     w_NK: torch.Tensor,
     pack: torch.Tensor | None = None,
     tiles: TileTable = DEFAULT_TABLE,
+    whole: tuple[int, int] | None = None,
 ) -> torch.Tensor:
     """x w^T. -> [T, N]. The bits of a row do not depend on the other rows, on T or on the number of threads.
 
     `w_NK` may have any strides: a transposed view gives x w. pack: the packed copy of w (`pack_weights`).
-    tiles: the table of a GPU's tiles along K, which order the sum.
+    tiles: the table of a GPU's tiles along K, which order the sum. whole: N and K of the matrix of which w is
+    a rank's part, by which the table is asked; None where w is all of it.
     """
     if on_triton(x_TK):
         from . import matmul_triton
 
-        return matmul_triton.matmul(x_TK, w_NK, tiles=tiles)
+        return matmul_triton.matmul(x_TK, w_NK, tiles=tiles, whole=whole)
     return matmul_cpu(x_TK, w_NK, pack)
 
 
@@ -151,14 +153,19 @@ def matmul_leaves(
     widths: tuple[int, ...],
     pack: torch.Tensor | None = None,
     tiles: TileTable = DEFAULT_TABLE,
+    ranks: int = 1,
 ) -> torch.Tensor:
     """x w^T in fp32 (fp64 for fp64), -> [T, N]: K in `leaves` parts, whose products are added pairwise.
 
-    widths: of the parts of K, of each of which a leaf has a piece (leaves.py). pack: of the whole w. The
-    other arguments are those of matmul. The bits of a library's product depend on the distance of w's rows,
-    which is another one where ranks share w. So a part of w is read from a copy whose rows lie side by side,
-    unless its columns do.
+    widths: of the parts of K, of each of which a leaf has a piece (leaves.py). pack: of the whole w. ranks:
+    that share w along K. The other arguments are those of matmul. On a CPU the bits of a library's product
+    depend on the distance of w's rows, which is another one where ranks share w. So a part of w is read from
+    a copy whose rows lie side by side, unless its columns do.
     """
+    if on_triton(x_TK):
+        from . import matmul_leaves_triton
+
+        return matmul_leaves_triton.matmul_leaves(x_TK, w_NK, leaves, widths, tiles, ranks)
     dtype, N, K = accumulate_dtype(x_TK.dtype), len(w_NK), w_NK.shape[1] // leaves
     x, columns, panels = x_TK.to(dtype), w_NK.stride(0) == 1, pack if _is_panels(pack) else None
     if leaves == 1:

@@ -137,22 +137,24 @@ def matmul(
     b_N: torch.Tensor | None = None,
     tiles: TileTable = DEFAULT_TABLE,
     rounded: bool = True,
+    whole: tuple[int, int] | None = None,
 ) -> torch.Tensor:
     """x w^T + b, rounded once to the dtype of x, or in fp32 where not `rounded`. -> [M, N].
 
-    x and w may have any strides. The bits of a row depend on this row, w, b and `tiles` only.
+    x and w may have any strides. whole: see tiles.matmul_tiles. The bits of a row depend on this row, w, b,
+    `tiles` and `whole` only.
     """
     (M, K), N = x_MK.shape, w_NK.shape[0]
     y = x_MK.new_empty(M, N, dtype=x_MK.dtype if rounded else torch.float32)
     if not M:
         return y
     gpu, programs = generation(x_MK.device), multiprocessors(x_MK.device)
-    tma = tma_matmul_tiles(M, N, K, x_MK.dtype, gpu, tiles)
+    tma = tma_matmul_tiles(M, N, K, x_MK.dtype, gpu, tiles, whole)
     transposed = w_NK.stride(1) == 1
     w = w_NK if transposed else w_NK.t()
     if rounded and tma and N * x_MK.itemsize % 16 == 0 and readable(x_MK, w):
         return matmul_tma(x_MK, w, b_N, transposed, tma, programs)
-    t = matmul_tiles(M, N, K, x_MK.dtype, gpu, tiles)
+    t = matmul_tiles(M, N, K, x_MK.dtype, gpu, tiles, whole)
     if y.dtype != x_MK.dtype:  # a tile of fp32 results needs more registers, which spill on Blackwell
         t = t._replace(num_warps=2 * t.num_warps)
     launch(

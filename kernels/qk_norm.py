@@ -51,7 +51,22 @@ def _backward(dy, x, r, wq, wk, heads, in_pass, leaves):
         return dx.to(dy.dtype), _sums_of_heads(lambda dw, a, b: tree_sum(dw[:, a:b], 1), dw, heads, leaves)
     from .qk_norm_triton import qk_norm_bwd
 
-    return qk_norm_bwd(dy, x, wq, wk, r, heads, in_pass.blocks)
+    if leaves.count == 1:
+        return qk_norm_bwd(dy, x, wq, wk, r, heads, in_pass.blocks)
+    dx, sums = torch.empty_like(dy), []
+    for places in _heads_of_leaves(heads, x.shape[1], leaves.mine, x.device):
+        mine = qk_norm_bwd(
+            *(t[:, places] for t in (dy, x)), wq, wk, r[:, places], heads // leaves.mine, in_pass.blocks
+        )
+        dx[:, places], part = mine
+        sums.append(part)
+    return dx, leaves.join(sums)
+
+
+def _heads_of_leaves(heads: int, total: int, n: int, device: torch.device) -> list[torch.Tensor]:
+    """The heads of each of n leaves: an equal part of the queries, and then of the keys."""
+    parts = (torch.arange(a, b, device=device).chunk(n) for a, b in ((0, heads), (heads, total)))
+    return [torch.cat(pair) for pair in zip(*parts, strict=True)]
 
 
 def _sums_of_heads(sum_of, dw, heads, leaves):

@@ -105,9 +105,20 @@ def block_k(N: int, K: int, dtype: torch.dtype, gpu: str, table: TileTable) -> i
     return tuned or _16_BIT
 
 
-def matmul_tiles(M: int, N: int, K: int, dtype: torch.dtype, gpu: str, table: TileTable) -> Tiles:
-    """The configuration of x [M, K] w [N, K]^T on a GPU of generation `gpu`."""
-    bk = block_k(N, K, dtype, gpu, table)
+def matmul_tiles(
+    M: int,
+    N: int,
+    K: int,
+    dtype: torch.dtype,
+    gpu: str,
+    table: TileTable,
+    whole: tuple[int, int] | None = None,
+) -> Tiles:
+    """The configuration of x [M, K] w [N, K]^T on a GPU of generation `gpu`.
+
+    whole: N and K of the weight of which ranks share parts; None where w is all of it.
+    """
+    bk = block_k(*(whole or (N, K)), dtype, gpu, table)
     if dtype == torch.float32:
         return _fitting_tiles(64, 64, bk, dtype, gpu)
     if M <= 64 and gpu == "hopper":
@@ -138,11 +149,19 @@ def through_tma(dtype: torch.dtype, gpu: str) -> bool:
     return gpu == "hopper" and dtype.itemsize == 2
 
 
-def tma_matmul_tiles(M: int, N: int, K: int, dtype: torch.dtype, gpu: str, table: TileTable) -> Tiles | None:
-    """The configuration through TMA, or None where the other kernel serves. BLOCK_K is that of block_k."""
+def tma_matmul_tiles(
+    M: int,
+    N: int,
+    K: int,
+    dtype: torch.dtype,
+    gpu: str,
+    table: TileTable,
+    whole: tuple[int, int] | None = None,
+) -> Tiles | None:
+    """The configuration through TMA, or None where the other kernel serves. whole: see matmul_tiles."""
     if not through_tma(dtype, gpu) or -(-M // 128) * -(-N // 256) < _TMA_MIN_TILES:
         return None
-    bk = block_k(N, K, dtype, gpu, table)
+    bk = block_k(*(whole or (N, K)), dtype, gpu, table)
     # Four tiles of 128 x 256 with BLOCK_K = 128 do not fit in shared memory.
     return Tiles(128, 256, bk, 8, 4) if bk == 64 else Tiles(128, 128, bk, 8, 3)
 

@@ -173,9 +173,10 @@ class PrecisionConfig(Section):
                 f'precision.leaves ({self.leaves}) with sampler "{run.config.sampler}": {reason} sums in one '
                 'part; set it to 1, or sampler = "native"'
             )
-        if self.leaves > 1 and run.device == "cuda":
+        if self.leaves > 1 and run.device == "cuda" and run.config.lora.rank:
             return (
-                f'precision.leaves ({self.leaves}): leaves are built for CPUs; set it to 1, or device = "cpu"'
+                f"precision.leaves ({self.leaves}) with lora.rank ({run.config.lora.rank}): leaves of "
+                'adapters are not built on a GPU; leave one out, or set device = "cpu"'
             )
 
     tiles: Literal["vllm-0.32", "vllm-0.33"] = "vllm-0.32"

@@ -108,6 +108,11 @@ class ParallelConfig(Section, head=_SPREAD):
                 f"parallel.tensor ({self.tensor}) must divide the ranks ({run.ranks}); start a multiple "
                 "of it, or set it to 1"
             )
+        if self.tensor > 1 and run.device == "cuda":
+            return (
+                f"parallel.tensor ({self.tensor}): shared layers are built for CPUs; set it to 1, or "
+                'device = "cpu"'
+            )
         if self.tensor > 1 and whole:
             return (
                 f"parallel.tensor ({self.tensor}) with {whole[0]}: this is not built with shared layers; "

@@ -142,7 +142,7 @@ def _shared_decoder(
 
 
 def _numerics(run: EngineInputs) -> Numerics:
-    """Those of the run, with the ranks that share leaves, or experts."""
+    """Those of the run, with the ranks that share leaves or experts."""
     numerics, ranks = numerics_of(run.config), run.ranks
     leaves = Leaves(numerics.leaves.count, ranks.tensor_parallel)
     return numerics._replace(leaves=leaves, shared_experts=SharedExperts(ranks.expert_parallel))
