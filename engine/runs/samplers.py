@@ -152,6 +152,7 @@ def _over_weights_of(workers: Workers, run: _Run) -> Sampler:
             workers.host.decoder.numerics,
             frozen=layout.frozen,
             value_head=layout.value_head,
+            stopwatch=workers.host.sampler.stopwatch,
         )
     if config.sampler == "vllm-exact":
         refuse_uncompared(run.model_config.architecture)
