@@ -78,7 +78,7 @@ class KeyedSampler(Sampler):
     flat: the trainer's weights [layout.numel].
     transfer: the weight transfer engine (plugin.py), and the information that it starts with.
     arguments: further arguments of vllm.LLM, by vLLM's names.
-    stopwatch: counts guesses, where tokens are guessed.
+    stopwatch: counts guesses, where tokens are guessed; None is one of its own.
 
     Raises ValueError for a vLLM that is not supported, or for a setting of `cfg.engine` that is refused.
     """
@@ -97,7 +97,8 @@ class KeyedSampler(Sampler):
         prepare_vllm(cfg.multiprocess)
         self.vocab, self.context = config.vocab_size, vllm_context(config, cfg)
         self._experts, self._names_experts = config.experts, False
-        self._guesses, self._stopwatch = "speculative_config" in arguments, stopwatch
+        self.stopwatch = stopwatch or Stopwatch(flat.device)
+        self._guesses = "speculative_config" in arguments
         self._in_process = not cfg.multiprocess
         if cfg.schedule_ahead and config.experts:
             raise ValueError(
@@ -203,9 +204,9 @@ class KeyedSampler(Sampler):
     def _completions(self, ended: Sequence[tuple[int, Request, Any]]) -> list[Completion]:
         """The completions of requests, each with its number and vLLM's output."""
         completions = [self._completion(request, output) for _, request, output in ended]
-        if self._guesses and self._stopwatch and ended:
+        if self._guesses and ended:
             (counts,) = self.llm.collective_rpc("zerokl_guess_counts")
-            self._stopwatch.counts.update(counts, tokens=sum(len(c.ids) for c in completions))
+            self.stopwatch.counts.update(counts, tokens=sum(len(c.ids) for c in completions))
         numbers = [number for number, request, _ in ended if request.draw_params.experts]
         if not numbers or not self._names_experts:
             return completions
