@@ -155,6 +155,7 @@ def _over_weights_of(workers: Workers, run: _Run) -> Sampler:
             frozen=layout.frozen,
             value_head=layout.value_head,
             adapters=_unmerged(workers),
+            stopwatch=workers.host.sampler.stopwatch,
         )
     if config.sampler == "vllm-exact":
         refuse_uncompared(run.model_config.architecture)
