@@ -83,6 +83,11 @@ def make_samplers(
         )
     if model_config.states:
         refuse_states(config, model_config.architecture)
+    elif config.precision.state_prompts != "each":
+        raise ValueError(
+            f'precision.state_prompts ("{config.precision.state_prompts}"): {model_config.architecture} has '
+            'no layer with a state, so each prompt is read once in any case; set it to "each"'
+        )
     if model_config.is_latent and config.sampler == "vllm-zerokl":
         raise ValueError(
             f'sampler ("vllm-zerokl"): {model_config.architecture}: vLLM plans a cache of latents for latent '
@@ -308,6 +313,7 @@ def numerics_of(config: Config, sampler: bool = False) -> Numerics:
         kv,
         precision.attention,
         precision.leaves,
+        precision.state_prompts,
     )
 
 

@@ -152,15 +152,12 @@ FAMILIES |= {
     for name, family in MODEL_TYPES.items()
     if name not in FAMILIES
 }
-# Those with layers that keep a state.
-WITH_STATES = ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next")
 # As parameters of long tests: with --quick, without those whose blocks are also in others.
 _LIKE_OTHERS = "llama", "llama linear", "mistral", "mixtral", "qwen2_moe", "qwen2 yarn", "qwen3 bias"
 _LIKE_OTHERS += "granite", "smollm3", "phi3", "qwen3_next", "qwen3_5_moe_text", "gemma", "olmo3"
-JUDGED_FAMILIES, WITHOUT_STATES = (
-    [pytest.param(name, marks=pytest.mark.full) if name in _LIKE_OTHERS else name for name in names]
-    for names in (FAMILIES, [name for name in FAMILIES if name not in WITH_STATES])
-)
+JUDGED_FAMILIES = [
+    pytest.param(name, marks=pytest.mark.full) if name in _LIKE_OTHERS else name for name in FAMILIES
+]
 Pairs = list[tuple[list[int], list[int]]]
 
 
