@@ -1,6 +1,8 @@
-"""A run's sampling with and without guessed tokens (native.speculate), by turns, on one core.
+"""A run's sampling with and without guessed tokens, by turns, on one core.
 
-    python -m zerokl.benchmarks.speculate [--preset turns] [--model FOLDER] [--k 4] [--at_once 64]
+    python -m zerokl.benchmarks.speculate [--preset turns] [--model FOLDER] [--k 4] [--at_once 64] [--vllm]
+
+It measures native.speculate, or with --vllm vllm.speculate.
 
 The run draws each call's trajectories without guesses. Then two samplers draw the same requests again, over
 the same weights: one guesses nothing, and the other guesses up to k tokens ahead. They begin by turns. All
@@ -22,10 +24,13 @@ from typing import NamedTuple
 
 import torch
 from zerokl.engine.config.config_file import load_config
+from zerokl.engine.config.vllm_section import VllmConfig
 from zerokl.engine.rollout.native import NativeSampler
 from zerokl.engine.rollout.types import Completion, Request, RequestSource
+from zerokl.engine.rollout.vllm.sampler import VllmZeroklSampler
 from zerokl.engine.runs.run import train
 from zerokl.engine.train.parallel import worker
+from zerokl.model.decoder import Decoder
 
 SETTINGS = {"workers": 1, "threads": 1, "evaluation.every": 0, "checkpoint.every": 0, "tracking": []}
 
@@ -81,12 +86,18 @@ class Call(NamedTuple):
 class ByTurns(NativeSampler):
     """Draws as the run asks, and then twice more."""
 
-    k, at_once = 4, 64
+    k, at_once, vllm_model = 4, 64, ""
     calls: list[Call] = []  # noqa: RUF012 (there is one run)
 
     def __init__(self, decoder, *args, **kwargs):
         super().__init__(decoder, *args, **kwargs)
-        self._both = [NativeSampler(decoder, self.at_once, speculate=k) for k in (0, self.k)]
+        self._both = [self._sampler(decoder, k) for k in (0, self.k)]
+
+    def _sampler(self, decoder: Decoder, k: int) -> NativeSampler | VllmZeroklSampler:
+        if not self.vllm_model:
+            return NativeSampler(decoder, self.at_once, speculate=k)
+        cfg = VllmConfig(max_concurrency=self.at_once, speculate=k)
+        return VllmZeroklSampler(Path(self.vllm_model), decoder.config, decoder.flat, cfg, decoder.numerics)
 
     def generate(self, requests: Sequence[Request]) -> list[Completion]:
         completions = super().generate(requests)
@@ -103,6 +114,8 @@ class ByTurns(NativeSampler):
             return
         counts, seconds = self._both[1].stopwatch.counts, [0.0, 0.0]
         before = counts["guesses"], counts["guesses_drawn"]
+        for sampler in self._both:
+            sampler.sync_weights(self.version)
         for i in (0, 1) if len(self.calls) % 2 else (1, 0):
             began = time.process_time()
             self._both[i].serve(_Again(drawn))
@@ -143,14 +156,17 @@ def main() -> None:
     parser.add_argument("--k", type=int, default=4)
     parser.add_argument("--at_once", type=int, default=64, help="samples that are drawn together")
     parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--vllm", action="store_true", help="inside vLLM, with zerokl's decoder")
     args = parser.parse_args()
     settings = SETTINGS | {"steps": args.steps}
     if args.model:
         settings["model"] = args.model
+    config = load_config(args.config, args.preset, settings)
+    ByTurns.vllm_model = config.model if args.vllm else ""
     ByTurns.k, ByTurns.at_once, worker.NativeSampler = args.k, args.at_once, ByTurns
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
-        train(load_config(args.config, args.preset, settings), Path(folder) / "run")
+        train(config, Path(folder) / "run")
     half = len(ByTurns.calls) // 2
     print(f"k {args.k}, {args.at_once} samples at once")
     print(f"first half   {shown(ByTurns.calls[:half])}")

@@ -43,27 +43,46 @@ def causal_conv_ref(
 
 
 class _CausalConv(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, w, segments, in_pass):
-        ctx.save_for_backward(x)
-        ctx.w, ctx.segments, ctx.in_pass = w, segments, in_pass
-        return causal_conv_ref(x, w, segments)
+    """The convolution, and its last inputs [S, 3, C], after `history`; None after nothing."""
 
     @staticmethod
-    def backward(ctx, dy):
-        (x,), w, segments, in_pass = ctx.saved_tensors, ctx.w, ctx.segments, ctx.in_pass.over(dy)
-        rows = _rows(x, segments, None)
+    def forward(ctx, x, w, history, segments, in_pass):
+        ctx.save_for_backward(x, history)
+        ctx.w, ctx.segments, ctx.in_pass = w, segments, in_pass
+        y = causal_conv_ref(x, w, segments, history)
+        return y, None if history is None else _rows(x, segments, history)[segments.last_rows]
+
+    @staticmethod
+    def backward(ctx, dy, dlast):
+        (x, history), w, segments, in_pass = ctx.saved_tensors, ctx.w, ctx.segments, ctx.in_pass.over(dy)
+        rows = _rows(x, segments, history)
         p = _weighted_sum(rows, segments.taps, w)
         s = torch.exp(-p).add_(1.0).reciprocal_()
         dp = dy.to(p.dtype) * (s * (1.0 + p * (1.0 - s)))
-        dx = _weighted_sum(torch.cat([dp, dp.new_zeros(1, dp.shape[1])]), segments.readers, w).to(x.dtype)
+        readers = segments.readers
+        if history is not None:
+            readers = torch.cat([segments.history_readers, readers], 1)
+        dx = _weighted_sum(torch.cat([dp, dp.new_zeros(1, dp.shape[1])]), readers, w)
+        dhistory = None
+        if history is not None:
+            dx[segments.last_rows] += dlast.to(dx.dtype)  # no row occurs twice
+            dhistory, dx = dx.split([len(dx) - len(x), len(x)])
+            dhistory = dhistory.view(history.shape).to(x.dtype)
+        dx = dx.to(x.dtype)
         if not ctx.needs_input_grad[1]:
-            return dx, None, None, None
+            return dx, None, dhistory, None, None
         buffer = in_pass.buffer(w)
         sums = buffer.zeroed(in_pass.blocks.shards)
         for j in range(TAPS):
             add_columns_cpu(sums[:, :, 0, j], dp * rows[segments.taps[j]].to(dp.dtype), in_pass.blocks)
-        return dx, in_pass.returned_grad(w, buffer), None, None
+        return dx, in_pass.returned_grad(w, buffer), dhistory, None, None
+
+
+def causal_conv_after(
+    x: torch.Tensor, w: torch.Tensor, history: torch.Tensor, segments: Segments, in_pass: Pass = ONE_SEQUENCE
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """causal_conv of sequences that go on after `history` [S, 3, C], and the last inputs that they leave."""
+    return _CausalConv.apply(x, w, history, segments, in_pass)
 
 
 def causal_conv(
@@ -86,7 +105,7 @@ def causal_conv(
         )
     if state is None:
         if torch.is_grad_enabled():
-            return _CausalConv.apply(x, w, segments, in_pass)
+            return _CausalConv.apply(x, w, None, segments, in_pass)[0]
         return causal_conv_ref(x, w, segments)
     kept = state.tensors["conv"]
     history = kept[segments.slots]

@@ -22,7 +22,9 @@ M = (q k^T) D on and below it:
 
 A row is computed from the state at its chunk's start and the rows of the chunk up to it, always in whole
 tiles. So a call that continues a sequence computes the open tiles again, and has the bits of the whole
-sequence. The reference is delta_rule_ref.py; slots are in recurrent_state.py.
+sequence. The reference is delta_rule_ref.py; slots are in recurrent_state.py. In training the samples
+of a prompt may go on from what it left (delta_rule_after). They send back the gradients of that: of the state
+at its open chunk's start, and of the rows there.
 
 Shapes: qkv [T, 2 Hk K + H V]; a, b [T, H]; A_log, dt_bias [H]; o [T, H, V]. Value head h reads the key head
 h // (H / Hk).
@@ -31,14 +33,16 @@ Order: dA_log and ddt_bias are summed block after block (columns.py), the gradie
 value heads in a tree.
 """
 
+from collections.abc import Iterator, Sequence
+
 import torch
 
 from .columns import add_columns_cpu
-from .delta_rule_ref import DeltaRows, walk, walk_bwd
+from .delta_rule_ref import DeltaRows, walk, walk_after_bwd, walk_bwd
 from .grad import accumulate_dtype, check_dtype
 from .order import sum_last, tree_sum
 from .passes import ONE_SEQUENCE, Pass
-from .recurrent_state import CHUNK, TILE, RecurrentState, Segments, StateShape
+from .recurrent_state import CHUNK, TILE, Left, RecurrentState, Segments, StateShape
 
 _EPS = 1e-6  # of unit vectors
 
@@ -113,6 +117,16 @@ def _whole(
     return segments.from_grid(_tokens_first(o, shape.heads)).to(qkv.dtype)
 
 
+def _grids(
+    rows: Sequence[torch.Tensor], open_rows: Sequence[torch.Tensor], segments: Segments
+) -> Iterator[torch.Tensor]:
+    """The grids of qkv, g and beta. open_rows: those that were read before, without queries, which are 0."""
+    (qkv, *gates), (kv, *open_gates) = rows, open_rows
+    queries = kv.new_zeros(*kv.shape[:2], qkv.shape[1] - kv.shape[2])
+    yield segments.on_grid(qkv, torch.cat([queries, kv], -1))
+    yield from map(segments.on_grid, gates, open_gates)
+
+
 def _continued(
     qkv: torch.Tensor,
     g: torch.Tensor,
@@ -125,9 +139,7 @@ def _continued(
     H, (first, end) = shape.heads, segments.tiles
     old = {name: x[segments.slots] for name, x in state.tensors.items() if name != "conv"}
     queries = shape.widths[0]
-    open_rows = torch.cat([old["kv"].new_zeros(*old["kv"].shape[:2], queries), old["kv"]], -1)
-    grid = segments.on_grid(qkv, open_rows)
-    gates = segments.on_grid(g, old["g"]), segments.on_grid(beta, old["beta"])
+    grid, *gates = _grids((qkv, g, beta), [old[name] for name in ("kv", "g", "beta")], segments)
     x = _delta_rows(grid, *gates, shape)
     before = _heads_first(old["u"], H)
     before[:, first * TILE :] = 0
@@ -135,20 +147,25 @@ def _continued(
     u = torch.cat([before[:, : first * TILE], done.u], 1)
     u = torch.cat([u, u.new_zeros(len(u), grid.shape[1] - u.shape[1], shape.V)], 1)
     rows = {"kv": grid[..., queries:], "g": gates[0], "beta": gates[1], "u": _tokens_first(u, H)}
-    chunk, left = segments.ends
+    chunk, _ = segments.ends
     sequences = torch.arange(len(chunk))
     starts = done.starts.view(len(chunk), H, -1, shape.K, shape.V)
     state.tensors["start"][segments.slots] = starts[sequences, :, chunk]
-    # The rows of the chunk that is open now; after a full chunk there are none.
-    row = torch.arange(CHUNK)
-    index, live = chunk.unsqueeze(1) * CHUNK + row, row < left.unsqueeze(1)
-    index = index.where(live, torch.zeros_like(index))
     for name, x_rows in rows.items():
-        kept = x_rows[sequences.unsqueeze(1), index]
-        kept[~live] = 0
-        state.tensors[name][segments.slots] = kept
+        state.tensors[name][segments.slots] = segments.open_rows(x_rows)
     o = _tokens_first(done.o, H)
     return segments.from_grid(o, first * TILE).to(qkv.dtype)
+
+
+def _channels_bwd(
+    qkv: torch.Tensor, dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor, s: StateShape
+) -> torch.Tensor:
+    """The gradient of qkv [T, channels] in the accumulator's dtype. dq and dk [T, H, K], dv [T, H, V]."""
+    q, k, _ = _split(qkv, s)
+    (qy, qr), (ky, kr) = _unit(q), _unit(k)
+    to_keys = [tree_sum(y.unflatten(1, (s.key_heads, -1)), 2) for y in (dq, dk)]
+    dq, dk = _unit_bwd(to_keys[0] * s.K**-0.5, qy, qr), _unit_bwd(to_keys[1], ky, kr)
+    return torch.cat([y.flatten(1) for y in (dq, dk, dv)], 1)
 
 
 class _DeltaRule(torch.autograd.Function):
@@ -169,20 +186,68 @@ class _DeltaRule(torch.autograd.Function):
         dq, dk, dv, dg, dbeta = (
             segments.from_grid(_tokens_first(y, s.heads).contiguous()) for y in vars(grads).values()
         )
-        q, k, _ = _split(qkv, s)
-        (qy, qr), (ky, kr) = _unit(q), _unit(k)
-        to_keys = [tree_sum(y.unflatten(1, (s.key_heads, -1)), 2) for y in (dq, dk)]
-        dq, dk = _unit_bwd(to_keys[0] * s.K**-0.5, qy, qr), _unit_bwd(to_keys[1], ky, kr)
-        dqkv = torch.cat([y.flatten(1) for y in (dq, dk, dv)], 1).to(qkv.dtype)
+        dqkv = _channels_bwd(qkv, dq, dk, dv, s).to(qkv.dtype)
         dx = dg * -torch.exp(ctx.weights[0].to(acc)) * _sigmoid(x)
+        returned = _DeltaRule.weight_grads(ctx, (dg * g, dx), in_pass)
+        db = dbeta * beta * (1.0 - beta)
+        return dqkv, dx.to(a.dtype), db.to(b.dtype), *returned, None, None, None
+
+    @staticmethod
+    def weight_grads(ctx, contributions, in_pass):
+        """What backward returns for A_log and dt_bias. contributions: each token's, [T, H] of each."""
         returned = []
-        for w, y, wanted in zip(ctx.weights, (dg * g, dx), ctx.needs_input_grad[3:5], strict=True):
+        for w, y, wanted in zip(ctx.weights, contributions, ctx.needs_input_grad[3:5], strict=True):
             buffer = in_pass.buffer(w) if wanted else None
             if wanted:
                 add_columns_cpu(buffer.zeroed(in_pass.blocks.shards), y, in_pass.blocks)
             returned.append(in_pass.returned_grad(w, buffer) if wanted else None)
+        return returned
+
+
+class _DeltaRuleAfter(torch.autograd.Function):
+    """As _DeltaRule, of sequences that go on from a Left; o, and what they leave beside `conv`."""
+
+    @staticmethod
+    def forward(ctx, qkv, a, b, A_log, dt_bias, kv, g_open, beta_open, start, segments, shape, in_pass):
+        ctx.save_for_backward(qkv, a, b, kv, g_open, beta_open, start)
+        ctx.weights, ctx.segments, ctx.shape, ctx.in_pass = (A_log, dt_bias), segments, shape, in_pass
+        g, beta, _ = _gates(a, b, A_log, dt_bias)
+        grids = [*_grids((qkv, g, beta), (kv, g_open, beta_open), segments)]
+        x, H, (chunk, _) = _delta_rows(*grids, shape), shape.heads, segments.ends
+        no_rows = x.v.new_zeros(len(x.v), CHUNK, shape.V)
+        done = walk(x, start.flatten(0, 1), no_rows, 0, segments.tiles[1])
+        o = segments.from_grid(_tokens_first(done.o, H)).to(qkv.dtype)
+        starts = done.starts.view(len(chunk), H, -1, shape.K, shape.V)
+        end = starts[torch.arange(len(chunk)), :, chunk]
+        kv, g, beta = map(segments.open_rows, (grids[0][..., shape.widths[0] :], *grids[1:]))
+        return o, kv, g, beta, end
+
+    @staticmethod
+    def backward(ctx, do, *dleft):
+        (qkv, a, b, *before), segments, s = ctx.saved_tensors, ctx.segments, ctx.shape
+        acc, in_pass = accumulate_dtype(qkv.dtype), ctx.in_pass.over(do)
+        g, beta, x = _gates(a, b, *ctx.weights)
+        grids = [*_grids((qkv, g, beta), before[:3], segments)]
+        rows, dend = _delta_rows(*grids, s), dleft[3].flatten(0, 1)
+        ends = segments.ends[0].repeat_interleave(s.heads)
+        do = _heads_first(segments.on_grid(do.to(acc)), s.heads)
+        grads, dstart = walk_after_bwd(rows, do, before[3].flatten(0, 1), ends, dend)
+        dq, dk, dv, dg, dbeta = (_tokens_first(y, s.heads) for y in vars(grads).values())
+        channels = (y.flatten(0, 1) for y in (grids[0], dq, dk, dv))
+        dqkv, queries = _channels_bwd(*channels, s).view(grids[0].shape), s.widths[0]
+        dgrids = dqkv[..., queries:], dg, dbeta
+        dgrids = [y + segments.from_open_rows(left.to(acc)) for y, left in zip(dgrids, dleft, strict=False)]
+        dkv, dg, dbeta = dgrids
+        dqkv = segments.from_grid(torch.cat([dqkv[..., :queries], dkv], -1)).to(qkv.dtype)
+        # The first rows of the grids are those of `before`, as many as there are.
+        is_before = torch.arange(CHUNK) < segments.opened.unsqueeze(1)
+        dbefore = [y[:, :CHUNK] * is_before.view(*is_before.shape, *[1] * (y.dim() - 2)) for y in dgrids]
+        dg, dbeta = segments.from_grid(dg), segments.from_grid(dbeta)
+        dx = dg * -torch.exp(ctx.weights[0].to(acc)) * _sigmoid(x)
+        returned = _DeltaRule.weight_grads(ctx, (dg * g, dx), in_pass)
         db = dbeta * beta * (1.0 - beta)
-        return dqkv, dx.to(a.dtype), db.to(b.dtype), *returned, None, None, None
+        dbefore = dbefore[0].to(qkv.dtype), *dbefore[1:], dstart.view(before[3].shape)
+        return dqkv, dx.to(a.dtype), db.to(b.dtype), *returned, *dbefore, None, None, None
 
 
 def delta_rule(
@@ -214,3 +279,28 @@ def delta_rule(
     if state is None:
         return _whole(qkv, g, beta, segments, shape)
     return _continued(qkv, g, beta, segments, shape, state)
+
+
+def delta_rule_after(
+    qkv: torch.Tensor,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    A_log: torch.Tensor,
+    dt_bias: torch.Tensor,
+    before: Left,
+    segments: Segments,
+    shape: StateShape,
+    in_pass: Pass = ONE_SEQUENCE,
+) -> tuple[torch.Tensor, ...]:
+    """delta_rule of sequences that go on from `before`: o, and what they leave: kv, g, beta and start.
+
+    All have gradients: of what is left it goes to the rows before, and through `before` to what was read
+    earlier. A row has the bits of its whole sequence.
+    """
+    T = len(segments.within)
+    if len(qkv) != T or len(before.start) != len(segments.lengths):
+        raise ValueError(
+            f"delta_rule_after: qkv must have {T} rows, and before {len(segments.lengths)} sequences; they "
+            f"have {len(qkv)} and {len(before.start)}"
+        )
+    return _DeltaRuleAfter.apply(qkv, a, b, A_log, dt_bias, *before[1:], segments, shape, in_pass)

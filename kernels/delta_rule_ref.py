@@ -148,19 +148,39 @@ def walk(x: DeltaRows, start: torch.Tensor, u: torch.Tensor, first: int, end: in
 
 def walk_bwd(x: DeltaRows, do: torch.Tensor) -> DeltaRows:
     """The gradients of the rows of whole sequences. do like v."""
+    return walk_after_bwd(x, do, x.v.new_zeros(len(x.v), x.k.shape[-1], x.v.shape[-1]))[0]
+
+
+def walk_after_bwd(
+    x: DeltaRows,
+    do: torch.Tensor,
+    start: torch.Tensor,
+    ends: torch.Tensor | None = None,
+    dend: torch.Tensor | None = None,
+) -> tuple[DeltaRows, torch.Tensor]:
+    """The gradients of the rows, and of the state `start` [N, K, V] before the first chunk. do like v.
+
+    ends [N], dend [N, K, V]: a chunk of each head, and the gradient of the state at its start that comes from
+    elsewhere.
+    """
     N, (K, V) = len(x.v), (x.k.shape[-1], x.v.shape[-1])
+
+    def joined(dS: torch.Tensor, chunk: int) -> torch.Tensor:
+        return dS if ends is None else dS + torch.where((ends == chunk).view(-1, 1, 1), dend, 0.0)
+
     q, k, v, beta, do = (y.view(N, -1, CHUNK, *y.shape[2:]) for y in (x.q, x.k, x.v, x.beta, do))
     L, G = k.shape[1], x.log_decay()
-    ahead = walk(x, v.new_zeros(N, K, V), v.new_zeros(N, CHUNK, V), 0, L * _TILES)
+    ahead = walk(x, start, v.new_zeros(N, CHUNK, V), 0, L * _TILES)
     u, A, inverse = (y.view(N, L, *size) for y, size in _by_chunk(ahead))
     dq, dk, dv, dbeta = (torch.empty_like(y) for y in (q, k, v, beta))
     dG, dS = torch.empty_like(G), v.new_zeros(N, K, V)
     for c in reversed(range(L)):
         rows = DeltaRows(q[:, c], k[:, c], v[:, c], G[:, c], beta[:, c])
-        grads, dS = _chunk_bwd(rows, do[:, c], ahead.starts[:, c], u[:, c], A[:, c], inverse[:, c], dS)
+        after = u[:, c], A[:, c], inverse[:, c], joined(dS, c + 1)
+        grads, dS = _chunk_bwd(rows, do[:, c], ahead.starts[:, c], *after)
         dq[:, c], dk[:, c], dv[:, c], dG[:, c], dbeta[:, c] = vars(grads).values()
     dg = dG.flip(-1).cumsum(-1).flip(-1).to(x.g.dtype)
-    return DeltaRows(*(y.flatten(1, 2) for y in (dq, dk, dv, dg, dbeta)))
+    return DeltaRows(*(y.flatten(1, 2) for y in (dq, dk, dv, dg, dbeta))), joined(dS, 0)
 
 
 def _by_chunk(ahead: Walked):

@@ -17,10 +17,12 @@ token blocks of their own: a block of 128 tokens has few of them (8, if a token 
 GPU multiplies tiles of 32 rows. Blocks that span sequences would depend on the micro-batch. The experts of
 other tokens change nothing. db_e has the same blocks, each summed as in columns.py; on a GPU the sequences'
 rows in tiles (expert_columns_triton.py).
-The gradients of LoRA adapters of the experts' matrices (low_rank.py) have the same order.
+The gradients of LoRA adapters of the experts' matrices (low_rank.py) have the same order. Where these are
+not merged into w (linear.Adapted), a row of y, and dy_r w_e, are the fp32 sums above plus what the adapters
+of the row's expert add, one more fp32 sum for each of its matrices, and are rounded once after it.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from math import prod
 
@@ -32,7 +34,8 @@ from .backend import on_triton
 from .columns import add_columns_cpu
 from .expert_rows import PADDED_ROWS, ExpertRows, Rows
 from .grad import GradBuffer, accumulate_dtype, check_dtype
-from .low_rank import LowRankBuffers, low_rank_rows
+from .linear import Adapted
+from .low_rank import LowRank, LowRankBuffers, by_matrix, low_rank_rows, stacked_factors
 from .matmul import LONG_TILES, THROUGH_FP32, add_outer_ref, narrow, pad_width
 from .order import ALIGN, ROW_TILE, TokenBlocks, blocks_of_shards
 from .passes import ONE_SEQUENCE, Pass
@@ -228,7 +231,51 @@ def add_grouped(
     add(buffer, dy_RN, x_RK, rows, blocks)
 
 
-def _forward(x: torch.Tensor, w_ENK: torch.Tensor, b: torch.Tensor | None, rows: Rows) -> torch.Tensor:
+def products(x_RK: torch.Tensor, w_ENK: torch.Tensor, rows: Rows) -> torch.Tensor:
+    """Each row times the matrix of its expert, transposed, as an fp32 sum (fp64 for fp64). -> [R, N]"""
+    acc = accumulate_dtype(x_RK.dtype)
+    if not on_triton(x_RK):
+        return grouped_matmul_ref(x_RK.to(acc), w_ENK.to(acc), rows)
+    from .grouped_linear_triton import grouped_matmul
+
+    return grouped_matmul(x_RK, w_ENK, rows, x_of_tokens=False, dtype=acc)
+
+
+def add_to_products(
+    y_RN: torch.Tensor, x_RK: torch.Tensor, adapters: Sequence[LowRank], rows: Rows
+) -> torch.Tensor:
+    """y += (s x_r a_e^T) b_e^T, one matrix of the experts after another. y: see products."""
+    x = x_RK.to(y_RN.dtype)
+    for first, of_matrix in by_matrix(adapters, y_RN.shape[1], rows.experts).items():
+        b, a = stacked_factors(of_matrix, y_RN.dtype)
+        x_a = products(x, a, rows).mul_(of_matrix[0].scale)
+        y_RN[:, first : first + b.shape[1]] += products(x_a, b, rows)
+    return y_RN
+
+
+def add_to_input_products(
+    dx_RK: torch.Tensor, dy_RN: torch.Tensor, adapters: Sequence[LowRank], rows: Rows
+) -> torch.Tensor:
+    """dx += (s dy_r b_e) a_e, one matrix of the experts after another. dx: see products."""
+    for first, of_matrix in by_matrix(adapters, dy_RN.shape[1], rows.experts).items():
+        b, a = stacked_factors(of_matrix, dx_RK.dtype)
+        dy = dy_RN[:, first : first + b.shape[1]].to(dx_RK.dtype).contiguous()
+        dy_b = products(dy, b.transpose(1, 2), rows).mul_(of_matrix[0].scale)
+        dx_RK += products(dy_b, a.transpose(1, 2), rows)
+    return dx_RK
+
+
+def with_adapters(weight: torch.Tensor | Adapted) -> tuple[torch.Tensor, tuple[LowRank, ...]]:
+    """A weight, and the adapters that are not merged into it."""
+    return weight if isinstance(weight, Adapted) else (weight, ())
+
+
+def _forward(
+    x: torch.Tensor, w_ENK: torch.Tensor, adapters: Sequence[LowRank], b: torch.Tensor | None, rows: Rows
+) -> torch.Tensor:
+    if adapters:
+        x = _rows_of(x, rows)
+        return add_to_products(products(x, w_ENK, rows), x, adapters, rows).to(x.dtype)
     if on_triton(x):
         from .grouped_linear_triton import grouped_matmul
 
@@ -240,15 +287,22 @@ def _forward(x: torch.Tensor, w_ENK: torch.Tensor, b: torch.Tensor | None, rows:
     return grouped_matmul_ref(x[rows.tokens], w_ENK, rows)
 
 
-def _dx(dy: torch.Tensor, w_ENK: torch.Tensor, rows: Rows) -> torch.Tensor:
+def _dx(dy: torch.Tensor, w_ENK: torch.Tensor, adapters: Sequence[LowRank], rows: Rows) -> torch.Tensor:
     """The gradient of x, [T, K]."""
+    w_EKN = w_ENK.transpose(1, 2)
+    if adapters:
+        dx_rows = add_to_input_products(products(dy, w_EKN, rows), dy, adapters, rows).to(dy.dtype)
+    elif not on_triton(dy):
+        dx_rows = grouped_matmul_ref(dy, w_EKN, rows)
+    else:
+        from .grouped_linear_triton import grouped_matmul
+
+        dx_rows = grouped_matmul(dy, w_EKN, rows, x_of_tokens=False)
     if not on_triton(dy):
-        dx_rows = grouped_matmul_ref(dy, w_ENK.transpose(1, 2), rows)
         return rows.sum_slots(dx_rows.to(accumulate_dtype(dy.dtype))).to(dy.dtype)
     from .expert_rows_triton import sum_slots
-    from .grouped_linear_triton import grouped_matmul
 
-    return sum_slots(grouped_matmul(dy, w_ENK.transpose(1, 2), rows, x_of_tokens=False), rows)
+    return sum_slots(dx_rows, rows)
 
 
 def _rows_of(x: torch.Tensor, rows: Rows) -> torch.Tensor:
@@ -262,25 +316,42 @@ def _rows_of(x: torch.Tensor, rows: Rows) -> torch.Tensor:
 
 class _GroupedLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, w, b, rows, in_pass):
+    def forward(ctx, x, w, adapters, b, rows, in_pass):
         # w and b do not go through save_for_backward: their identity finds their buffers.
         ctx.save_for_backward(x)
-        ctx.w, ctx.b, ctx.rows, ctx.in_pass = w, b, rows, in_pass
-        return _forward(x, experts_of(w, rows), b, rows)
+        ctx.w, ctx.adapters, ctx.b, ctx.rows, ctx.in_pass = w, adapters, b, rows, in_pass
+        return _forward(x, experts_of(w, rows), adapters, b, rows)
 
     @staticmethod
     def backward(ctx, dy):
         (x,) = ctx.saved_tensors
         w, b, rows, in_pass, dx, dw, db = ctx.w, ctx.b, ctx.rows, ctx.in_pass.over(x), None, None, None
         if ctx.needs_input_grad[0]:
-            dx = _dx(dy, experts_of(w, rows), rows)
+            dx = _dx(dy, experts_of(w, rows), ctx.adapters, rows)
         if ctx.needs_input_grad[1]:
-            buffer = in_pass.buffer(w)
-            add_grouped(buffer, dy, _rows_of(x, rows), rows, in_pass.blocks)
-            dw = in_pass.returned_grad(w, buffer)
-        if b is not None and ctx.needs_input_grad[2]:
+            dw = weight_gradient(w, ctx.adapters, dy, _rows_of(x, rows), rows, in_pass)
+        if b is not None and ctx.needs_input_grad[3]:
             db = bias_gradient(b, dy, rows, in_pass)
-        return dx, dw, db, None, None
+        return dx, dw, None, db, None, None
+
+
+def weight_gradient(
+    w: torch.Tensor,
+    adapters: Sequence[LowRank],
+    dy_RN: torch.Tensor,
+    x_RK: torch.Tensor,
+    rows: Rows,
+    in_pass: Pass,
+) -> torch.Tensor | None:
+    """What a backward returns for the weight w of the rows' experts (Pass.returned_grad).
+
+    An adapted weight has no gradient, and its adapters have theirs where the pass has buffers for them.
+    """
+    buffer = in_pass.buffer(w)
+    if adapters and not isinstance(buffer, LowRankBuffers):
+        return None
+    add_grouped(buffer, dy_RN, x_RK, rows, in_pass.blocks)
+    return in_pass.returned_grad(w, buffer)
 
 
 def bias_gradient(b: torch.Tensor, dy_RN: torch.Tensor, rows: Rows, in_pass: Pass) -> torch.Tensor | None:
@@ -292,16 +363,18 @@ def bias_gradient(b: torch.Tensor, dy_RN: torch.Tensor, rows: Rows, in_pass: Pas
 
 def grouped_linear(
     x: torch.Tensor,
-    w: torch.Tensor,
+    weight: torch.Tensor | Adapted,
     rows: Rows,
     in_pass: Pass = ONE_SEQUENCE,
     b: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The rows of x [T, K] by the matrices w of their experts -> [R, N], in the order of `rows`.
 
-    w [E N, K] or [E, K, N], and b [E, N] with the latter. in_pass: the token blocks are of the T tokens.
-    Raises ValueError on a shape or dtype that does not fit.
+    weight w [E N, K] or [E, K, N], and b [E, N] with the latter. Only the former can have adapters, and then
+    each expert has them. in_pass: the token blocks are of the T tokens. Raises ValueError on a shape or dtype
+    that does not fit.
     """
+    w, adapters = with_adapters(weight)
     check_dtype("grouped_linear", x=x, w=w, **({} if b is None else {"b": b}))
     check_experts("grouped_linear", x, w, b, rows)
-    return _GroupedLinear.apply(x, w, b, rows, in_pass)
+    return _GroupedLinear.apply(x, w, adapters, b, rows, in_pass)

@@ -23,8 +23,8 @@ import torch.nn.functional as F
 from .expert_rows_triton import ExpertTables, runs_of_experts
 from .grad import GradBuffer
 from .grouped_linear_triton import add_expert_runs, grouped_matmul
-from .low_rank import AdapterBuffers, LowRankBuffers
-from .order import ALIGN, Runs, TokenBlocks
+from .low_rank import LowRankBuffers, by_matrix, stacked, stacked_factors
+from .order import Runs, TokenBlocks
 
 
 def add_grouped_low_rank(
@@ -35,25 +35,13 @@ def add_grouped_low_rank(
         return
     x, width = x_RK.float(), dy_RN.shape[1]
     runs = _runs_of_shards(rows, blocks)
-    for first, adapters in _by_matrix(buffers, width, rows.experts).items():
-        a, b = stacked([adapter.a for adapter in adapters]), stacked([adapter.b for adapter in adapters])
+    for first, adapters in by_matrix(buffers.adapters, width, rows.experts).items():
+        b, a = stacked_factors(adapters, torch.float32)
         dy = dy_RN[:, first : first + b.shape[1]].float().contiguous()
-        padding = -a.shape[1] % ALIGN  # of the rank: see low_rank.padded_rank
-        if padding:
-            a, b = F.pad(a, (0, 0, 0, padding)), F.pad(b, (0, padding))
         x_a = grouped_matmul(x, a, rows, x_of_tokens=False).mul_(adapters[0].scale)
         dy_b = grouped_matmul(dy, b.transpose(1, 2), rows, x_of_tokens=False).mul_(adapters[0].scale)
         _add([adapter.db for adapter in adapters], dy, x_a, runs, blocks)
         _add([adapter.da for adapter in adapters], dy_b, x, runs, blocks)
-
-
-def _by_matrix(buffers: LowRankBuffers, width: int, experts: int) -> dict[int, list[AdapterBuffers]]:
-    """By the first column of a matrix in dy, the adapters of all experts in their order."""
-    by_matrix: dict[int, list[AdapterBuffers]] = {}
-    for adapter in sorted(buffers.adapters, key=lambda adapter: adapter.rows.start):
-        by_matrix.setdefault(adapter.rows.start % width, []).append(adapter)
-    assert all(len(adapters) == experts for adapters in by_matrix.values()), "an expert without its adapter"
-    return by_matrix
 
 
 def _runs_of_shards(rows: ExpertTables, blocks: TokenBlocks) -> list[tuple[int, Runs]]:
@@ -85,13 +73,3 @@ def _add(
         add_expert_runs(padded, dy, x, by_expert, False)
         if padded is not sums:
             sums.copy_(padded[:, :N, :K])
-
-
-def stacked(parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Contiguous tensors of one shape, at equal distances in one memory, as one view [len(parts), *shape]."""
-    first, *others = parts
-    offsets = [part.storage_offset() for part in parts]
-    step = offsets[1] - offsets[0] if others else first.numel()
-    assert step >= first.numel(), "parts of other memories"
-    assert all(b - a == step for a, b in pairwise(offsets)), "parts at other distances"
-    return first.as_strided((len(parts), *first.shape), (step, *first.stride()))

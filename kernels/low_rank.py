@@ -22,7 +22,8 @@ parallelism may cut it, it is a sum of leaves (leaves.py): x a^T of o and down, 
 are summed as each weight's gradient is: over the token blocks of the pass, in their order (matmul.add_outer).
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
 from typing import NamedTuple, TypeVar
 
 import torch
@@ -135,6 +136,34 @@ def _factors(adapter: LowRank, dtype: torch.dtype) -> tuple[torch.Tensor, torch.
     if on_triton(adapter.a):
         adapter = _padded(adapter, -len(adapter.a) % ALIGN)
     return adapter.b.to(dtype), adapter.a.to(dtype)
+
+
+def by_matrix(adapters: Iterable[X], width: int, experts: int) -> dict[int, list[X]]:
+    """By the first row of a matrix in its expert's, of `width` rows, the adapters of all experts in order."""
+    matrices: dict[int, list[X]] = {}
+    for adapter in sorted(adapters, key=lambda adapter: adapter.rows.start):
+        matrices.setdefault(adapter.rows.start % width, []).append(adapter)
+    assert all(len(of_all) == experts for of_all in matrices.values()), "an expert without its adapter"
+    return matrices
+
+
+def stacked_factors(adapters: Sequence[X], dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """b [E, n, r] and a [E, r, K] of one matrix of each expert. For a GPU the rank is padded."""
+    b, a = stacked([adapter.b for adapter in adapters]), stacked([adapter.a for adapter in adapters])
+    padding = -a.shape[1] % ALIGN if on_triton(a) else 0
+    if padding:
+        b, a = F.pad(b, (0, padding)), F.pad(a, (0, 0, 0, padding))
+    return b.to(dtype), a.to(dtype)
+
+
+def stacked(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Contiguous tensors of one shape, at equal distances in one memory, as one view [len(parts), *shape]."""
+    first, *others = parts
+    offsets = [part.storage_offset() for part in parts]
+    step = offsets[1] - offsets[0] if others else first.numel()
+    assert step >= first.numel(), "parts of other memories"
+    assert all(b - a == step for a, b in pairwise(offsets)), "parts at other distances"
+    return first.as_strided((len(parts), *first.shape), (step, *first.stride()))
 
 
 def low_rank_rows(

@@ -50,11 +50,12 @@ class RecurrentState:
     def __init__(self, shape: StateShape, slots: int, dtype: torch.dtype, device: torch.device | None = None):
         self.tensors = {
             name: torch.zeros(slots, *size, dtype=kind, device=device)
-            for name, (size, kind) in self._sizes(shape, dtype).items()
+            for name, (size, kind) in self.sizes(shape, dtype).items()
         }
 
     @staticmethod
-    def _sizes(s: StateShape, dtype: torch.dtype) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    def sizes(s: StateShape, dtype: torch.dtype) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """The size of each tensor of a slot, and its dtype, by name."""
         acc = accumulate_dtype(dtype)
         return {
             "conv": ((TAPS - 1, s.channels), dtype),
@@ -68,7 +69,7 @@ class RecurrentState:
     @classmethod
     def bytes_per_slot(cls, shape: StateShape, dtype: torch.dtype) -> int:
         """Memory of one slot."""
-        sizes = cls._sizes(shape, dtype).values()
+        sizes = cls.sizes(shape, dtype).values()
         return sum(torch.Size(size).numel() * kind.itemsize for size, kind in sizes)
 
     def zero(self, slot: int) -> None:
@@ -80,6 +81,31 @@ class RecurrentState:
         """Copy slots."""
         for x in self.tensors.values():
             x[list(targets)] = x[list(sources)]
+
+
+class Left(NamedTuple):
+    """What sequences leave behind in training, where it has a gradient. RecurrentState says what each is.
+
+    conv [S, TAPS - 1, C], kv [S, CHUNK, Hk K + H V], g and beta [S, CHUNK, H], start [S, H, K, V].
+    """
+
+    conv: torch.Tensor
+    kv: torch.Tensor
+    g: torch.Tensor
+    beta: torch.Tensor
+    start: torch.Tensor
+
+    @classmethod
+    def nothing(cls, shape: StateShape, sequences: int, dtype: torch.dtype) -> "Left":
+        """What is there before the first token."""
+        tensors = RecurrentState(shape, sequences, dtype).tensors
+        return cls(*(tensors[name] for name in cls._fields))
+
+    @classmethod
+    def of_rows(cls, shape: StateShape, *flat: torch.Tensor) -> "Left":
+        """The tensors from rows of all their elements, [S, ...] each."""
+        sizes = RecurrentState.sizes(shape, flat[0].dtype)
+        return cls(*(x.view(len(x), *sizes[name][0]) for name, x in zip(cls._fields, flat, strict=True)))
 
 
 class Segments:
@@ -160,6 +186,39 @@ class Segments:
         """The rows of the new tokens, [T, ...]. grid [S, rows, ...]: its rows count from row `first`."""
         rows = self.opened[self.sequence] + self.within - first
         return grid.flatten(0, 1)[self.sequence * grid.shape[1] + rows]
+
+    def open_rows(self, grid: torch.Tensor) -> torch.Tensor:
+        """The rows of grid [S, rows, ...] in the chunk that is open after the call, [S, CHUNK, ...].
+
+        Rows that are still to come are 0. After a full chunk there are none.
+        """
+        index, live = self._open_places
+        kept = grid[torch.arange(len(index)).unsqueeze(1), index]
+        kept[~live] = 0
+        return kept
+
+    def from_open_rows(self, x: torch.Tensor) -> torch.Tensor:
+        """x [S, CHUNK, ...] in the places of open_rows, [S, chunks CHUNK, ...]; 0 elsewhere."""
+        grid = x.new_zeros(len(x), self.chunks * CHUNK, *x.shape[2:])
+        sequence, row = self._open_places[1].nonzero(as_tuple=True)
+        grid[sequence, self._open_places[0][sequence, row]] = x[sequence, row]
+        return grid
+
+    @cached_property
+    def _open_places(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The grid's row of each row of the chunk that is open after the call, and whether it is there."""
+        (chunk, left), row = self.ends, torch.arange(CHUNK)
+        index, live = chunk.unsqueeze(1) * CHUNK + row, row < left.unsqueeze(1)
+        return index.where(live, torch.zeros_like(index)), live
+
+    @cached_property
+    def history_readers(self) -> torch.Tensor:
+        """As `readers`, of the S (TAPS - 1) rows of history, [TAPS, S (TAPS - 1)]."""
+        tap, T = torch.arange(TAPS).view(-1, 1, 1), len(self.within)
+        within = torch.arange(TAPS - 1) - tap  # of the token that reads a row by this tap
+        starts = (self.lengths.cumsum(0) - self.lengths).unsqueeze(1)
+        is_there = (within >= 0) & (within < self.lengths.unsqueeze(1))
+        return torch.where(is_there, starts + within, T).flatten(1)
 
     @cached_property
     def ends(self) -> tuple[torch.Tensor, torch.Tensor]:

@@ -70,6 +70,20 @@ def topk_of_logits(logits_TE: torch.Tensor, k: int) -> torch.Tensor:
     return torch.from_numpy(np.ascontiguousarray(np.argsort(-z, axis=1, kind="stable")[:, :k]))
 
 
+def topk_of_groups(logits_TE: torch.Tensor, k: int, groups: int, top_groups: int) -> torch.Tensor:
+    """As topk_of_logits, of the experts in the groups with the largest logits; k of them must be there.
+
+    groups: of equal size, one after another; top_groups: how many of them are taken, of equal ones the lower
+    first. Source: DeepSeek-V2, arXiv:2405.04434, section 2.2.2.
+    """
+    if groups > 1:
+        grouped = logits_TE.detach().unflatten(1, (groups, -1))
+        best = topk_of_logits(grouped.amax(2), top_groups)
+        others = torch.ones_like(grouped[..., 0], dtype=torch.bool).scatter_(1, best, False)
+        logits_TE = grouped.masked_fill(others.unsqueeze(2), -torch.inf).flatten(1)
+    return topk_of_logits(logits_TE, k)
+
+
 def _lane_sum(terms_TE: np.ndarray, load: int) -> np.ndarray:
     """The sum of each row in the order of vLLM's kernel, [T]. load: see lanes_of."""
     T, E = terms_TE.shape

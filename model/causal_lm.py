@@ -42,7 +42,7 @@ from .numerics import COMPUTE, Numerics
 from .parameters import LayerCall, ParameterWeights, keep_sums
 from .routing import FREE, Routing
 from .scoring import PackedBatch, Scores, ScoringInputs
-from .weights import Layout
+from .weights import NONE_UNMERGED, Layout, UnmergedAdapters
 
 _WHOLE = SamplingParams()  # the whole vocabulary, at temperature 1
 
@@ -94,9 +94,10 @@ class ModuleForward(Forward):
         numerics: Numerics,
         recompute: bool,
         adapters: Mapping[str, LowRankBuffers],
+        unmerged: UnmergedAdapters,
     ):
         super().__init__(layout.config, numerics, recompute)
-        self.weights, self._adapters = ParameterWeights(module, layout), dict(adapters)
+        self.weights, self._adapters = ParameterWeights(module, layout, unmerged), dict(adapters)
         self._layers = module.model.layers
         self._tables: dict[tuple[torch.dtype, torch.device], Rotations] = {}
 
@@ -131,7 +132,7 @@ class ModuleForward(Forward):
         }
         in_pass, dtypes = context.in_pass, self.config.dtypes(i, self.numerics, self.dtype)
         call = LayerCall(parts, in_pass.buffers, dtypes, adapters, in_pass.shared)
-        args = i, call.tensors, call.begin(*stream), rotations, context, hook
+        args = i, self.weights.adapted(i, call.tensors), call.begin(*stream), rotations, context, hook
         if self.recompute:
             stream = checkpoint(self._compute_layer, *args, use_reentrant=False, preserve_rng_state=False)
         else:
@@ -167,12 +168,14 @@ class CausalLM(nn.Module):
         flat: torch.Tensor | None = None,
         layout: Layout | None = None,
         adapters: Mapping[str, LowRankBuffers] = MappingProxyType({}),
+        unmerged: UnmergedAdapters = NONE_UNMERGED,
     ):
         """Weights of zeros, or those of `flat` [layout.numel], whose memory the Parameters share.
 
         device: "meta" makes Parameters without memory. recompute: see Forward. layout: of this config; its
-        frozen weights have no gradient. adapters: of weights of layers, by name, into which LoRA's
-        adapters are merged: where the gradients of A and B are summed. Nothing else then has a gradient.
+        frozen weights have no gradient. adapters: of weights of layers, by name, that LoRA's adapters
+        belong to: where the gradients of A and B are summed. Nothing else then has a gradient. unmerged:
+        these adapters, where they are not merged into the weights.
         """
         super().__init__()
         self.config, self._layout = config, layout or Layout(config)
@@ -182,7 +185,7 @@ class CausalLM(nn.Module):
         self._add_parameters(flat)
         if adapters:
             self.requires_grad_(False)
-        self.decoder = ModuleForward(self, self._layout, numerics, recompute, adapters)
+        self.decoder = ModuleForward(self, self._layout, numerics, recompute, adapters, unmerged)
         self.register_load_state_dict_post_hook(lambda module, _: module._tie())
         self.register_state_dict_post_hook(CausalLM._give_numbers)
         self.register_load_state_dict_pre_hook(CausalLM._take_numbers)

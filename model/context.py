@@ -15,7 +15,7 @@ from ..kernels.grad import GradBuffer
 from ..kernels.low_rank import LowRankBuffers
 from ..kernels.order import token_blocks
 from ..kernels.passes import Pass
-from ..kernels.recurrent_state import RecurrentState, Segments
+from ..kernels.recurrent_state import Left, RecurrentState, Segments
 from ..kernels.upload import Tables
 from .routing import FREE, Routing
 from .sizes import Sizes
@@ -85,6 +85,18 @@ class WholeSequences:
 
     def state(self, layer: int) -> None:
         return None
+
+
+class CarryingContext(ABC):
+    """A Context of training in which samples go on from what their prompts left in layers with a state."""
+
+    @abstractmethod
+    def before(self, layer: int) -> Left | None:
+        """What the sequences go on from; None where all of them are whole, and nobody goes on from them."""
+
+    @abstractmethod
+    def leave(self, layer: int, left: Left) -> None:
+        """Take what the sequences leave."""
 
 
 class PackedContext(WholeSequences):

@@ -25,6 +25,7 @@ class Numerics(NamedTuple):
     attention: AttentionRule = WALK  # the order of its sums
     leaves: Leaves = WHOLE  # of the sums that tensor parallelism may cut, and the ranks that share them
     shared_experts: SharedExperts = ALL_EXPERTS  # the ranks that share the experts; they decide no bit
+    prompts_once: bool = False  # whether training reads a prompt once where a layer keeps a state
 
     def cache_dtype(self, compute: torch.dtype) -> torch.dtype:
         """The dtype in which a cache stores keys and values. compute: the compute dtype.
@@ -50,6 +51,7 @@ def named_numerics(
     kv: str = "",
     attention: str = "vllm",
     leaves: int = 1,
+    state_prompts: str = "each",
 ) -> Numerics:
     """Numerics from the settings of these names in the section precision.
 
@@ -62,4 +64,5 @@ def named_numerics(
     )
     how_kv = KvQuantisation.parse(kv) if kv else None
     rule = named_rule(attention)
-    return Numerics(lm_head, cache, tile_table(tiles), router, how_kv, rule, Leaves(leaves))
+    once = state_prompts == "once"
+    return Numerics(lm_head, cache, tile_table(tiles), router, how_kv, rule, Leaves(leaves), once)

@@ -22,18 +22,23 @@ import torch
 from torch import nn
 
 from ..kernels.grad import GradBuffer
+from ..kernels.linear import Adapted
 from ..kernels.low_rank import LowRankBuffers
 from ..kernels.shared_rows import ALL_ROWS, SharedRows
 from .blocks.block import LayerWeights
-from .weights import VALUE_HEAD, Layout, WeightSource
+from .weights import NONE_UNMERGED, VALUE_HEAD, Layout, UnmergedAdapters, WeightSource
 
 LayerBuffers = MutableMapping[torch.Tensor, GradBuffer | LowRankBuffers]
 
 
 class ParameterWeights(WeightSource):
-    """The Parameters of `module`, looked up at each use: FSDP has others in their place while it computes."""
+    """The Parameters of `module`, looked up at each use: FSDP has others in their place while it computes.
 
-    def __init__(self, module: nn.Module, layout: Layout):
+    adapters: LoRA's, that are not merged into the Parameters.
+    """
+
+    def __init__(self, module: nn.Module, layout: Layout, adapters: UnmergedAdapters = NONE_UNMERGED):
+        self._adapters = adapters
         self._layers: list[dict[str, list[tuple[nn.Module, str]]]] = [{} for _ in range(layout.config.layers)]
         self._outside: dict[str, tuple[nn.Module, str]] = {}
         for entry in layout.entries.values():
@@ -79,7 +84,12 @@ class ParameterWeights(WeightSource):
     @contextmanager
     def layer(self, i: int) -> Iterator[LayerWeights]:
         """The weights of layer i, without gradients."""
-        yield {name: _fused(parts)[0] for name, parts in self.parts(i).items()}
+        yield self.adapted(i, {name: _fused(parts)[0] for name, parts in self.parts(i).items()})
+
+    def adapted(self, i: int, fused: Mapping[str, torch.Tensor]) -> LayerWeights:
+        """The fused weights of layer i, and with them the adapters that are not merged."""
+        low_rank = {name: self._adapters.get(f"layers.{i}.{name}") for name in fused}
+        return {name: Adapted(w, low_rank[name]) if low_rank[name] else w for name, w in fused.items()}
 
 
 class LayerCall:

@@ -7,6 +7,10 @@ rows before it only, so all rows have the same bits as in whole sequences.
 Backward: each sample adds its gradient of these keys and values to fp32 buffers. When all samples have done
 so, the sums are rounded once to the compute dtype and go through the prompts.
 
+A gated delta net keeps what each prompt leaves (kernels/recurrent_state.py::Left) in place of keys and
+values, where numerics.prompts_once is set. Its gradient goes the same way. Else such a model reads no prompt
+once.
+
 Order: the samples of a prompt one after another, in canonical order. A weight's gradient takes the samples of
 a pass first, then the prompts of the pass. Which prompts share a pass depends on their lengths only
 (`prompt_passes`), so no bit depends on the micro-batch.
@@ -28,11 +32,11 @@ from ..kernels.embedding import RowIds, read_rows
 from ..kernels.grad import GradBuffer
 from ..kernels.order import token_blocks
 from ..kernels.passes import Pass
-from ..kernels.recurrent_state import Segments
+from ..kernels.recurrent_state import Left, Segments
 from ..kernels.shared_rows import ALL_ROWS, SharedRows
 from ..kernels.upload import Tables, upload_tables
 from .config import ModelConfig
-from .context import NO_BUFFERS, Buffers, Hook, PackedContext, WholeSequences, no_hook
+from .context import NO_BUFFERS, Buffers, CarryingContext, Hook, PackedContext, WholeSequences, no_hook
 from .decoder import Decoder, with_padding
 from .observer import Observer, Rows, observed
 from .routing import FREE, Routing
@@ -89,14 +93,12 @@ class PromptLayout:
 
 
 def whole_sequences(layout: PromptLayout) -> None:
-    """Raise ValueError unless every prompt has one token: then the rows of a sample are a whole sequence.
-
-    No gradient goes through a state from samples to a prompt that was read for all of them.
-    """
+    """Raise ValueError unless every prompt has one token: then the rows of a sample are a whole sequence."""
     if layout.lengths.any():
         raise ValueError(
-            "prompts: a model with a gated delta net reads no prompt once for its samples; give each sample "
-            "its whole sequence, after a prompt of its first token"
+            "prompts: a model with a gated delta net reads a prompt once for its samples only where "
+            "precision.state_prompts says so, and not in one pass; give each sample its whole sequence, "
+            "after a prompt of its first token"
         )
 
 
@@ -121,13 +123,13 @@ class Prompts(PromptLayout):
         observer: its rows are of the n samples. buffers: where the gradients of the weights are summed, by
         the prompts and by their samples. tables: what the samples read, which goes to the device by the same
         copy as the prompts. shared: the ranks that share the rows, of the prompts and of their samples; `kv`
-        has this rank's heads. Raises ValueError for an empty prompt, and where a layer keeps a state for one
-        of more tokens than one (whole_sequences).
+        has this rank's heads. Raises ValueError for an empty prompt, and where a layer keeps a state and
+        numerics.prompts_once is not set for one of more tokens than one (whole_sequences).
         """
         super().__init__(prompts, shards)
-        if decoder.config.states:
+        if decoder.config.states and not decoder.numerics.prompts_once:
             whole_sequences(self)
-        self.buffers, self.shared = buffers, shared
+        self.buffers, self.shared, self.states = buffers, shared, decoder.config.states
         ids = [token for prompt in compress(prompts, self.firsts) for token in prompt[:-1]]
         if observer is not None and ids:
             first_samples = np.repeat(np.flatnonzero(self.firsts), self.lengths)
@@ -140,14 +142,24 @@ class Prompts(PromptLayout):
             shards = [shard for shard, n in firsts_and_lengths if n]
         lengths = [n for n in self.lengths.tolist() if n]
         if ids:
-            self._read = _read(decoder, ids, lengths, hook, shards, buffers, tables, routing, shared)
+            read = _read(decoder, ids, lengths, hook, shards, buffers, tables, routing, shared)
         else:  # every prompt has one token
-            self._read = []
+            read = {}, {}
             upload_tables(decoder.device, tables)
-        # The keys and values that the samples attend to, [B, 2 Hkv D] of each layer. They are leaves, and
-        # their gradient is in fp32.
-        self.kv = [kv.detach().requires_grad_(kv.requires_grad) for kv in self._read]
-        self.kv_buffers = {kv: GradBuffer.like(kv) for kv in self.kv if kv.requires_grad}
+        self._collected: list[tuple[torch.Tensor, GradBuffer]] = []
+        # The keys and values that the samples attend to, [B, 2 Hkv D], or what the prompts leave, by layer.
+        # They are leaves, and their gradient is in fp32.
+        self.kv_buffers: dict[torch.Tensor, GradBuffer] = {}
+        self.kv = {layer: self._leaf(kv) for layer, kv in read[0].items()}
+        self.left = {layer: Left(*map(self._leaf, left)) for layer, left in read[1].items()}
+
+    def _leaf(self, read: torch.Tensor) -> torch.Tensor:
+        """What was read, cut off from the forward of the prompts, with a buffer of its gradient."""
+        leaf = read.detach().requires_grad_(read.requires_grad)
+        if read.requires_grad:
+            self.kv_buffers[leaf] = GradBuffer.like(leaf)
+            self._collected.append((read, self.kv_buffers[leaf]))
+        return leaf
 
     def backward(self) -> None:
         """Send the collected gradients of the keys and values through the prompts, to the weights.
@@ -156,13 +168,8 @@ class Prompts(PromptLayout):
         gradients.
         """
         # The keys of a first layer whose weights are all frozen have no gradient.
-        collected = [
-            (read, self.kv_buffers[kv])
-            for kv, read in zip(self.kv, self._read, strict=True)
-            if kv.requires_grad
-        ]
-        if collected:
-            read, buffers = zip(*collected, strict=True)
+        if self._collected:
+            read, buffers = zip(*self._collected, strict=True)
             _CollectedGradients.apply(buffers, *read).backward()
 
 
@@ -175,12 +182,13 @@ class _CollectedGradients(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, buffers, *read):
-        ctx.buffers, ctx.dtype = buffers, read[0].dtype
+        ctx.buffers, ctx.dtypes = buffers, [x.dtype for x in read]
         return read[0].new_zeros(())
 
     @staticmethod
     def backward(ctx, _):
-        return None, *(buffer.zeroed([0])[0].to(ctx.dtype) for buffer in ctx.buffers)
+        pairs = zip(ctx.buffers, ctx.dtypes, strict=True)
+        return None, *(buffer.zeroed([0])[0].to(dtype) for buffer, dtype in pairs)
 
 
 def _read(
@@ -193,11 +201,11 @@ def _read(
     tables: Sequence[Tables],
     routing: Routing,
     shared: SharedRows,
-) -> list[torch.Tensor]:
-    """Keys and values of packed tokens, [B, 2 Hkv D] of each layer. The rest: see Prompts."""
+) -> tuple[dict[int, torch.Tensor], dict[int, Left]]:
+    """Keys and values of packed tokens, [B, 2 Hkv D], and what they leave, by layer; see Prompts."""
     padded_ids, padding = with_padding(torch.tensor(ids), decoder, shared.size)
     config = sizes_of_rank(decoder.config, shared)
-    context = _PromptContext(lengths, config, padding, shards, buffers, routing)
+    context = _PromptContext(lengths, config, decoder.dtype, padding, shards, buffers, routing)
     decoder.check_ids(padded_ids)
     all_tables = [*context.tables, *routing.tables, *tables]
     (padded_ids,) = upload_tables(decoder.device, all_tables, padded_ids)
@@ -205,20 +213,37 @@ def _read(
         decoder.read(padded_ids, context, hook)
     else:
         decoder.read(shared.mine(padded_ids), SharedContext(context, shared), hook)
-    return context.kv
+    return context.kv, context.left
 
 
-class _PromptContext(PackedContext):
-    """Whole sequences, of which kv[layer] [B, 2 Hkv D] keeps the keys and values, without padding rows."""
+class _PromptContext(PackedContext, CarryingContext):
+    """Whole sequences, of which kv[layer] [B, 2 Hkv D] keeps the keys and values, without padding rows.
 
-    def __init__(self, lengths: list[int], *args):
-        super().__init__(lengths, *args)
-        self.kv: list[torch.Tensor] = []
-        self._tokens = sum(lengths)
+    left[layer]: what the prompts leave, each tensor [N + 1, ...] flat, the last of which is of no prompt.
+    """
+
+    def __init__(self, lengths: list[int], config: ModelConfig, dtype: torch.dtype, *args):
+        super().__init__(lengths, config, *args)
+        self._dtype = dtype
+        self.kv: dict[int, torch.Tensor] = {}
+        self.left: dict[int, Left] = {}
+        self._tokens, self._prompts, self._config = sum(lengths), len(lengths), config
 
     def keep(self, k: torch.Tensor, v: torch.Tensor) -> None:
+        self._keep(self._config.layers - 1, k, v)
+
+    def _keep(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> None:
         B = self._tokens
-        self.kv.append(torch.stack([k[:B], v[:B]], dim=1).view(B, -1))
+        self.kv[layer] = torch.stack([k[:B], v[:B]], dim=1).view(B, -1)
+
+    def before(self, layer: int) -> Left:
+        return Left.nothing(self._config.states[layer], len(self._lengths), self._dtype)
+
+    def leave(self, layer: int, left: Left) -> None:
+        if layer not in self.left:  # else a backward computes the layer again
+            N = self._prompts
+            flat = (x[:N].flatten(1) for x in left)
+            self.left[layer] = Left(*(torch.cat([x, x.new_zeros(1, x.shape[1])]) for x in flat))
 
     def attend(
         self,
@@ -230,8 +255,8 @@ class _PromptContext(PackedContext):
         rule: AttentionRule,
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        if layer == len(self.kv):  # else a backward computes the layer again
-            self.keep(k, v)
+        if layer not in self.kv:
+            self._keep(layer, k, v)
         return super().attend(layer, q, k, v, scale, rule, sinks)
 
 
@@ -261,7 +286,8 @@ class SampleTables:
             rows, prompt_rows, prompt_starts = (
                 np.append(x, n) for x, n in ((rows, padding), (prompt_rows, 0), (prompt_starts, 0))
             )
-        self._layout, self._rows = layout, rows.tolist()
+        self._layout, self._rows, self._after = layout, rows.tolist(), list(after)
+        self._before = prompt_rows.tolist()
         self.blocks = token_blocks(lengths, shards)
         self.positions = torch.from_numpy(ranges(prompt_rows, rows))
         self.prompt_rows = RowIds(torch.from_numpy(ranges(prompt_starts, prompt_rows)))
@@ -276,8 +302,15 @@ class SampleTables:
     @cached_property
     def segments(self) -> Segments:
         """The rows of the samples and of padding, for layers with a state."""
-        whole_sequences(self._layout)
-        return Segments(self._rows)
+        return Segments(self._rows, self._before)
+
+    @cached_property
+    def states(self) -> RowIds:
+        """Which of the states that prompts left each sequence goes on from; the last one is of no prompt."""
+        has_rows = self._layout.lengths > 0
+        place = np.where(has_rows, np.cumsum(has_rows) - 1, has_rows.sum())
+        ids = [*place[self._after], *[has_rows.sum()] * (len(self._rows) - len(self._after))]
+        return RowIds(torch.tensor(ids))
 
     @property
     def tables(self) -> list[Tables]:
@@ -292,7 +325,7 @@ class SampleTables:
         self.prompt_rows, self.order = RowIds(prompt_rows), (order, inverse)
 
 
-class SampleContext(WholeSequences):
+class SampleContext(WholeSequences, CarryingContext):
     """Samples that continue prompts which were read. sample_tables: of these samples, on the device.
 
     routing: of their rows.
@@ -303,12 +336,23 @@ class SampleContext(WholeSequences):
     def __init__(self, sample_tables: SampleTables, prompts: Prompts, routing: Routing = FREE):
         self.routing = routing
         self.positions, self._tables, self._kv = sample_tables.positions, sample_tables, prompts.kv
+        self._prompts = prompts
         self.in_pass = Pass(sample_tables.blocks, prompts.buffers)
         self._kv_pass = Pass(buffers=prompts.kv_buffers)
 
     @property
     def segments(self) -> Segments:
         return self._tables.segments
+
+    def before(self, layer: int) -> Left | None:
+        left = self._prompts.left.get(layer)
+        if left is None:
+            return None
+        rows = (read_rows(self._tables.states, x, self._kv_pass) for x in left)
+        return Left.of_rows(self._prompts.states[layer], *rows)
+
+    def leave(self, layer: int, left: Left) -> None:
+        """Nobody goes on from samples."""
 
     def attend(
         self,
@@ -320,7 +364,7 @@ class SampleContext(WholeSequences):
         rule: AttentionRule,
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        kv = self._kv[layer] if self._kv else None
+        kv = self._kv.get(layer)
         return attend_after(kv, self._kv_pass, self._tables, q, k, v, scale, rule, sinks)
 
 

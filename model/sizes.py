@@ -24,8 +24,8 @@ _COUNTS = (
 
 
 @dataclass(frozen=True)
-class SigmoidRouter:
-    """A router that scores each expert alone; a bias corrects its choice (kernels/sigmoid_router.py)."""
+class GroupedRouter:
+    """A router that chooses experts of some of their groups, and whose logits are in fp32."""
 
     groups: int = 1
     top_groups: int = 1  # the groups that a token's experts come from
@@ -43,13 +43,21 @@ class Experts:
     layers: frozenset[int]  # the sparse layers; the others have one MLP
     shared: int = 0  # intermediate size of the expert that every token has beside the chosen ones; 0 is none
     shared_gate: bool = False  # whether a sigmoid of each token multiplies what the shared expert gives
-    sigmoid: SigmoidRouter | None = None  # None: a softmax over all experts
+    # One that scores each expert alone; a bias corrects its choice (kernels/sigmoid_router.py).
+    sigmoid: GroupedRouter | None = None
+    softmax: GroupedRouter | None = None  # a softmax over all experts; without both fields, a plain one
+
+    @property
+    def grouped(self) -> GroupedRouter | None:
+        """The router, where it is no plain softmax."""
+        return self.sigmoid or self.softmax
 
     def as_json(self) -> dict[str, Any]:
         """The fields by name, as JSON holds them, without what a mixture does not have."""
         values = {f.name: getattr(self, f.name) for f in fields(self)}
-        if self.sigmoid is not None:
-            values["sigmoid"] = vars(self.sigmoid)
+        for kind in ("sigmoid", "softmax"):
+            if values[kind] is not None:
+                values[kind] = vars(values[kind])
         missing = {f.name for f in fields(self) if f.default is not MISSING and values[f.name] == f.default}
         return {n: x for n, x in values.items() if n not in missing} | {"layers": sorted(self.layers)}
 

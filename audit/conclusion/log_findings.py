@@ -154,8 +154,14 @@ def _untried(tried: Tried) -> str:
     return f" {tried.untried}" if tried.untried else ""
 
 
+_ENTERS = (
+    "Compare what the two engines compute there, for the same tokens: its weight, its kernel, and what it is "
+    "given."
+)
+
+
 def _nearest(tried: Tried) -> Finding:
-    """The hypothesis that comes nearest, where none fits."""
+    """The hypothesis that comes nearest, where none fits, and where the difference enters the model."""
     text = f"none of {tried.tried} hypotheses fits"
     # Too few tokens have no row.
     if tried.rows and (explained := 1 - tried.rows[0].share_left) >= 0.1:
@@ -165,6 +171,11 @@ def _nearest(tried: Tried) -> Finding:
     else:
         text += ", and none explains a tenth of the difference."
     text += _sits(tried) + _untried(tried)
+    if entry := tried.entry:
+        where = entry.text()
+        if entry.is_told:
+            return Finding("place", f"{where} {begun(text)}", _ENTERS)
+        text += f" {begun(where)}"
     if tried.need_a_model:
         remedy = f"Name the model with --model: {tried.need_a_model} further hypotheses need it."
     else:

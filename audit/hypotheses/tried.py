@@ -35,6 +35,31 @@ class Row:
 
 
 @dataclass(frozen=True)
+class Entry:
+    """Where a difference enters the model (knobs/free_changes.py): the operation, and the next one.
+
+    Shares are of the squares of the difference, in lines left out.
+    """
+
+    words: str
+    share: float
+    next_words: str
+    next_share: float
+    by_chance: float  # of shuffled numbers, by the best change
+    is_told: bool
+
+    def text(self) -> str:
+        """The place and what it explains, as two sentences without the first capital."""
+        lead = "the difference enters at" if self.is_told else "the place that explains most is"
+        return (
+            f"{lead} {self.words}. It explains {self.share:.0%} of the squares of the difference by a free "
+            f"change, in lines that this was not fitted to; the next operation, {self.next_words}, "
+            f"{max(self.next_share, 0.0):.0%}; and the best one {max(self.by_chance, 0.0):.0%} of shuffled "
+            "numbers."
+        )
+
+
+@dataclass(frozen=True)
 class Tried:
     """What every hypothesis says to a log, and which one fits.
 
@@ -53,6 +78,7 @@ class Tried:
     best: Row | None = field(default=None, metadata={"json": "found"})  # the one that fits best
     also: list[str] = field(default_factory=list)  # others that fit as well, in words
     rows: list[Row] = field(default_factory=list)  # the nearest first
+    entry: Entry | None = None  # where nothing fits, and this was looked for
     untried: str = ""  # that no number at an operation was fitted, and why, where that was wanted
 
     @property

@@ -16,9 +16,11 @@ from ..hypotheses.evidence import Evidence
 from ..hypotheses.judgement import FEWEST_TOKENS, SECOND, TIMES
 from ..hypotheses.noise import Noise
 from ..hypotheses.scorable_lines import Line
-from ..hypotheses.tried import Row, Tried
+from ..hypotheses.tried import Entry, Row, Tried
 from .dictionary import meaning
 from .forward import Tokens, chosen, sampled, usable
+from .free_changes import Difference, stacked
+from .gradients import gradients_of
 from .knob import REFUSALS, Turn
 from .knob_fit import Fitted
 from .module_places import Places, places_of
@@ -28,6 +30,9 @@ from .search import Answer, Knobs, leaves_rounding
 # Two cores of a CPU take about a second for the first. Where knobs are asked for, so many times the products.
 _SCREEN, _FIT = 3e10, 1.2e11
 _SCREEN_TOKENS, _FIT_TOKENS, _ASKED = 800, 2000, 16
+# Weights times tokens times tokens of their line up to which gradients of single tokens are taken, about as
+# long as the swaps; and the fewest tokens.
+_GRADIENTS, _FEWEST = 2e12, 128
 # Batches of a fit's size on which its value is checked, of lines by chance.
 _CHECKS = 4
 # Weights of a model up to which its knobs are tried without being asked for.
@@ -59,7 +64,8 @@ class KnobModel:
     def model(self) -> torch.nn.Module:
         """The model, read once."""
         if not self._loaded:
-            self._loaded.append(load_model(self.folder, torch.float32, "eager").to(self.device))
+            model = load_model(self.folder, torch.float32, "eager").to(self.device)
+            self._loaded.append(model.requires_grad_(False))
         return self._loaded[0]
 
     def dtype_of(self, side: str) -> str:
@@ -98,7 +104,37 @@ def _searched(tried: Tried, evidence: Evidence, knob_model: KnobModel, stage: Ca
         return _untried(tried, f"no prompt leaves room within the {most} tokens of a forward{asked}")
     few = chosen(lines, min(_SCREEN_TOKENS, int(_SCREEN * share)))
     rows, count = _fitted(lines, few, most, evidence.side, knob_model, stage)
-    return replace(beside_knobs(tried, rows), tried=tried.tried + count)
+    tried = replace(beside_knobs(tried, rows), tried=tried.tried + count)
+    if tried.best is not None:
+        return tried
+    stage("looking for the operation that the difference enters at")
+    return replace(tried, entry=_entry(lines, most, weights, evidence.side, knob_model))
+
+
+def _entry(lines: Sequence[Line], most: int, weights: int, side: str, knob_model: KnobModel) -> Entry | None:
+    """Where the difference enters, by lines that chance chooses; None of too few, or of a too large model.
+
+    most: tokens of a forward. weights: of the model.
+    """
+    kept, work = [], 0.0
+    for line in sampled(lines, most, 1)[0]:
+        tokens = len(line.completion_ids)
+        work += float(weights) * tokens * (len(line.prompt_ids) + tokens)
+        if work > _GRADIENTS:
+            break
+        kept.append(line)
+    model = knob_model.model()
+    places = places_of(model)
+    if sum(len(x.completion_ids) for x in kept) < _FEWEST or not places.modules:
+        return None
+    gradients, tokens = gradients_of(model, places, kept), Tokens(model, kept)
+    try:
+        features = stacked([gradients.features(x) for x in kept])
+    except REFUSALS:
+        return None  # a module of this family computes what autograd does not take
+    numbers = np.repeat(np.arange(len(kept)), [len(x.completion_ids) for x in kept])
+    r = np.where(tokens.known, tokens.difference(tokens.base) / tokens.w, np.nan)
+    return Difference(r, numbers, tokens.noise(knob_model.dtype_of(side)).size).entry(features)
 
 
 def _leaves_more(tried: Tried) -> bool:

@@ -34,7 +34,7 @@ from .module_places import Place
 
 Change = AbstractContextManager[None]
 _OF_PRODUCTS = ("scores", "values", "reach", "cap", "mask")
-_PRODUCTS = (torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__)
+PRODUCTS = (torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__)
 _E4M3_LARGEST = 448.0
 # What a forward with a knob may raise that the model's module does not take.
 REFUSALS = (RuntimeError, TypeError, AttributeError, IndexError, ValueError, KeyError)
@@ -269,7 +269,7 @@ class _Attention(TorchFunctionMode):
         self, function: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         out = function(*args, **(kwargs or {}))
-        if not self._now or function not in _PRODUCTS or out.dim() != 4:
+        if not self._now or function not in PRODUCTS or out.dim() != 4:
             return out
         module, products = self._now[-1]
         products[0] += 1

@@ -263,7 +263,12 @@ class Operations:
             rotated = torch.cat([rotated[..., ::2], rotated[..., 1::2]], dim=-1)
         both = torch.cat([rotated.expand(-1, c.heads, -1), heads[..., :unrotated]], dim=-1)
         y = self.rope(both.flatten(1), c.frequencies, factor=attention_factor(c.rope_scaling))
-        return y.reshape(both.shape).roll(-c.rotary_dim, dims=-1).flatten(1)
+        y = y.reshape(both.shape)
+        if block.in_place:
+            y = torch.cat(
+                [y[..., : c.rotary_dim].unflatten(-1, (2, -1)).mT.flatten(-2), y[..., c.rotary_dim :]], -1
+            )
+        return y.roll(-c.rotary_dim, dims=-1).flatten(1)
 
     def attention(
         self,
@@ -307,24 +312,25 @@ class Operations:
         lower_wins: bool = True,
         corrected: bool = True,
         scaled: bool = True,
+        in_groups: bool = True,
     ) -> Tensor:
         """The weight of each expert for each token, [T, E] in `wide`; 0 for one that is not chosen.
 
         logits [T, E]. per_token, renormalise: the checkpoint's where they are not given. lower_wins: whether
-        the lower index is chosen of equally likely experts. corrected, scaled: whether a sigmoid router's
-        bias corrects the choice, and its scale multiplies the weights.
+        the lower index is chosen of equally likely experts. corrected, scaled, in_groups: whether a
+        bias corrects the choice, a scale multiplies the weights, and experts come of the best groups.
         """
         c, z = self.checkpoint.config.experts, logits.to(self.wide)
         p = torch.sigmoid(z) if c.sigmoid else torch.softmax(z, dim=1)
-        scores = choice_scores(op, p, self.checkpoint, corrected)
+        scores = choice_scores(op, p, self.checkpoint, corrected, in_groups)
         by_index = scores if lower_wins else scores.flip(1)
         ids = by_index.sort(dim=1, descending=True, stable=True).indices[:, : per_token or c.per_token]
         ids = ids if lower_wins else p.shape[1] - 1 - ids
         q = p.gather(1, ids)
         if c.renormalise if renormalise is None else renormalise:
             q = q / q.sum(dim=1, keepdim=True)
-        if c.sigmoid and scaled:
-            q = q * c.sigmoid.scale
+        if c.grouped and scaled:
+            q = q * c.grouped.scale
         return torch.zeros_like(p).scatter(1, ids, q)
 
     def experts(self, op: str, x: Tensor, routing: Tensor, clamped: Clamped | None = None) -> Tensor:
@@ -365,21 +371,23 @@ class Operations:
         return torch.log_softmax(z.to(self.wide), dim=1).gather(1, drawn)
 
 
-def choice_scores(op: str, p: Tensor, checkpoint: Checkpoint, corrected: bool = True) -> Tensor:
+def choice_scores(
+    op: str, p: Tensor, checkpoint: Checkpoint, corrected: bool = True, in_groups: bool = True
+) -> Tensor:
     """By what the router of the layer of `op` chooses experts with the probabilities or scores p, [T, E].
 
-    Of a sigmoid router it is -inf in groups that are not chosen. corrected: as for Operations.routing.
+    It is -inf in groups that are not chosen. corrected, in_groups: as for Operations.routing.
     """
     mixture = checkpoint.config.mixture
-    if mixture.experts.sigmoid is None:
+    if mixture.experts.grouped is None:
         return p
-    if corrected:
+    if mixture.experts.sigmoid and corrected:
         p = p + checkpoint.weights[f"model.{split_name(op)[0]}{mixture.bias_name}"].to(p.device, p.dtype)
     choice = mixture.choice
-    groups = p.unflatten(1, (choice.groups, -1))
-    if choice.groups == 1:
+    if choice.groups == 1 or not in_groups:
         return p
-    best = groups.topk(2, dim=2).values.sum(dim=2).sort(dim=1, descending=True, stable=True).indices
+    groups, judges = p.unflatten(1, (choice.groups, -1)), 2 if mixture.experts.sigmoid else 1
+    best = groups.topk(judges, dim=2).values.sum(dim=2).sort(dim=1, descending=True, stable=True).indices
     kept = torch.zeros_like(best, dtype=torch.bool).scatter(1, best[:, : choice.top_groups], True)
     return groups.masked_fill(~kept.unsqueeze(2), float("-inf")).flatten(1)
 

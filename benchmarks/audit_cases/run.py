@@ -32,7 +32,7 @@ FAMILIES = ("llama", "qwen3")  # --families takes qwen2, too
 SEEDS_SET = (0, 1, 2)
 # Kinds of a cause that say that nothing is at fault, and that something is and no hypothesis fits.
 SOUND_KINDS = ("equal", "equal columns", "rounded log", "rounding")
-UNKNOWN_KINDS = ("unknown", "place")
+UNKNOWN_KINDS = ("unknown",)
 RESULT = "result.json"
 WORDS = ("named", "seen", "missed", "wrong", "clear", "unsure", "alarm")
 CLASSES = {

@@ -61,7 +61,14 @@ MIXTURES: dict[str, _Widths] = {
     "qwen3_moe": ((2048, 6144, 32, 4, 128), {"moe_intermediate_size": 768}),  # 30B-A3B
 }
 # No GPU computes them (ModelConfig.refuse_on_triton).
-NOT_ON_A_GPU = ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "deepseek_v3", "glm4_moe_lite")
+NOT_ON_A_GPU = (
+    "qwen3_5_text",
+    "qwen3_5_moe_text",
+    "qwen3_next",
+    "deepseek_v2",
+    "deepseek_v3",
+    "glm4_moe_lite",
+)
 _TOY = (64, 128, 4, 2, 16)
 
 

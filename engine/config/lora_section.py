@@ -21,6 +21,12 @@ REFUSED = {
     "target_modules": "they are called lora.targets",
 }
 REFUSED["lora_dropout"] = REFUSED["dropout"]
+# Why a sampler does not draw with adapters that are not merged.
+_MERGED_ONLY = {
+    "vllm-exact": "vLLM's own model adds adapters by its own kernels, in another order than the trainer's",
+    "vllm": "it loads merged weights, with which this run does not compute",
+}
+_MERGED_ONLY["hf"] = _MERGED_ONLY["vllm"]
 _NO_COPY = "it computes with a copy of the weights, to which no adapters go yet"
 
 
@@ -44,17 +50,17 @@ class LoraConfig(Section, head=WHERE_SET):
     @rule
     def _unmerged(self, run: PlannedRun) -> str | None:
         c = run.config
-        if not self.merge and c.sampler != "native":
-            return f'lora.merge (false) with sampler ("{c.sampler}"): {_NO_COPY}; set sampler = "native"'
+        if not self.merge and c.sampler not in ("native", "vllm-zerokl"):
+            return (
+                f'lora.merge (false) with sampler ("{c.sampler}"): {_MERGED_ONLY[c.sampler]}; set sampler = '
+                '"native" or "vllm-zerokl"'
+            )
         if not self.merge and (c.pool.engine or c.max_staleness or c.perturb.any):
             return (
                 f"lora.merge (false) with pool.engine, max_staleness or [perturb]: {_NO_COPY}; leave one out"
             )
-        if not self.merge and (c.parallel.engine == "fsdp" or c.precision.sampler_differs):
-            return (
-                f'lora.merge (false) with parallel.engine = "fsdp" or a sampler\'s own precision: {_NO_COPY}'
-                "; leave one out"
-            )
+        if not self.merge and c.precision.sampler_differs:
+            return f"lora.merge (false) with a sampler's own precision: {_NO_COPY}; leave one out"
 
     adapter: str = setting("", head=free("a place; the first adapters found there are chained instead"))
     """Folder of a PEFT adapter to go on from; empty begins with an adapter that changes nothing. Its rank,

@@ -159,6 +159,22 @@ class PrecisionConfig(Section):
                 'set it to "vllm", or sampler to "vllm-zerokl" or "native"'
             )
 
+    state_prompts: Literal["each", "once"] = setting(
+        "each", head=WHERE_SET, needs_whole=lambda value: value == "once"
+    )
+    """How training reads the prompt of several samples where layers keep a state (hybrids): each, again with
+    every sample; or once, as in all other models. Then the samples' gradients of what the prompt left are
+    added in fp32, one after another, and go through the prompt once. The gradient has other bits, and no
+    log-probability.
+    """
+
+    @rule
+    def _prompts_on_a_cpu(self, run: PlannedRun) -> str | None:
+        if self.state_prompts == "once" and run.device == "cuda":
+            return (
+                'precision.state_prompts ("once"): it is built for CPUs; set it to "each", or device = "cpu"'
+            )
+
     leaves: int = setting(1, ge=1, le=8, head=WHERE_SET)
     """Parts of every sum that tensor parallelism may cut: 1, 2, 4 or 8. Each part is an fp32 sum, and a fixed
     binary tree adds the parts, whatever the ranks. 1: one sum, and no tensor parallelism. It must divide the

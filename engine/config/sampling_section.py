@@ -99,7 +99,7 @@ class NativeConfig(Section, head=free("limits of the sampler; by the law they de
             return (
                 f'native.speculate ({self.speculate}) with sampler ("{run.config.sampler}"): other engines '
                 "accept a guess by chance, and do not compare it with the token that its key draws, which "
-                'changes the tokens; set it to 0, or sampler = "native"'
+                'changes the tokens; set it to 0, or sampler = "native" (vllm-zerokl has vllm.speculate)'
             )
 
 

@@ -53,5 +53,43 @@ class VllmConfig(Section, head=free("limits of the sampler; by the law they deci
         if self.schedule_ahead and run.config.sampler.startswith("vllm") and run.device == "cpu":
             return "vllm.schedule_ahead (true): vLLM does not do it on a CPU; set it to false"
 
+    speculate: int = Field(0, ge=0, le=32)
+    """Tokens that are guessed ahead in one forward of a sample, at most; 0 guesses none. A guess is compared
+    with the token that its key draws.
+    """
+
+    @rule
+    def _guesses_of_our_decoder(self, run: PlannedRun) -> str | None:
+        if self.speculate and run.config.sampler != "vllm-zerokl":
+            return (
+                f'vllm.speculate ({self.speculate}) with sampler ("{run.config.sampler}"): beside guesses '
+                "vLLM takes no draw but its own and that of zerokl's decoder; set it to 0, or sampler = "
+                '"vllm-zerokl" (native has native.speculate)'
+            )
+
+    @rule
+    def _guesses_follow_what_was_read(self, run: PlannedRun) -> str | None:
+        if self.speculate and (self.schedule_ahead or self.cuda_graphs):
+            return (
+                f"vllm.speculate ({self.speculate}) with vllm.schedule_ahead or vllm.cuda_graphs (true): "
+                "vLLM asks for guesses when a forward's tokens are read, and a graph has one row of each "
+                "sample; set it to 0, or these to false"
+            )
+
+    @property
+    def sample_tokens(self) -> int:
+        """Tokens of one sample in one forward, at most."""
+        others = map(self.engine.get, ("max_num_scheduled_tokens", "long_prefill_token_threshold"))
+        return min([self.max_batch_tokens, *(n for n in others if isinstance(n, int) and n > 0)])
+
+    @rule
+    def _all_guesses_fit(self, run: PlannedRun) -> str | None:
+        if self.speculate >= self.sample_tokens:
+            return (
+                f"vllm.speculate ({self.speculate}) must be below the tokens of a sample in one forward "
+                f"({self.sample_tokens}): vLLM begins some samples with a row for each guess or not at all; "
+                "set it lower, or vllm.max_batch_tokens (or a limit in vllm.engine) higher"
+            )
+
     engine: dict[str, Any] = Field(default_factory=dict)
     """Other arguments of vllm.LLM, by vLLM's names. Arguments that could break exactness are refused."""

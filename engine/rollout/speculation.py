@@ -116,9 +116,13 @@ class SampleGuesses:
             return 0
         pairs = zip(guess, drawn[:-1], strict=True)
         hits = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1].id, pairs))
-        for chance in (self._chance, self._speculation.chance):
-            chance.add(hits, min(hits + 1, len(guess)))
+        self.count(hits, len(guess))
         return hits + 1
+
+    def count(self, hits: int, guesses: int) -> None:
+        """So many of a turn's guesses stand. The chance follows them."""
+        for chance in (self._chance, self._speculation.chance):
+            chance.add(hits, min(hits + 1, guesses))
 
     def ended(self) -> None:
         """The request draws no more tokens."""

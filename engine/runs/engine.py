@@ -9,13 +9,13 @@ import torch
 from ...kernels.leaves import Leaves
 from ...kernels.low_rank import LowRankBuffers
 from ...kernels.shared_experts import SharedExperts
-from ...model.adapters import AdapterLayout
+from ...model.adapters import AdapterLayout, low_rank_by_weight
 from ...model.checkpoint import DTYPES, read_weights
 from ...model.config import ModelConfig
 from ...model.decoder import Decoder
 from ...model.numerics import Numerics
 from ...model.shared_context import check_shared_rows
-from ...model.weights import Layout
+from ...model.weights import NONE_UNMERGED, Layout, UnmergedAdapters
 from ..config.run_config import Config
 from ..processes.allocator import return_freed_memory
 from ..rollout.stopwatch import Stopwatch
@@ -190,12 +190,16 @@ def _of_adapters(run: EngineInputs) -> tuple[MasterWeights, RankedWorkers, Whole
     flat = adapters_before(run.config, run.own_layout).to(run.device, copy=True)
     adapters = TrainedAdapters(run.own_layout, flat)
     gradient, slices = AdapterGradient(adapters), Slices(run.own_layout, run.ranks, run.device)
-    uncut = Cutting.uncut(run.layout)
-    model = _sharded_model(run, uncut, gradient.buffers)
-    whole = WholeWeights(model.gather_into, _empty_decoder(run, uncut))
-    merged = ShardedAdapters(adapters, model, whole.decoder, run.base)
+    uncut, unmerged = Cutting.uncut(run.layout), NONE_UNMERGED
+    decoder = _empty_decoder(run, uncut)
+    if not run.own_layout.lora.merge:
+        unmerged = low_rank_by_weight(*adapters)
+        decoder.adapt(unmerged)
+    model = _sharded_model(run, uncut, gradient.buffers, unmerged)
+    whole = WholeWeights(model.gather_into, decoder)
+    spread = ShardedAdapters(adapters, model, decoder, run.base)
     parallel = ShardedAdapterWorkers(model, gradient, slices, run.config.virtual_shards)
-    return AdapterWeights(merged, slices, whole), parallel, whole
+    return AdapterWeights(spread, slices, whole), parallel, whole
 
 
 def _cut(run: EngineInputs, layout: Layout) -> tuple[TensorParts | None, Cutting]:
@@ -207,10 +211,13 @@ def _cut(run: EngineInputs, layout: Layout) -> tuple[TensorParts | None, Cutting
 
 
 def _sharded_model(
-    run: EngineInputs, cutting: Cutting, adapters: Mapping[str, LowRankBuffers] | None = None
+    run: EngineInputs,
+    cutting: Cutting,
+    adapters: Mapping[str, LowRankBuffers] | None = None,
+    unmerged: UnmergedAdapters = NONE_UNMERGED,
 ) -> ShardedModel:
     recompute = run.config.recompute == "layer"
-    how = run.dtype, _numerics(run), recompute, run.ranks, run.device, adapters or {}
+    how = run.dtype, _numerics(run), recompute, run.ranks, run.device, adapters or {}, unmerged
     return ShardedModel(run.folder, cutting, *how)
 
 

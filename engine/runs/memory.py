@@ -247,7 +247,7 @@ class ShardedBytes(NamedTuple):
     """Bytes of a rank whose weights FSDP shards, without activations, the cache and the gradient's tree.
 
     persistent: a rank's part of the master weights, of the moments of what is trained, and of the reference.
-    With LoRA: of the merged weights, of the base, and the adapters with their moments.
+    With LoRA: of the base, of the merged weights if there are any, and the adapters with their moments.
     drawing: the whole copy of whoever draws or scores. computing: the weights and gradients that are whole
     while a layer, or what lies outside of layers, computes. Of the two there is one at a time.
     """
@@ -269,7 +269,8 @@ def sharded_bytes(run: RunShape) -> ShardedBytes:
     spread = 4 * layout.numel + size * run.ref_numel
     if run.adapters:
         adapter_bytes = 4 * run.adapters.numel + run.moment_bytes // run.ranks
-        persistent = (spread + run.base.itemsize * layout.trained_numel) // run.ranks + adapter_bytes
+        base = run.base.itemsize * layout.trained_numel if run.adapters.lora.merge else 0
+        persistent = (spread + base) // run.ranks + adapter_bytes
     else:
         persistent = (spread + run.moment_bytes) // run.ranks
         computing += 16 * max(layer, outside)

@@ -27,11 +27,13 @@ from ...model.checkpoint import DTYPES
 from ...model.config import ModelConfig
 from ...model.decoder import Decoder
 from ...model.families import FAMILIES
+from ...model.lora import Lora
 from ...model.numerics import Numerics, named_numerics
 from ..config.run_config import Config
 from ..config.sampler_names import EXTERNAL
 from ..config.section import settings_of
 from ..display.terminal import console
+from ..processes.shared_tensor import SharedTensor
 from ..rollout.older_weights import OlderWeights
 from ..rollout.perturb import Delayed, sampled_weights, trained_weights
 from ..rollout.pool.actor import Blueprint, bits_environment
@@ -81,6 +83,11 @@ def make_samplers(
         )
     if model_config.states:
         refuse_states(config, model_config.architecture)
+    elif config.precision.state_prompts != "each":
+        raise ValueError(
+            f'precision.state_prompts ("{config.precision.state_prompts}"): {model_config.architecture} has '
+            'no layer with a state, so each prompt is read once in any case; set it to "each"'
+        )
     if model_config.is_latent and config.sampler == "vllm-zerokl":
         raise ValueError(
             f'sampler ("vllm-zerokl"): {model_config.architecture}: vLLM plans a cache of latents for latent '
@@ -152,11 +159,21 @@ def _over_weights_of(workers: Workers, run: _Run) -> Sampler:
             workers.host.decoder.numerics,
             frozen=layout.frozen,
             value_head=layout.value_head,
+            adapters=_unmerged(workers),
+            stopwatch=workers.host.sampler.stopwatch,
         )
     if config.sampler == "vllm-exact":
         refuse_uncompared(run.model_config.architecture)
         return VllmExactSampler(run.model, run.model_config, layout, flat, config.vllm)
     return ParallelSampler(workers)
+
+
+def _unmerged(workers: Workers) -> tuple[Lora, SharedTensor | torch.Tensor] | None:
+    """The adapters of these workers that are not merged into their weights; None without such."""
+    adapters = workers.host.adapters
+    if adapters is None or adapters.layout.lora.merge:
+        return None
+    return adapters.layout.lora, workers.adapters or adapters.flat
 
 
 def _external(run: _Run, weights: Callable[[], torch.Tensor]) -> ExternalSampler:
@@ -296,6 +313,7 @@ def numerics_of(config: Config, sampler: bool = False) -> Numerics:
         kv,
         precision.attention,
         precision.leaves,
+        precision.state_prompts,
     )
 
 

@@ -41,17 +41,10 @@ def merge_first(
     """The adapters that a run begins with, brought to the policy; None without LoRA.
 
     layout, base: see adapter_layout. weights: the base, [policy.layout.numel] fp32. Raises ValueError for a
-    folder that holds no adapter of this shape, and for adapters of experts that are not to be merged.
+    folder that holds no adapter of this shape.
     """
     if layout is None:
         return None
-    if not layout.lora.merge and (
-        expert := next((x.module for x in layout.adapters if "experts" in x.module), "")
-    ):
-        raise ValueError(
-            f"lora.merge (false): {expert} is of an expert, and grouped products take no adapters beside "
-            "their weights yet; set lora.merge = true, or let lora.targets be of attention only"
-        )
     return Adapters(layout, adapters_before(config, layout), weights, policy, base)
 
 

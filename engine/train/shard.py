@@ -125,7 +125,7 @@ def shard_gradients(
     prompts. So the shards beside it decide no bit of its sum. Returns a list for each shard; None for an
     empty one.
     """
-    if decoder.config.states:
+    if decoder.config.states and not decoder.numerics.prompts_once:
         shards = [shard and shard.whole_sequences() for shard in shards]
     passes = [
         [shard.part(index) for index in prompt_passes([r.prompt_ids for r in shard.rollouts])]

@@ -12,13 +12,13 @@ from typing import Any, NamedTuple
 import torch
 from pydantic import PositiveInt
 
-from ...kernels.causal_conv import causal_conv
-from ...kernels.delta_rule import delta_rule
+from ...kernels.causal_conv import causal_conv, causal_conv_after
+from ...kernels.delta_rule import delta_rule, delta_rule_after
 from ...kernels.gated_norm import gated_norm
 from ...kernels.linear import linear
-from ...kernels.recurrent_state import CHUNK, TAPS, TILE, StateShape
+from ...kernels.recurrent_state import CHUNK, TAPS, TILE, Left, StateShape
 from ..config_file import ConfigFile, Fields
-from ..context import NarrowingContext
+from ..context import CarryingContext, NarrowingContext
 from ..operation import Equation, Operation, Shown, Site, Work, projection_row
 from ..sizes import Sizes
 from .block import Block, LayerRun, LayerWeights, Rows, Weight
@@ -168,9 +168,16 @@ class DeltaNet(Block):
         y = linear(rows.x, w["delta_in"], None, in_pass, tiles)
         layer.show("delta_in", y)
         qkv, z, b, a = self._split(y)
-        qkv = causal_conv(qkv, w["conv"], segments, state, in_pass)
+        gates = a, b, w["A_log"], w["dt_bias"]
+        before = context.before(layer.i) if isinstance(context, CarryingContext) else None
+        if before is None:
+            qkv = causal_conv(qkv, w["conv"], segments, state, in_pass)
+            o = delta_rule(qkv, *gates, segments, s, state, in_pass)
+        else:
+            qkv, last = causal_conv_after(qkv, w["conv"], before.conv, segments, in_pass)
+            o, *left = delta_rule_after(qkv, *gates, before, segments, s, in_pass)
+            context.leave(layer.i, Left(last, *left))
         layer.show("conv", qkv)
-        o = delta_rule(qkv, a, b, w["A_log"], w["dt_bias"], segments, s, state, in_pass)
         layer.show("delta_rule", o)
         if layer.is_last and isinstance(context, NarrowingContext):
             o, z = context.narrow(o), context.narrow(z)

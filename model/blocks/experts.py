@@ -2,6 +2,7 @@
 
     logits = x router^T;   q, ids = top-k of softmax(logits);   y = sum over the k experts of q mlp(x)
     or q, ids = by sigmoid(logits), and a bias that corrects the choice (kernels/sigmoid_router.py)
+    or ids = top-k of the logits in the best groups;   q = f softmax(logits) of them
     y += shared(x), or sigmoid(x shared_gate^T) shared(x), where the model has a shared expert
 
 The sum over the chosen experts is rounded before the shared expert's output is added.
@@ -15,7 +16,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
-from pydantic import Field, FiniteFloat, NonNegativeInt, PositiveInt
+from pydantic import Field, PositiveInt
 
 from ...kernels.add_shared import add_shared
 from ...kernels.combine_experts import combine_experts
@@ -30,13 +31,13 @@ from ...kernels.shared_experts import SharedExperts
 from ...kernels.sigmoid_router import Choice, Weighing, sigmoid_choice, sigmoid_weights
 from ...kernels.silu_mul import silu_mul
 from ...kernels.tile_tables import TileTable
-from ...kernels.topk_softmax import topk_softmax
+from ...kernels.topk_softmax import topk_of_groups, topk_softmax
 from ..buffers import BYTES, as_numbers
 from ..config_file import ConfigFile, Fields
 from ..numerics import Numerics
 from ..operation import Equation, Operation, Site, Work, projection_row
 from ..routing import Routing
-from ..sizes import Experts, SigmoidRouter, Sizes
+from ..sizes import Experts, Sizes
 from .block import Block, LayerRun, LayerWeights, Rows, Weight
 from .mlp import GatedMlp
 
@@ -117,78 +118,6 @@ def read_experts(
     return Experts(number, per_token, size, renormalise, sparse, **others)
 
 
-class _DeepseekFields(Fields):
-    """The fields of a mixture of DeepSeek-V3's kind. transformers 5 writes num_local_experts, too."""
-
-    n_routed_experts: PositiveInt
-    n_shared_experts: NonNegativeInt
-    n_group: PositiveInt = 1
-    topk_group: PositiveInt = 1
-    routed_scaling_factor: FiniteFloat = 1.0
-    norm_topk_prob: bool = True
-
-
-class _FirstDense(Fields):
-    first_k_dense_replace: NonNegativeInt
-
-
-# Fields that only say what the architecture's class computes in any case.
-_DEEPSEEK_KIND = {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}
-
-
-# Of `zerokl init`: an expert that all tokens share, groups of which half may be chosen, one dense layer.
-SMALL_DEEPSEEK_EXPERTS = {
-    "n_routed_experts": 8,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 160,
-    "n_shared_experts": 1,
-    "n_group": 4,
-    "topk_group": 2,
-    "routed_scaling_factor": 1.5,
-    "norm_topk_prob": True,
-    "first_k_dense_replace": 1,
-}
-
-
-def read_deepseek_experts(config: ConfigFile, dense_layers: Collection[int] | None = None) -> Experts:
-    """The experts of a model with DeepSeek-V3's router. Raises UnsupportedError (see read_experts).
-
-    dense_layers: those without experts; None: config.json says how many they are, which come first.
-    """
-    if dense_layers is None:
-        dense_layers = range(config.read(_FirstDense).first_k_dense_replace)
-    raw = {"n_routed_experts": config.raw.get("num_local_experts")}
-    raw |= {name: value for name, value in config.raw.items() if value is not None}
-    c = config.read(_DeepseekFields, raw)
-    for field, value in _DEEPSEEK_KIND.items():
-        if config.raw.get(field, value) != value:
-            config.refuse(field, config.raw[field], f"only {value} is in this architecture")
-    group_size, rest = divmod(c.n_routed_experts, c.n_group)
-    if rest or c.topk_group > c.n_group or (c.n_group > 1 and group_size < 2):
-        config.wrong(
-            f"n_group ({c.n_group}) must divide n_routed_experts ({c.n_routed_experts}) into groups of at "
-            f"least two, and topk_group ({c.topk_group}) be at most n_group"
-        )
-    decided = {
-        "num_experts": c.n_routed_experts,
-        "norm_topk_prob": c.norm_topk_prob,
-        "decoder_sparse_step": 1,
-        "mlp_only_layers": list(dense_layers),
-    }
-    experts = read_experts(
-        config,
-        decided,
-        known=[*_DeepseekFields.model_fields, *_DEEPSEEK_KIND],
-        sigmoid=SigmoidRouter(c.n_group, c.topk_group, c.routed_scaling_factor),
-    )
-    if experts.per_token > c.topk_group * group_size:
-        config.wrong(
-            f"num_experts_per_tok ({experts.per_token}) must be at most the {c.topk_group * group_size} "
-            f"experts of topk_group ({c.topk_group}) groups"
-        )
-    return replace(experts, shared=c.n_shared_experts * experts.size)
-
-
 class ExpertNames(NamedTuple):
     """How a checkpoint names a mixture. module: what holds the router and the experts, from the layer."""
 
@@ -251,9 +180,9 @@ class MixtureOfExperts(Block):
     def _logits_dtype(self, numerics: Numerics, compute: torch.dtype) -> torch.dtype | None:
         """The dtype of the router's logits; None is the compute dtype.
 
-        Those of a sigmoid router are in fp32 always, from a weight in the compute dtype.
+        Those of DeepSeek's routers are in fp32 always, from a weight in the compute dtype.
         """
-        return accumulate_dtype(compute) if self.experts.sigmoid else numerics.router
+        return accumulate_dtype(compute) if self.experts.grouped else numerics.router
 
     def operations(self, c: Sizes, x: str) -> tuple[Operation, ...]:
         D, (number, size, per_token) = (
@@ -268,7 +197,7 @@ class MixtureOfExperts(Block):
             f"{_MODULE}.gate",
             weight=f"{self.names.module}.gate",
             # Logits in fp32 keep what they are computed from in fp32.
-            kept_fp32=number + (D if self.experts.sigmoid else 0),
+            kept_fp32=number + (D if self.experts.grouped else 0),
             remedy="Compare the router's weight in the engine's memory with the checkpoint's, and its dtype.",
         )
         experts = Operation(
@@ -362,6 +291,9 @@ class MixtureOfExperts(Block):
         c = self.experts
         if c.sigmoid:
             return self._route_by_sigmoid(logits, w, i, routing)
+        if c.softmax:
+            ids = routing.experts(i, logits, topk_of_groups(logits, *self.choice))
+            return given_softmax(logits, ids, c.renormalise) * c.softmax.scale, ids
         q, ids = topk_softmax(logits, c.per_token, c.renormalise)
         given = routing.experts(i, logits, ids)
         return (q, ids) if given is ids else (given_softmax(logits, given, c.renormalise), given)
@@ -377,9 +309,9 @@ class MixtureOfExperts(Block):
 
     @property
     def choice(self) -> Choice:
-        """How many experts and groups the sigmoid router chooses."""
-        sigmoid = self.experts.sigmoid
-        return Choice(self.experts.per_token, sigmoid.groups, sigmoid.top_groups)
+        """How many experts and groups one of DeepSeek's routers chooses."""
+        grouped = self.experts.grouped
+        return Choice(self.experts.per_token, grouped.groups, grouped.top_groups)
 
     def _with_shared(self, y: torch.Tensor, w: LayerWeights, rows: Rows, layer: LayerRun) -> torch.Tensor:
         """y [T, D] of the chosen experts, and the shared expert's output added to it."""

@@ -66,8 +66,8 @@ def latent_widths(config: ConfigFile) -> tuple[int, int]:
     return c.qk_nope_head_dim + c.qk_rope_head_dim, c.qk_rope_head_dim
 
 
-def read_latent(config: ConfigFile) -> "LatentAttention":
-    """The attention of a config.json. Raises UnsupportedError."""
+def read_latent(config: ConfigFile, in_place: bool = False) -> "LatentAttention":
+    """The attention of a config.json. in_place: see LatentAttention. Raises UnsupportedError."""
     common, c = config.fields, config.read(_LatentFields)
     width, rotated = latent_widths(config)
     repeated = {
@@ -93,6 +93,7 @@ def read_latent(config: ConfigFile) -> "LatentAttention":
         value_width=c.v_head_dim,
         scale=width**-0.5 * factor * factor,
         interleaved=c.rope_interleave,
+        in_place=in_place,
         qkv_bias=common.attention_bias,
     )
 
@@ -106,6 +107,9 @@ class LatentAttention(Mixer):
     scale: float
     q_rank: int | None = None  # None: queries come of x
     interleaved: bool = True  # neighbours are rotated together, and not halves
+    in_place: bool = (
+        False  # rotated neighbours stay neighbours; else their firsts come first, then the seconds
+    )
     qkv_bias: bool = False  # of q_a, kv_a and o
 
     def _matrices(self, c: Sizes) -> dict[str, tuple[str, int, int]]:
@@ -225,7 +229,10 @@ class LatentAttention(Mixer):
         rotated = torch.cat([q_rot, k_rot.unsqueeze(1)], dim=1)
         if self.interleaved:
             rotated = rotated.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
-        q_rot, k_rot = rope(rotated.contiguous(), *layer.rotation).split([c.heads, 1], dim=1)
+        rotated = rope(rotated.contiguous(), *layer.rotation)
+        if self.in_place:
+            rotated = rotated.unflatten(-1, (2, -1)).transpose(-1, -2).flatten(-2)
+        q_rot, k_rot = rotated.split([c.heads, 1], dim=1)
         q = torch.cat([q, q_rot], dim=-1)
         k = torch.cat([k, share_key(k_rot.squeeze(1), c.heads)], dim=-1)
         layer.show("q_rope", q)

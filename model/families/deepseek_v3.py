@@ -6,15 +6,9 @@ DeepSeek-V3 is in fp8: convert it to bf16 first, with the script that comes with
 
 from pydantic import NonNegativeInt
 
-from ..blocks.experts import (
-    SMALL_DEEPSEEK_EXPERTS,
-    ExpertNames,
-    MixtureOfExperts,
-    read_deepseek_experts,
-)
+from ..blocks.deepseek import SMALL_DEEPSEEK_EXPERTS, mixed_layers, read_deepseek_experts
 from ..blocks.latent_attention import SMALL_LATENT, latent_widths, read_latent
-from ..blocks.mlp import GatedMlp
-from ..blocks.residual import Layer, pre_norm
+from ..blocks.residual import Layer
 from ..config_file import ConfigFile, Fields
 from ..family import Family
 
@@ -27,10 +21,7 @@ class _Fields(Fields):
 def layers(config: ConfigFile) -> list[Layer]:
     """The blocks of each layer."""
     config.read(_Fields)
-    experts, attention = read_deepseek_experts(config), read_latent(config)
-    mixture = MixtureOfExperts(experts, ExpertNames(shared="shared_experts"))
-    dense, sparse = pre_norm(attention, GatedMlp()), pre_norm(attention, mixture)
-    return [sparse if i in experts.layers else dense for i in range(config.fields.num_hidden_layers)]
+    return mixed_layers(config, read_latent(config), read_deepseek_experts(config))
 
 
 FAMILY = Family(

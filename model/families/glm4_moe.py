@@ -7,14 +7,8 @@ guess tokens ahead; no log-probability depends on them, so they are not read.
 from pydantic import NonNegativeInt
 
 from ..blocks.attention import Attention
-from ..blocks.experts import (
-    SMALL_DEEPSEEK_EXPERTS,
-    ExpertNames,
-    MixtureOfExperts,
-    read_deepseek_experts,
-)
-from ..blocks.mlp import GatedMlp
-from ..blocks.residual import Layer, pre_norm
+from ..blocks.deepseek import SMALL_DEEPSEEK_EXPERTS, mixed_layers, read_deepseek_experts
+from ..blocks.residual import Layer
 from ..config_file import ConfigFile, Fields
 from ..family import Family
 
@@ -26,11 +20,9 @@ class _Fields(Fields):
 
 def layers(config: ConfigFile) -> list[Layer]:
     """The blocks of each layer."""
-    experts, bias = read_deepseek_experts(config), config.fields.attention_bias
+    bias = config.fields.attention_bias
     attention = Attention(qkv_bias=bias, qk_norm=config.read(_Fields).use_qk_norm)
-    mixture = MixtureOfExperts(experts, ExpertNames(shared="shared_experts"))
-    dense, sparse = pre_norm(attention, GatedMlp()), pre_norm(attention, mixture)
-    return [sparse if i in experts.layers else dense for i in range(config.fields.num_hidden_layers)]
+    return mixed_layers(config, attention, read_deepseek_experts(config))
 
 
 FAMILY = Family(

@@ -8,15 +8,9 @@ from typing import Literal
 
 from pydantic import NonNegativeInt
 
-from ..blocks.experts import (
-    SMALL_DEEPSEEK_EXPERTS,
-    ExpertNames,
-    MixtureOfExperts,
-    read_deepseek_experts,
-)
+from ..blocks.deepseek import SMALL_DEEPSEEK_EXPERTS, mixed_layers, read_deepseek_experts
 from ..blocks.latent_attention import SMALL_LATENT, latent_widths, read_latent
-from ..blocks.mlp import GatedMlp
-from ..blocks.residual import Layer, pre_norm
+from ..blocks.residual import Layer
 from ..config_file import ConfigFile, Fields
 from ..family import Family
 
@@ -40,10 +34,7 @@ def layers(config: ConfigFile) -> list[Layer]:
             f"first_k_dense_replace ({c.first_k_dense_replace}) must be the layers that are dense by "
             f"mlp_layer_types ({dense_layers})"
         )
-    experts, attention = read_deepseek_experts(config, dense_layers), read_latent(config)
-    mixture = MixtureOfExperts(experts, ExpertNames(shared="shared_experts"))
-    dense, sparse = pre_norm(attention, GatedMlp()), pre_norm(attention, mixture)
-    return [sparse if i in experts.layers else dense for i in range(n)]
+    return mixed_layers(config, read_latent(config), read_deepseek_experts(config, dense_layers))
 
 
 FAMILY = Family(

@@ -15,7 +15,7 @@ from zerokl.kernels.grad import GradBuffer
 from zerokl.kernels.grouped_linear import add_grouped_columns, grouped_linear
 from zerokl.kernels.order import token_blocks
 from zerokl.kernels.passes import Pass
-from zerokl.kernels.topk_softmax import topk_of_logits, topk_softmax
+from zerokl.kernels.topk_softmax import topk_of_groups, topk_of_logits, topk_softmax
 
 from tests.helpers import (
     DTYPES,
@@ -173,6 +173,24 @@ def test_the_choice_is_of_the_largest_logits_and_of_equal_ones_the_lower_id(seed
     for row, chosen in zip(logits.tolist(), ids.tolist(), strict=True):
         assert chosen == sorted(range(8), key=lambda e: (-row[e], e))[:3]
     assert total_unequal([ids], [topk_softmax(logits, 3, True)[1]]) == 0
+
+
+@property_settings(20)
+@given(seed=st.integers(0, 999), few=st.booleans(), groups=st.sampled_from([1, 2, 4]), data=st.data())
+def test_the_choice_is_of_the_groups_with_the_largest_logits(seed, few, groups, data):
+    top = data.draw(st.integers(1, groups))
+    logits = randn(seed, 20, 8)
+    logits = logits.round() if few else logits
+    size, k = 8 // groups, min(3, top * (8 // groups))
+    for row, chosen in zip(logits.tolist(), topk_of_groups(logits, k, groups, top).tolist(), strict=True):
+        best = sorted(range(groups), key=lambda g: (-max(row[g * size : (g + 1) * size]), g))[:top]
+        inside = [e for e in range(8) if e // size in best]
+        assert chosen == sorted(inside, key=lambda e: (-row[e], e))[:k]
+
+
+def test_control_experts_of_all_groups_are_others():
+    logits = randn(0, 50, 8)
+    assert total_unequal([topk_of_groups(logits, 3, 4, 2)], [topk_of_logits(logits, 3)]) > 0
 
 
 def test_control_a_choice_by_probability_differs_where_logits_do_and_probabilities_do_not():

@@ -27,6 +27,7 @@ from transformers import (
     Qwen3MoeConfig,
 )
 from transformers.masking_utils import eager_mask
+from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2TopkRouter
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkRouter
 from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
@@ -151,15 +152,12 @@ FAMILIES |= {
     for name, family in MODEL_TYPES.items()
     if name not in FAMILIES
 }
-# Those with layers that keep a state.
-WITH_STATES = ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next")
 # As parameters of long tests: with --quick, without those whose blocks are also in others.
 _LIKE_OTHERS = "llama", "llama linear", "mistral", "mixtral", "qwen2_moe", "qwen2 yarn", "qwen3 bias"
 _LIKE_OTHERS += "granite", "smollm3", "phi3", "qwen3_next", "qwen3_5_moe_text", "gemma", "olmo3"
-JUDGED_FAMILIES, WITHOUT_STATES = (
-    [pytest.param(name, marks=pytest.mark.full) if name in _LIKE_OTHERS else name for name in names]
-    for names in (FAMILIES, [name for name in FAMILIES if name not in WITH_STATES])
-)
+JUDGED_FAMILIES = [
+    pytest.param(name, marks=pytest.mark.full) if name in _LIKE_OTHERS else name for name in FAMILIES
+]
 Pairs = list[tuple[list[int], list[int]]]
 
 
@@ -210,8 +208,10 @@ def judge(folder: Path) -> PreTrainedModel:
         rotating = config.rotating(model.config.layer_types.index(layer_type)) if layer_type else config
         frequencies = torch.tensor(rotating.frequencies, dtype=torch.float64)
         scale = getattr(embedding, f"{layer_type}_attention_scaling" if layer_type else "attention_scaling")
-        repeats = 1 if model.config.model_type == "gpt_oss" else 2
+        repeats = 1 if model.config.model_type in ("gpt_oss", "deepseek_v2") else 2
         angle = position_ids[..., None] * frequencies.repeat(repeats)
+        if model.config.model_type == "deepseek_v2":
+            return torch.polar(torch.full_like(angle, scale), angle)
         return angle.cos() * scale, angle.sin() * scale
 
     for module in model.modules():
@@ -229,6 +229,9 @@ def judge(folder: Path) -> PreTrainedModel:
         if isinstance(module, Glm4MoeTopkRouter | Glm4MoeLiteTopkRouter | DeepseekV3TopkRouter):
             module.double()  # transformers keeps it in fp32
             module.forward = lambda x, m=module: _route_by_scores(x.view(-1, m.hidden_dim), m)
+        if isinstance(module, DeepseekV2TopkRouter):
+            module.double()
+            module.forward = lambda x, m=module: _route_in_groups(x.view(-1, m.hidden_dim), m)
         if isinstance(module, _SOFTMAX_ROUTERS):
             module.forward = lambda x, m=module: _route(x.view(-1, m.hidden_dim), m)
     embedding.forward = rotary
@@ -243,8 +246,8 @@ def _capped_attention(module, q, k, v, mask, scaling, softcap=None, **_):
     return ((scores + mask).softmax(-1) @ v).transpose(1, 2), None
 
 
-# Modules of hybrids that compute in fp32 whatever the dtype.
-_WITH_CASTS = "GatedDeltaNet", "5RMSNorm", "NextRMSNorm", "RMSNormGated", "MoeRMSNorm"
+# Modules that compute in fp32 whatever the dtype: of hybrids, and what rotates in DeepSeek-V2.
+_WITH_CASTS = "V2Attention", "GatedDeltaNet", "5RMSNorm", "NextRMSNorm", "RMSNormGated", "MoeRMSNorm"
 
 
 class _Torch:
@@ -292,6 +295,18 @@ def _route_by_scores(x: torch.Tensor, router: torch.nn.Module) -> tuple[torch.Te
     ids = groups.masked_fill(~kept, -torch.inf).flatten(1).topk(router.top_k, -1)[1]
     weights = scores.gather(1, ids)
     return logits, weights / weights.sum(-1, keepdim=True) * router.routed_scaling_factor, ids
+
+
+def _route_in_groups(x: torch.Tensor, router: torch.nn.Module) -> tuple[torch.Tensor, ...]:
+    """As _route, of DeepSeek-V2's router, whose own products are in fp32."""
+    logits = x @ router.weight.t()
+    scores = logits.softmax(-1)
+    if router.topk_method == "group_limited_greedy":
+        groups = scores.unflatten(1, (router.num_group, -1))
+        others = groups.amax(2).sort(1, descending=True)[1][:, router.topk_group :]
+        scores = groups.scatter(1, others.unsqueeze(2).expand(-1, -1, groups.shape[2]), 0.0).flatten(1)
+    weights, ids = scores.topk(router.top_k, -1)
+    return logits, weights * router.routed_scaling_factor, ids
 
 
 def sequence_losses(logp: torch.Tensor, pairs: Pairs, dy: torch.Tensor) -> torch.Tensor:

@@ -38,7 +38,7 @@ PASSED_OVER = {(x, "num_nextn_predict_layers") for x in ("glm4_moe", "glm4_moe_l
 PASSED_OVER |= {("gemma3_text", "query_pre_attn_scalar")}
 PASSED_OVER |= {("gemma2", key) for key in MUTATED if key.endswith(("softcapping", "scalar"))}
 # Heads of transformers' default are 42 wide, which no model has.
-LATENT = "deepseek_v3", "glm4_moe_lite"
+LATENT = "deepseek_v2", "deepseek_v3", "glm4_moe_lite"
 WIDER_HEADS = {key: {"num_attention_heads": 4} for key in LATENT} | {"glm4_moe": {"num_attention_heads": 64}}
 
 

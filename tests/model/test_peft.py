@@ -102,9 +102,8 @@ def test_every_family_has_adapters_of_its_linear_weights_and_of_nothing_else(arc
     matrices = 3 * (c.number + (c.shared > 0)) if c and architecture != "GptOssForCausalLM" else 0
     sparse = len(c.layers) if c else 0
     dense = 4 if is_fused else 4 + 3
-    all_mixers = (
-        2 * dense if not c else 2 * (5 if config.is_latent else 4) + sparse * matrices + (2 - sparse) * 3
-    )
+    attention = 4 + bool(config.raw.get("q_lora_rank"))  # queries of a latent have two
+    all_mixers = 2 * dense if not c else 2 * attention + sparse * matrices + (2 - sparse) * 3
     assert len(adapted) == all_mixers - 4 * len(config.states)
     for module, weight, rows, a, b in layout.adapters:
         assert (b.shape[0], a.shape[1]) == shapes[f"{module}.weight"]

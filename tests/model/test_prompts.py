@@ -4,11 +4,13 @@ No micro-batch changes their gradients.
 """
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from zerokl.kernels.recurrent_state import Left
 from zerokl.kernels.sampling_params import SamplingParams
 from zerokl.model import prompts as prompts_module
 from zerokl.model.checkpoint import load_decoder
@@ -26,7 +28,7 @@ from tests.helpers import (
     total_unequal,
     zero_buffers,
 )
-from tests.model.checkpoints import WITHOUT_STATES, Pairs, save_random
+from tests.model.checkpoints import JUDGED_FAMILIES, Pairs, save_random
 
 SAMPLING = SamplingParams(0.9)
 dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d).removeprefix("torch."))
@@ -38,10 +40,15 @@ groups = st.lists(
 )
 
 
-# Where a layer keeps a state, prompts are not read once: tests/model/test_transformers.py has the refusal.
-@pytest.fixture(scope="module", params=WITHOUT_STATES)
+@pytest.fixture(scope="module", params=JUDGED_FAMILIES)
 def folder(request, tmp_path_factory):
     return save_random(request.param, tmp_path_factory.mktemp(request.param))
+
+
+def load(folder: Path, dtype: torch.dtype, **numerics: object) -> Decoder:
+    """A decoder that reads prompts once, also where a layer keeps a state."""
+    plain = load_decoder(folder, dtype)
+    return Decoder(plain.config, plain.flat.detach(), plain.layout, Numerics(prompts_once=True, **numerics))
 
 
 def make_pairs(drawn: Sequence[tuple[int, list[int]]], seed: int = 0) -> Pairs:
@@ -86,7 +93,7 @@ def whole(decoder: Decoder, pairs: Pairs) -> list[torch.Tensor]:
 @property_settings(8)
 @given(drawn=groups, size=st.integers(2, 5))
 def test_bits_of_whole_sequences_and_of_any_micro_batch(folder, dtype, drawn, size):
-    decoder, pairs = load_decoder(folder, dtype), make_pairs(drawn)
+    decoder, pairs = load(folder, dtype), make_pairs(drawn)
     scores, grads = gradients(decoder, pairs, len(pairs))
     assert total_unequal(scores, whole(decoder, pairs)) == 0
     for n in (1, size):
@@ -97,7 +104,7 @@ def test_bits_of_whole_sequences_and_of_any_micro_batch(folder, dtype, drawn, si
 
 @dtypes
 def test_control_another_order_of_the_samples_is_seen(folder, dtype):
-    decoder, pairs = load_decoder(folder, dtype), make_pairs([(40, [20, 30, 25])])
+    decoder, pairs = load(folder, dtype), make_pairs([(40, [20, 30, 25])])
     scores, grads = gradients(decoder, pairs, 1)
     other_scores, other_grads = gradients(decoder, pairs, 1, order=[1, 2, 0])
     assert total_unequal(other_scores, scores) == 0
@@ -106,7 +113,7 @@ def test_control_another_order_of_the_samples_is_seen(folder, dtype):
 
 @pytest.mark.parametrize("count", [2, 3, 4])
 def test_threads_change_nothing(folder, count):
-    decoder, pairs = load_decoder(folder, torch.float32), make_pairs([(70, [40, 50, 3]), (33, [8, 1])])
+    decoder, pairs = load(folder, torch.float32), make_pairs([(70, [40, 50, 3]), (33, [8, 1])])
     with threads(1):
         scores, grads = gradients(decoder, pairs, 3)
     with threads(count):
@@ -116,7 +123,7 @@ def test_threads_change_nothing(folder, count):
 
 
 def test_control_a_prompt_one_token_off_is_seen(folder, monkeypatch):
-    decoder, pairs = load_decoder(folder, torch.float32), make_pairs([(40, [20, 30])])
+    decoder, pairs = load(folder, torch.float32), make_pairs([(40, [20, 30])])
     read = prompts_module._read
 
     def read_wrong(decoder: Decoder, ids: Sequence[int], *args: object) -> object:
@@ -127,15 +134,15 @@ def test_control_a_prompt_one_token_off_is_seen(folder, monkeypatch):
 
 
 def test_keys_are_rounded_to_the_cache_dtype_for_both(folder):
-    plain, pairs = load_decoder(folder, torch.float32), make_pairs([(40, [20, 30])])
-    decoder = Decoder(plain.config, plain.flat.detach(), plain.layout, Numerics(cache=torch.bfloat16))
+    plain, pairs = load(folder, torch.float32), make_pairs([(40, [20, 30])])
+    decoder = load(folder, torch.float32, cache=torch.bfloat16)
     scores, _ = gradients(decoder, pairs, 2)
     assert total_unequal(scores, whole(decoder, pairs)) == 0
     assert total_unequal(scores, whole(plain, pairs)) > 0, "control: the rounding is there"
 
 
 def test_prompts_read_without_gradients_leave_none_behind(folder):
-    decoder, pairs = load_decoder(folder, torch.float32), make_pairs([(9, [2, 3]), (1, [4])])
+    decoder, pairs = load(folder, torch.float32), make_pairs([(9, [2, 3]), (1, [4])])
     buffers = zero_buffers(decoder.w.values())
     with torch.no_grad():
         prompts = Prompts(decoder, [prompt for prompt, _ in pairs], buffers=buffers)
@@ -143,6 +150,30 @@ def test_prompts_read_without_gradients_leave_none_behind(folder):
     prompts.backward()
     assert total_unequal([logp], [torch.cat(whole(decoder, pairs)[::2])]) == 0
     assert not any(sums.any() for sums in sums_of(buffers))
+
+
+def test_a_state_reads_no_prompt_once_without_the_setting(tmp_path):
+    decoder = load_decoder(save_random("qwen3_5_text", tmp_path), torch.float32)
+    with pytest.raises(ValueError, match=r"only where precision\.state_prompts says so"):
+        Prompts(decoder, [[1, 2]])
+    Prompts(decoder, [[1]])
+
+
+@pytest.mark.parametrize("lost", ["conv", "kv", "g", "beta", "start"])
+def test_control_a_gradient_that_a_state_does_not_send_back_is_seen(tmp_path, monkeypatch, lost):
+    """One prompt has a full chunk and five rows of an open one."""
+    folder, pairs = save_random("qwen3_5_text", tmp_path), make_pairs([(70, [9, 5]), (3, [2])])
+    exact, ours = (gradients(load(folder, x), pairs, 3)[1] for x in (torch.float64, torch.float32))
+
+    def without(shape, *flat):
+        left = of_rows(shape, *flat)
+        return left._replace(**{lost: getattr(left, lost).detach()})
+
+    of_rows = Left.of_rows
+    monkeypatch.setattr(Left, "of_rows", without)
+    wrong = gradients(load(folder, torch.float32), pairs, 3)[1]
+    errors = [sum((x - y).norm() for x, y in zip(g, exact, strict=True)) for g in (ours, wrong)]
+    assert errors[1] > 100 * errors[0]
 
 
 @property_settings(60)
@@ -161,7 +192,7 @@ def test_passes_hold_whole_prompts_and_at_most_so_many_tokens(drawn):
 
 
 def test_a_sequence_longer_than_the_context_is_refused(folder):
-    decoder = load_decoder(folder, torch.float32)
+    decoder = load(folder, torch.float32)
     prompts = Prompts(decoder, [[1] * 300])
     with pytest.raises(ValueError, match=r"a sequence of 513 tokens is longer than the context \(512\)"):
         logprobs(decoder, pack([([1] * 300, [2] * 214)], prompts.prompt_of_sample), SAMPLING, prompts=prompts)

@@ -178,9 +178,29 @@ GLM4_MOE = QWEN2 | {
 }
 
 
+DEEPSEEK_V2 = GLM4_MOE | {
+    "architectures": ["DeepseekV2ForCausalLM"],
+    "num_key_value_heads": None,
+    "head_dim": None,
+    "qk_rope_head_dim": 16,
+    "topk_method": "group_limited_greedy",
+}
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
+        (DEEPSEEK_V2 | {"norm_topk_prob": True}, "norm_topk_prob = True is not supported; only False"),
+        (DEEPSEEK_V2 | {"topk_method": "noaux_tc"}, "only greedy and group_limited_greedy is"),
+        (
+            DEEPSEEK_V2 | {"scoring_func": "sigmoid"},
+            "scoring_func = 'sigmoid' is not supported; only softmax",
+        ),
+        (
+            DEEPSEEK_V2 | {"topk_method": "greedy", "n_group": 2},
+            r"n_group \(2\) must be 1 with topk_method greedy",
+        ),
+        (DEEPSEEK_V2 | {"rope_interleave": False}, "rope_interleave = False is not supported"),
         (QWEN2_MOE | {"n_shared_experts": 1}, "n_shared_experts = 1 is not supported"),
         (
             QWEN2_MOE | {"shared_expert_intermediate_size": 0},

@@ -13,6 +13,7 @@ from zerokl.kernels.sampling_params import SamplingParams
 from zerokl.model.checkpoint import load_decoder
 from zerokl.model.config import ModelConfig
 from zerokl.model.context import PackedContext
+from zerokl.model.decoder import Decoder, Numerics
 from zerokl.model.prompts import Prompts
 from zerokl.model.scoring import logprobs, pack
 
@@ -50,7 +51,8 @@ def zerokl_results(folder, dtype: torch.dtype, shared: bool) -> dict[str, torch.
     All sequences are packed into one forward. Gradients are taken from buffers. With `shared`, prompts
     are read once.
     """
-    decoder = load_decoder(folder, dtype)
+    plain = load_decoder(folder, dtype)
+    decoder = Decoder(plain.config, plain.flat.detach(), plain.layout, Numerics(prompts_once=shared))
     flat = torch.zeros(decoder.layout.numel, dtype=torch.promote_types(dtype, torch.float32))
     views = decoder.layout.views(flat)
     buffers = {weight: GradBuffer(views[name].unsqueeze(0)) for name, weight in decoder.w.items()}
@@ -122,19 +124,10 @@ def _skip_chaotic(folder: Path, dtype: torch.dtype) -> None:
         pytest.skip("a rounding chooses another expert")
 
 
-def _skip_states(folder: Path, shared: bool) -> None:
-    """Skip prompts that are read once where a layer keeps a state: they are refused."""
-    if shared and (decoder := load_decoder(folder, torch.float32)).config.states:
-        with pytest.raises(ValueError, match="gated delta net reads no prompt once"):
-            Prompts(decoder, [prompt for prompt, _ in PAIRS])
-        pytest.skip("a prompt is read with each sample")
-
-
 @shared
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 def test_error_is_at_most_twice_that_of_transformers(judged, dtype, shared):
     _skip_chaotic(judged.folders[0], dtype)
-    _skip_states(judged.folders[0], shared)
     folders = judged.folders[: SEEDS_IN_BF16 if dtype == torch.bfloat16 else None]
     ours = [zerokl_results(folder, dtype, shared) for folder in folders]
     exact = [judged.exact(folder) for folder in folders]
@@ -169,7 +162,6 @@ def test_fp64_decoder_and_judge_are_one_function(judged, shared):
     The gradient of an expert that no token has is 0 in all three. A gated delta net adds up decays in fp64 in
     any dtype, and takes differences of these sums. So its fp64 is less nearer than its fp32: 2^12 times.
     """
-    _skip_states(judged.folders[0], shared)
     nearer = 2**12 if ModelConfig.from_file(judged.folders[0]).states else 2**20
     for folder in judged.folders[:2]:
         ours, single = (zerokl_results(folder, dtype, shared) for dtype in (torch.float64, torch.float32))

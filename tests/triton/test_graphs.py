@@ -28,7 +28,6 @@ from zerokl.model.config import ModelConfig
 from zerokl.model.decoder import COMPUTE, Decoder, Numerics
 from zerokl.model.weights import Layout
 
-from tests.engine.rollout.test_speculation import Oracle
 from tests.gpu.cuda_graph import FreedMemoryError
 from tests.gpu.device import (
     Device,
@@ -38,6 +37,7 @@ from tests.gpu.device import (
     plant,
 )
 from tests.gpu.fake_cuda import CPU, CUDA, DeviceTensor, FakeCuda, memory_of, pointers
+from tests.guessers import Oracle
 from tests.helpers import randn
 from tests.triton.launchers import LAUNCHERS
 from tests.triton.test_model import RAW

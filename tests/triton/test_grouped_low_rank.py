@@ -1,4 +1,4 @@
-"""Gradients of adapters of experts on Triton, interpreted: exact numbers, accuracy, and any micro-batch."""
+"""Adapters of experts on Triton, interpreted: gradients, and products that they are not merged into."""
 
 from collections.abc import Sequence
 
@@ -7,12 +7,12 @@ import torch
 from zerokl.kernels.expert_rows_triton import sort_slots
 from zerokl.kernels.grad import GradBuffer
 from zerokl.kernels.grouped_linear import add_grouped
-from zerokl.kernels.grouped_low_rank_triton import stacked
 from zerokl.kernels.launch import recorded_launches
-from zerokl.kernels.low_rank import AdapterBuffers, LowRankBuffers
+from zerokl.kernels.low_rank import AdapterBuffers, LowRankBuffers, stacked
 from zerokl.kernels.order import token_blocks
 
 from tests.helpers import randint, randn, total_unequal
+from tests.kernels.test_adapted_experts import check_accuracy, check_rows
 
 # The widths of two matrices of each expert, and the width of x.
 WIDTHS, K, EXPERTS, SCALE = (24, 40), 48, 4, 0.5
@@ -107,6 +107,14 @@ def test_micro_batches_decide_no_bit_and_the_error_is_that_of_plain_products(dty
     exact, plain = cases[0].expected(torch.float64), cases[0].expected(torch.float32)
     error, plain_error = ((x.double() - exact).abs().max() for x in (cases[0].sums[0], plain))
     assert error <= 2 * plain_error
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_unmerged_products_are_accurate_and_know_one_row(dtype):
+    with recorded_launches(and_run=True) as launches:
+        check_accuracy(dtype)
+        check_rows(dtype)
+    assert "_grouped_matmul" in {launch.kernel.__name__ for launch in launches}
 
 
 def test_control_adapters_in_other_memories_are_found():

@@ -7,6 +7,9 @@ tests/triton/test_vllm_model.py shows the bits that vLLM's own model has on a GP
 from pathlib import Path
 
 import pytest
+from zerokl.model.adapters import adapted_layout
+from zerokl.model.config import ModelConfig
+from zerokl.model.lora import Lora
 
 from tests.vllm.forked import run_python
 
@@ -66,6 +69,32 @@ COPIED = (
     assert address != flat.data_ptr()
 """
 )
+# Adapters beside the weights, of which vLLM's model has a copy until the next update.
+ADAPTED = """
+    from zerokl.model.adapters import AdapterLayout, first_adapters, low_rank_by_weight
+    from zerokl.model.lora import Lora
+
+    cfg = cfg.model_copy(update={"cuda_graphs": True})
+    lora = Lora(4, 64.0, merge=False)
+    adapted = AdapterLayout(layout, lora)
+    adapters = first_adapters(adapted, 0)
+    decoder.adapt(low_rank_by_weight(adapted, adapters))
+    given = {"frozen": layout.frozen, "adapters": (lora, adapters)}
+    vllm = VllmZeroklSampler(folder, decoder.config, flat, cfg, **given)
+    native = NativeSampler(decoder)
+
+    def equal(key):
+        a, b = (complete(sampler, prompts, sampling, key) for sampler in (vllm, native))
+        return all(
+            x.completion_ids == y.completion_ids and (x.logprobs == y.logprobs).all() for x, y in zip(a, b)
+        )
+
+    for version in (1, 2):
+        adapters += 0.02 * torch.randn(adapters.shape, generator=torch.Generator().manual_seed(version))
+        print("RESULT", int(equal(RngKey(5, version))))
+        vllm.sync_weights(version)
+        print("RESULT", int(equal(RngKey(5, version))))
+"""
 # vLLM schedules ahead as on a GPU; its build for CPUs never does. "d" is a draw that was launched, and "r"
 # tokens that the host waited for and read.
 AHEAD = (
@@ -171,6 +200,13 @@ def test_our_model_over_the_trainers_tensor_draws_the_native_tokens(model, tmp_p
 @pytest.mark.parametrize("frozen", [(), FROZEN], ids=["all trained", "frozen"])
 def test_our_model_over_a_copy_draws_the_native_tokens(model, tmp_path, frozen):
     assert _results(COPIED, model, "bfloat16", tmp_path, *frozen) == [["RESULT", "1", "True"]] * 3
+
+
+def test_adapters_that_are_not_merged_travel_with_an_update(model, tmp_path):
+    """And the control: before it, vLLM's model has the old ones, and draws other tokens or logprobs."""
+    frozen = sorted(adapted_layout(ModelConfig.from_file(model), Lora(4, 64.0)).frozen)
+    results = _results(ADAPTED, model, "bfloat16", tmp_path, *frozen)
+    assert results == [["RESULT", "0"], ["RESULT", "1"]] * 2
 
 
 @pytest.mark.parametrize("ahead", [True, False], ids=["ahead", "control"])

@@ -54,6 +54,8 @@ BF16 = ("--dtype", "bfloat16")
 COMPUTED_WITH = {
     # vLLM draws from the merged weights, so it needs no adapters of its own.
     "adapters": (*BF16, "--lora.rank", "4", "--lora.alpha", "128"),
+    # Without merging, vLLM's model has them beside the weights, in the trainer's memory too.
+    "adapters beside": (*BF16, "--lora.rank", "4", "--lora.alpha", "128", "--lora.merge", "false"),
     # Frozen weights follow the trained ones, so the embedding does not lie first here.
     "frozen": (*BF16, "--frozen", "model.embed_tokens.*", "--frozen", "model.layers.0.mlp.*"),
     # The critic's head lies between the trained weights and the frozen ones.
@@ -64,7 +66,7 @@ COMPUTED_WITH = {
 
 @pytest.mark.parametrize("separate_process", [pytest.param("false", marks=pytest.mark.full), "true"])
 @pytest.mark.parametrize(
-    "what", [pytest.param(x, marks=() if x == "adapters" else pytest.mark.full) for x in COMPUTED_WITH]
+    "what", [pytest.param(x, marks=() if x == "adapters beside" else pytest.mark.full) for x in COMPUTED_WITH]
 )
 def test_vllm_draws_with_what_the_trainer_computes_with(model, tmp_path, what, separate_process):
     words = COMPUTED_WITH[what]

@@ -30,8 +30,11 @@ def changes(traced: Traced) -> Iterator[Change]:
     if c.sigmoid is not None:
         lost = "e_score_correction_bias is lost: the choice of experts is not corrected"
         routings[lost] = exact.routing(op, logits, corrected=False)
-        lost = f"routed_scaling_factor ({c.sigmoid.scale:g}) is lost"
+    if c.grouped is not None:
+        lost = f"routed_scaling_factor ({c.grouped.scale:g}) is lost"
         routings[lost] = exact.routing(op, logits, scaled=False)
+        lost = f"n_group ({c.grouped.groups}) is lost: experts are chosen of all groups"
+        routings[lost] = exact.routing(op, logits, in_groups=False)
     for dtype, name in SHORT.items():
         routings[f"it chooses and weighs experts by router logits in {name}"] = exact.routing(
             op, logits.to(dtype)
@@ -69,6 +72,16 @@ def clamp_off(model: torch.nn.Module) -> None:
     model.model.layers[1].mlp.experts.limit = 1e30
 
 
+def groups_lost(model: torch.nn.Module) -> None:
+    """n_group is not read."""
+    model.model.layers[1].mlp.gate.topk_method = "greedy"
+
+
+def factor_lost(model: torch.nn.Module) -> None:
+    """routed_scaling_factor is not read."""
+    model.model.layers[1].mlp.gate.routed_scaling_factor = 1.0
+
+
 def softmax_first(model: torch.nn.Module) -> None:
     """The softmax is over all experts, before the choice."""
     router = model.model.layers[1].mlp.router
@@ -87,6 +100,8 @@ CHANGED = ChangedOperation(
         ModelPlant(sum_of_weights_lost, "layers.1.experts", "norm_topk_prob is lost"),
         ModelPlant(three_experts, "layers.1.experts", "a token has 3 experts"),
         ModelPlant(clamp_off, "layers.1.experts", "the clamp (swiglu_limit 1) is left out", "gpt_oss"),
+        ModelPlant(groups_lost, "layers.1.experts", "n_group (4) is lost", "deepseek_v2"),
+        ModelPlant(factor_lost, "layers.1.experts", "routed_scaling_factor (1.5) is lost", "deepseek_v2"),
         ModelPlant(softmax_first, "layers.1.experts", "norm_topk_prob is lost", "gpt_oss"),
     ),
 )

@@ -79,7 +79,7 @@ _SPLIT_SUMS = (
 _RANKS = "each rank has an engine of its own, which zerokl gives its part of the prompts; start more ranks"
 _BY_CHANCE = (
     "vLLM accepts a guess by chance, and does not compare it with the token that its key draws; set "
-    'sampler = "native" with native.speculate, whose guesses decide no bit'
+    "vllm.speculate, whose guesses decide no bit"
 )
 REFUSED: dict[str, str] = {
     "tensor_parallel_size": _SPLIT_SUMS,
@@ -104,6 +104,14 @@ def check_engine_arguments(arguments: Mapping[str, Any]) -> None:
         close = difflib.get_close_matches(name, ALLOWED, 1)
         hint = f"did you mean {close[0]}?" if close else f"allowed are {', '.join(ALLOWED)}"
         raise ValueError(f"vllm.engine: {name} ({value!r}) is not known to keep the bits of a result; {hint}")
+
+
+def guessing(k: int) -> dict[str, Any]:
+    """The arguments with which vLLM takes k guesses of ours for a request at most in one forward."""
+    guesses = "zerokl.engine.rollout.vllm.guesses"
+    config = {"method": "custom_class", "model": f"{guesses}.Guesses", "num_speculative_tokens": k}
+    extension = f"{guesses}.GuessesTokens"
+    return {"speculative_config": config, "logits_processors": None, "worker_extension_cls": extension}
 
 
 def vllm_context(config: ModelConfig, cfg: VllmConfig) -> int:

@@ -10,6 +10,7 @@ token, and returns that number, because logprobs_mode is "processed_logits".
 Shapes: n rows, one for each request that draws a token; V vocabulary.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -50,12 +51,13 @@ def request_arguments(request: Request, number: int) -> dict[str, Any]:
             "key": [key.seed, key.step, int(key.stream), key.prompt, key.sample],
             "drawn": request.drawn,
             "logit_noise": request.draw_params.logit_noise,
+            "trajectory_tokens": request.trajectory_tokens,
         }
     }
 
 
 @dataclass
-class _Row:
+class Row:
     """A row of the batch. `output` is vLLM's own list of the tokens that the request has so far."""
 
     sampling_params: SamplingParams
@@ -64,6 +66,7 @@ class _Row:
     uniforms: Uniforms
     output: list[int]
     logit_noise: float  # see DrawParams
+    ahead: int = 0  # guessed tokens between these and the row (guesses.py)
 
     @property
     def kind(self) -> tuple[SamplingParams, float, int]:
@@ -72,8 +75,18 @@ class _Row:
 
     @property
     def drawn(self) -> int:
-        """Tokens of the trajectory that were drawn so far."""
-        return self.drawn_before + len(self.output)
+        """Tokens of the trajectory that stand before the one that the row draws."""
+        return self.drawn_before + len(self.output) + self.ahead
+
+
+def row_of(params: vllm.SamplingParams, output: list[int]) -> Row:
+    """The row of a request that was made by `request_arguments`. output: see Row."""
+    arguments = params.extra_args[EXTRA]
+    seed, step, stream, prompt, sample = arguments["key"]
+    rng_key = RngKey(seed, step, Stream(stream), prompt, sample)
+    sampling_params = SamplingParams.of(*arguments["sampling_params"])
+    uniforms, drawn, noise = Uniforms(rng_key), arguments["drawn"], arguments["logit_noise"]
+    return Row(sampling_params, rng_key, drawn, uniforms, output, noise)
 
 
 class KeyedDraw(LogitsProcessor):
@@ -100,7 +113,7 @@ class KeyedDraw(LogitsProcessor):
                 )
 
     def __init__(self, vllm_config: Any, device: torch.device, is_pin_memory: bool):
-        self._rows: dict[int, _Row] = {}
+        self._rows: dict[int, Row] = {}
 
     def is_argmax_invariant(self) -> bool:
         """False, so that vLLM applies it to greedy requests too."""
@@ -113,12 +126,7 @@ class KeyedDraw(LogitsProcessor):
         for index in batch_update.removed:
             self._rows.pop(index, None)
         for index, params, _, output in batch_update.added:
-            arguments = params.extra_args[EXTRA]
-            sampling_params = SamplingParams.of(*arguments["sampling_params"])
-            seed, step, stream, prompt, sample = arguments["key"]
-            rng_key = RngKey(seed, step, Stream(stream), prompt, sample)
-            uniforms, drawn, noise = Uniforms(rng_key), arguments["drawn"], arguments["logit_noise"]
-            self._rows[index] = _Row(sampling_params, rng_key, drawn, uniforms, output, noise)
+            self._rows[index] = row_of(params, output)
         for a, b, direction in batch_update.moved:
             first, second = self._rows.pop(a, None), self._rows.pop(b, None)
             if first is not None:
@@ -128,38 +136,45 @@ class KeyedDraw(LogitsProcessor):
 
     def apply(self, logits: torch.Tensor) -> torch.Tensor:
         """logits [n, V] fp32, changed in place."""
-        rows_of: dict[tuple[SamplingParams, float, int], list[int]] = {}
-        for row in range(logits.shape[0]):
-            rows_of.setdefault(self._rows[row].kind, []).append(row)
-        size = chunk_rows(logits.shape[1], logits.device)
-        for (sampling_params, *_), rows in rows_of.items():
-            for start in range(0, len(rows), size):
-                self._draw(logits, rows[start : start + size], sampling_params)
-        return logits
-
-    def _draw(self, logits: torch.Tensor, rows: list[int], sampling_params: SamplingParams) -> None:
-        """Draw for these rows of logits [n, V], which are of one kind, and in ascending order.
-
-        Nothing waits for the device. The logp of a row whose logits are no distribution is NaN, which
-        KeyedSampler refuses.
-        """
-        drawing = [self._rows[row] for row in rows]
-        u = torch.tensor([r.uniforms.at(r.drawn) for r in drawing], dtype=torch.float64)
-        offset = _host_offset(sampling_params, logits.shape[1], u.device)
-        noise = _noise(drawing, logits.shape[1])
-        given = [x for x in (noise, offset) if x is not None]
-        u, index, *given = upload(logits.device, u, torch.tensor(rows), *given)
-        offset = None if offset is None else given.pop()
-        noise = None if noise is None else given.pop()
-        if len(rows) == logits.shape[0]:  # the usual case, which needs no copy
-            _leave_only(logits, *draw_tokens(logits, u, sampling_params, noise, offset))
-            return
-        part = logits[index]
-        _leave_only(part, *draw_tokens(part, u, sampling_params, noise, offset))
-        logits.index_copy_(0, index, part)
+        return draw_rows(logits, [self._rows[row] for row in range(logits.shape[0])])
 
 
-def _noise(rows: list[_Row], V: int) -> torch.Tensor | None:
+def draw_rows(logits: torch.Tensor, rows: Sequence[Row]) -> torch.Tensor:
+    """Draw from each row of logits [n, V] fp32, and leave one finite number in it (see above), in place."""
+    rows_of: dict[tuple[SamplingParams, float, int], list[int]] = {}
+    for i, row in enumerate(rows):
+        rows_of.setdefault(row.kind, []).append(i)
+    size = chunk_rows(logits.shape[1], logits.device)
+    for places in rows_of.values():
+        for start in range(0, len(places), size):
+            part = places[start : start + size]
+            _draw(logits, part, [rows[i] for i in part])
+    return logits
+
+
+def _draw(logits: torch.Tensor, places: list[int], drawing: list[Row]) -> None:
+    """Draw for the rows `drawing`, which are of one kind, at ascending places of logits [n, V].
+
+    Nothing waits for the device. The logp of a row whose logits are no distribution is NaN, which
+    KeyedSampler refuses.
+    """
+    sampling_params, *_ = drawing[0].kind
+    u = torch.tensor([r.uniforms.at(r.drawn) for r in drawing], dtype=torch.float64)
+    offset = _host_offset(sampling_params, logits.shape[1], u.device)
+    noise = _noise(drawing, logits.shape[1])
+    given = [x for x in (noise, offset) if x is not None]
+    u, index, *given = upload(logits.device, u, torch.tensor(places), *given)
+    offset = None if offset is None else given.pop()
+    noise = None if noise is None else given.pop()
+    if len(places) == logits.shape[0]:  # the usual case, which needs no copy
+        _leave_only(logits, *draw_tokens(logits, u, sampling_params, noise, offset))
+        return
+    part = logits[index]
+    _leave_only(part, *draw_tokens(part, u, sampling_params, noise, offset))
+    logits.index_copy_(0, index, part)
+
+
+def _noise(rows: list[Row], V: int) -> torch.Tensor | None:
     """The noise on the logits [n, V] of rows of one kind; None where they have none."""
     _, scale, seed = rows[0].kind
     if not scale:

@@ -65,14 +65,18 @@ class ExpertRecorder:
         self._forward[layer_id] = topk_ids.to(torch.int16, copy=True)
 
     def take(self, number: int) -> np.ndarray:
-        """The experts [R, L, k] of a request that has ended. They are dropped here."""
+        """The experts [R, L, k] of a request that has ended. They are dropped here.
+
+        Where tokens were guessed, rows of refused guesses may follow the request's own.
+        """
         if self._forward:
             self._finish()
         parts = self._of_request.pop(number)
         rows, (L, k) = max(start + len(part) for start, part in parts), parts[0][1].shape[1:]
         experts = np.full((rows, L, k), -1, np.int16)
-        # A request that was preempted is computed again. Its tokens were drawn with the first experts.
-        for start, part in reversed(parts):
+        # A place is computed again, with the token that was drawn there, where a guess was refused. Where a
+        # request was preempted, it is computed again from the same tokens.
+        for start, part in parts:
             experts[start : start + len(part)] = part
         assert experts.min() >= 0, "a row was neither computed nor cached since experts are kept"
         return experts

@@ -13,17 +13,20 @@ from ....kernels.logprob import head_logits
 from ....kernels.matmul import UNPACKED, PackedWeights
 from ....kernels.passes import Pass
 from ....kernels.tile_tables import DEFAULT_TABLE, tile_table
+from ....model.adapters import AdapterLayout, low_rank_by_weight
 from ....model.buffers import as_bytes
 from ....model.checkpoint import is_passed_over
 from ....model.config import ModelConfig
 from ....model.context import no_hook
 from ....model.decoder import Decoder, Numerics
+from ....model.lora import Lora
 from ....model.operation import Equation
 from ....model.quantisation import KvQuantisation
 from ....model.sizes import Experts
 from ....model.weights import Layout
 from .attention import ZeroklAttentionBackend
-from .plugin import ATTENTION, FROZEN, HAS_VALUE_HEAD, KV, TILES_OVERRIDE
+from .guesses import Guesses
+from .plugin import ATTENTION, FROZEN, HAS_VALUE_HEAD, KV, LORA, TILES_OVERRIDE
 
 
 class _VllmContext:
@@ -84,7 +87,10 @@ class _Routers(torch.nn.ModuleList):
 
 
 class ZeroklForCausalLM(torch.nn.Module):
-    """Our decoder. It reads the trainer's checkpoints; `use` replaces its weights by the trainer's memory."""
+    """Our decoder. It reads the trainer's checkpoints; `use` replaces its weights by the trainer's memory.
+
+    adapters: LoRA's, that are not merged into the weights, flat in fp32; None where there are none.
+    """
 
     def __init__(self, *, vllm_config: Any, prefix: str = ""):
         super().__init__()
@@ -105,6 +111,10 @@ class ZeroklForCausalLM(torch.nn.Module):
         self.decoder = Decoder(
             self.zerokl_config, torch.zeros(layout.numel, dtype=model_config.dtype), layout, self.numerics
         )
+        lora, self.adapters = getattr(hf_config, LORA, None), None
+        self._adapter_layout = lora and AdapterLayout(layout, Lora(*lora))
+        if lora:
+            self._adapt(torch.zeros(self._adapter_layout.numel, dtype=torch.float32))
         c = self.zerokl_config
         self.attention = torch.nn.ModuleList(
             Attention(
@@ -127,15 +137,22 @@ class ZeroklForCausalLM(torch.nn.Module):
             # An indirect call is an opaque operation for the compiler, and the compiler is off.
             layer.use_direct_call = True
         self.hook = no_hook  # an audit listens here
+        self.guesses: Guesses | None = None  # where tokens are guessed, who draws
         self.weights_changed()
 
     def _sinks(self, i: int) -> torch.Tensor:
         return self.decoder.w[f"layers.{i}.sinks"]
 
-    def use(self, flat: torch.Tensor) -> None:
-        """Compute with the weights `flat` [layout.numel] from now on, without a copy."""
+    def use(self, flat: torch.Tensor, adapters: torch.Tensor | None) -> None:
+        """Compute with the weights `flat` [layout.numel] and these adapters from now on, without a copy."""
         self.decoder = Decoder(self.zerokl_config, flat, self.decoder.layout, self.numerics)
+        if adapters is not None:
+            self._adapt(adapters)
         self.weights_changed()
+
+    def _adapt(self, adapters: torch.Tensor) -> None:
+        self.adapters = adapters
+        self.decoder.adapt(low_rank_by_weight(self._adapter_layout, adapters))
 
     def weights_changed(self) -> None:
         """Must be called after every change of the weights.
@@ -152,14 +169,19 @@ class ZeroklForCausalLM(torch.nn.Module):
 
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
         """input_ids, positions [T] -> hidden states [T, D]."""
+        if self.guesses is not None:
+            # vLLM gives a request that it (re)starts guesses of the id -1, which nobody draws, to have a row
+            # for each guess that there could be (v1/core/sched/scheduler.py).
+            input_ids = input_ids.clamp(min=0)
         context = _VllmContext(positions.long(), self.attention, self.packed, self.routers)
         return self.decoder.hidden(input_ids.long(), context, self.hook)
 
     def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """hidden_states [n, D] -> logits [n, V]."""
+        """hidden_states [n, D] -> logits [n, V]; where tokens are guessed, what the draw has left of them."""
         hidden_states = hidden_states.to(self._lm_head.dtype)
         packed, tiles = self.packed.get(self._lm_head), self.numerics.tiles
-        return head_logits(hidden_states, self._lm_head, self.zerokl_config.head.cap, packed, tiles)
+        logits = head_logits(hidden_states, self._lm_head, self.zerokl_config.head.cap, packed, tiles)
+        return logits if self.guesses is None else self.guesses.draw(logits.float())
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
         """Copy a checkpoint's tensors into place. Returns their names.

@@ -15,6 +15,8 @@ SHARED, OWN, EXACT = "zerokl", "zerokl-own", "zerokl-exact"
 FROZEN = "zerokl_frozen"
 # The attribute that says whether a critic's head lies among the trainer's weights.
 HAS_VALUE_HEAD = "zerokl_value_head"
+# The attribute with the shape of LoRA's adapters that are not merged into the weights (model/lora.py::Lora).
+LORA = "zerokl_lora"
 _ENGINES = {SHARED: "SharedWeightsEngine", OWN: "OwnWeightsEngine", EXACT: "ExactWeightsEngine"}
 
 

@@ -24,11 +24,13 @@ from ....files.dtypes import dtype_name
 from ....kernels.attention_rule import WALK
 from ....model.config import ModelConfig
 from ....model.decoder import COMPUTE, Numerics
+from ....model.lora import Lora
 from ....model.routing import id_dtype
 from ...config.vllm_section import VllmConfig
 from ...processes.shared_tensor import SharedTensor
+from ..stopwatch import Stopwatch
 from ..types import Completion, Request, RequestSource, Sampler, check_requests
-from .arguments import check_engine_arguments, vllm_context
+from .arguments import check_engine_arguments, guessing, vllm_context
 from .experts import EXTENSION, experts_of
 from .installed import require_vllm
 from .start import starting_vllm
@@ -77,6 +79,7 @@ class KeyedSampler(Sampler):
     flat: the trainer's weights [layout.numel].
     transfer: the weight transfer engine (plugin.py), and the information that it starts with.
     arguments: further arguments of vllm.LLM, by vLLM's names.
+    stopwatch: counts guesses, where tokens are guessed; None is one of its own.
 
     Raises ValueError for a vLLM that is not supported, or for a setting of `cfg.engine` that is refused.
     """
@@ -89,11 +92,14 @@ class KeyedSampler(Sampler):
         cfg: VllmConfig,
         transfer: tuple[str, dict[str, Any]],
         arguments: Mapping[str, Any],
+        stopwatch: Stopwatch | None = None,
     ):
         check_engine_arguments(cfg.engine)
         prepare_vllm(cfg.multiprocess)
         self.vocab, self.context = config.vocab_size, vllm_context(config, cfg)
         self._experts, self._names_experts = config.experts, False
+        self.stopwatch = stopwatch or Stopwatch(flat.device)
+        self._guesses = "speculative_config" in arguments
         self._in_process = not cfg.multiprocess
         if cfg.schedule_ahead and config.experts:
             raise ValueError(
@@ -109,7 +115,7 @@ class KeyedSampler(Sampler):
         common = self._arguments(flat, cfg, backend)
         arguments = dict(arguments)
         if config.experts:
-            arguments["worker_extension_cls"] = EXTENSION
+            arguments.setdefault("worker_extension_cls", EXTENSION)
         if cfg.cuda_graphs:
             arguments["compilation_config"] = arguments.get("compilation_config", {}) | GRAPHS
         with starting_vllm():
@@ -117,6 +123,8 @@ class KeyedSampler(Sampler):
         try:
             self.llm.init_weight_transfer_engine({"init_info": init_info})
             self.sync_weights(0)
+            if self._guesses:
+                self.llm.collective_rpc("zerokl_guess")
         except BaseException:
             self.close()
             raise
@@ -197,15 +205,18 @@ class KeyedSampler(Sampler):
     def _completions(self, ended: Sequence[tuple[int, Request, Any]]) -> list[Completion]:
         """The completions of requests, each with its number and vLLM's output."""
         completions = [self._completion(request, output) for _, request, output in ended]
+        if self._guesses and ended:
+            (counts,) = self.llm.collective_rpc("zerokl_guess_counts")
+            self.stopwatch.counts.update(counts, tokens=sum(len(c.ids) for c in completions))
         numbers = [number for number, request, _ in ended if request.draw_params.experts]
         if not numbers or not self._names_experts:
             return completions
         (answers,) = self.llm.collective_rpc("zerokl_take_experts", args=(numbers,))
         dtype = id_dtype(self._experts.number)
-        experts_by_number = {n: experts_of(answer, dtype) for n, answer in zip(numbers, answers, strict=True)}
+        by_number = {n: experts_of(answer, dtype) for n, answer in zip(numbers, answers, strict=True)}
         return [
-            replace(completion, experts=experts_by_number.get(number))
-            for completion, (number, *_) in zip(completions, ended, strict=True)
+            replace(c, experts=by_number[n][: len(request.ids) + len(c.ids) - 1]) if n in by_number else c
+            for c, (n, request, _) in zip(completions, ended, strict=True)
         ]
 
     def _completion(self, request: Request, output: Any) -> Completion:
@@ -222,9 +233,10 @@ class KeyedSampler(Sampler):
         logp = np.array(logprobs, np.float32)
         if not np.isfinite(logp).all():
             key = request.rng_key
+            guessed = ", which a guess may have caused: set vllm.speculate = 0" if self._guesses else ""
             raise FloatingPointError(
                 f"sampler: the logits of prompt {key.prompt}, sample {key.sample}, "
-                f"position {request.drawn + int(np.argmin(np.isfinite(logp)))} are not finite"
+                f"position {request.drawn + int(np.argmin(np.isfinite(logp)))} are not finite{guessed}"
             )
         return Completion(tokens, logp, completion.finish_reason, self.version)
 
@@ -269,6 +281,8 @@ class VllmZeroklSampler(KeyedSampler):
     frozen: the weights that are not trained, by their names in the layout.
     value_head: whether a critic's head is among the weights; vLLM does not read it.
     has_weights: whether the folder `model` has the weights too, and not only config.json.
+    adapters: LoRA's, that are not merged into the weights, and their shape. They lie where the weights lie.
+    stopwatch: see KeyedSampler.
 
     Raises ValueError as KeyedSampler does.
     """
@@ -283,6 +297,8 @@ class VllmZeroklSampler(KeyedSampler):
         frozen: Collection[str] = (),
         value_head: bool = False,
         has_weights: bool = True,
+        adapters: tuple[Lora, SharedTensor | torch.Tensor] | None = None,
+        stopwatch: Stopwatch | None = None,
     ):
         from .plugin import (
             ARCHITECTURE,
@@ -290,6 +306,7 @@ class VllmZeroklSampler(KeyedSampler):
             FROZEN,
             HAS_VALUE_HEAD,
             KV,
+            LORA,
             OWN,
             SHARED,
             TILES_OVERRIDE,
@@ -309,13 +326,20 @@ class VllmZeroklSampler(KeyedSampler):
             **({ATTENTION: list(numerics.attention)} if numerics.attention != WALK else {}),
             **({"head_dtype": dtype_name(numerics.lm_head)} if numerics.lm_head else {}),
         }
+        beside = None
+        if adapters is not None:
+            overrides[LORA], beside = list(adapters[0]), adapters[1]
         if isinstance(weights, SharedTensor):
-            flat, transfer = weights.tensor, (SHARED, weights.handle._asdict())
+            handles = weights.handle._asdict() | {"adapters": beside and list(beside.handle)}
+            flat, transfer = weights.tensor, (SHARED, handles)
         else:
-            flat, transfer = weights, (OWN, {"flat": weights, "copy": cfg.cuda_graphs})
+            info = {"flat": weights, "adapters": beside, "copy": cfg.cuda_graphs}
+            flat, transfer = weights, (OWN, info)
         is_read = has_weights and "quantization_config" not in overrides
         arguments = {"hf_overrides": overrides} | ({} if is_read else {"load_format": "dummy"})
-        super().__init__(model, config, flat, cfg, transfer, arguments)
+        if cfg.speculate:
+            arguments |= guessing(cfg.speculate)
+        super().__init__(model, config, flat, cfg, transfer, arguments, stopwatch)
 
     def weights(self) -> torch.Tensor:
         """Those that vLLM's model computes with, [layout.numel]. For an engine in this process."""

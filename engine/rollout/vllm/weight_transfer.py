@@ -6,6 +6,7 @@ update carries a version, and vLLM's outputs name the version that they were dra
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from vllm.distributed.weight_transfer.base import (
@@ -22,18 +23,26 @@ from ...processes.shared_tensor import Handle, map_tensor
 
 @dataclass
 class SharedInit(WeightTransferInitInfo):
-    """The file that holds the weights and can be mapped (shared_tensor.Handle)."""
+    """The file that holds the weights and can be mapped (shared_tensor.Handle).
+
+    adapters: that of LoRA's adapters, where they are not merged into the weights.
+    """
 
     path: str
     device: int
     inode: int
+    adapters: list[Any] | None = None
 
 
 @dataclass
 class OwnInit(WeightTransferInitInfo):
-    """The weights themselves, [layout.numel] in the compute dtype, for vLLM in the trainer's process."""
+    """The weights themselves, [layout.numel] in the compute dtype, for vLLM in the trainer's process.
+
+    adapters: LoRA's, where they are not merged into the weights.
+    """
 
     flat: torch.Tensor
+    adapters: torch.Tensor | None = None
     copy: bool = False  # every update copies them, for CUDA graphs, which hold the addresses of vLLM's own
 
 
@@ -60,7 +69,10 @@ class SharedWeightsEngine(WeightTransferEngine[SharedInit, Update]):
         """Map the trainer's weights and compute with them."""
         flat = self.model.decoder.flat
         handle = Handle(init_info.path, init_info.device, init_info.inode)
-        self.model.use(map_tensor(handle, flat.numel(), flat.dtype))
+        adapters = init_info.adapters
+        if adapters is not None:
+            adapters = map_tensor(Handle(*adapters), self.model.adapters.numel(), torch.float32)
+        self.model.use(map_tensor(handle, flat.numel(), flat.dtype), adapters)
 
     def start_weight_update(self) -> None:
         """Nothing to prepare."""
@@ -98,9 +110,9 @@ class OwnWeightsEngine(SharedWeightsEngine):
                 f"vLLM's model has {tuple(current.shape)} {current.dtype} on {current.device}; "
                 "make the trainer's GPU the first that is visible (CUDA_VISIBLE_DEVICES)"
             )
-        self._source = flat if init_info.copy else None
+        self._source = init_info if init_info.copy else None
         if not init_info.copy:
-            self.model.use(flat)
+            self.model.use(flat, init_info.adapters)
 
     def receive_weights(self, update_info: Update) -> None:
         """Take the weights as they are now.
@@ -108,7 +120,9 @@ class OwnWeightsEngine(SharedWeightsEngine):
         They are not packed, because the trainer reads this tensor too, between its own updates.
         """
         if self._source is not None:
-            self.model.decoder.flat.copy_(self._source)
+            self.model.decoder.flat.copy_(self._source.flat)
+            if self.model.adapters is not None:
+                self.model.adapters.copy_(self._source.adapters)
         self.model.weights_changed()
 
 

@@ -2,7 +2,8 @@
 
 A and B are small, and whole in every rank, as without FSDP: the optimizer's state of them lies in the slices
 of zero.py. The base and the merged weights are spread. Each rank merges its own rows: a row of
-W' = round(W + s B A) needs the same row of W and of B, and all of A.
+W' = round(W + s B A) needs the same row of W and of B, and all of A. Where nothing is merged, a layer has the
+adapters beside the base that FSDP gathers.
 
 FSDP only gathers here: no Parameter has a gradient. A rank sums the gradient of A and B of its virtual shard
 in one buffer, and the ranks add theirs by the tree of gradient.py, as in data_parallel.py.
@@ -49,15 +50,19 @@ class ShardedAdapters:
     """Adapters (model/adapters.py) of a spread base: a rank has its rows of what is adapted."""
 
     def __init__(self, adapters: TrainedAdapters, model: ShardedModel, decoder: Decoder, base: torch.dtype):
-        """model: with the base in it; the adapters are merged into it at once. decoder: see WholeWeights."""
+        """model: with the base in it; the adapters are merged into it at once, if they are to be.
+
+        decoder: see WholeWeights.
+        """
         self.layout, self.flat = adapters
         self._model, self.decoder = model, decoder
-        self._base = {
-            part.name: x.to(base, copy=True)
-            for part, x in zip(model.pieces.parts, model.locals(), strict=True)
-        }
+        self._base: dict[str, torch.Tensor] = {}  # of what is merged
+        if self.layout.lora.merge:
+            parts = zip(model.pieces.parts, model.locals(), strict=True)
+            self._base = {part.name: x.to(base, copy=True) for part, x in parts}
         self._pieces = dict(zip((p.name for p in model.pieces.parts), model.pieces.parts, strict=True))
-        self.merge()
+        if self._base:
+            self.merge()
 
     @torch.no_grad()
     def merge(self) -> int:

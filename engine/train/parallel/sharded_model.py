@@ -25,6 +25,7 @@ from ....kernels.low_rank import LowRankBuffers
 from ....kernels.shared_rows import SharedRows
 from ....model.causal_lm import CausalLM
 from ....model.decoder import Numerics
+from ....model.weights import NONE_UNMERGED, UnmergedAdapters
 from .data_parallel import RankedWorkers
 from .gradient import OnePassWork
 from .pieces import Pieces, WayToSlices, WholeRows, fill_pieces
@@ -55,13 +56,17 @@ class ShardedModel:
         ranks: Ranks,
         device: torch.device,
         adapters: Mapping[str, LowRankBuffers] = MappingProxyType({}),
+        unmerged: UnmergedAdapters = NONE_UNMERGED,
     ):
-        """Read this rank's pieces from a model's folder. dtype: of the computation. adapters: see CausalLM.
+        """Read this rank's pieces from a model's folder. dtype: of the computation.
+
+        adapters, unmerged: see CausalLM.
 
         cutting: of the model along "tp". Raises ValueError (see read_rows).
         """
         self.layout, self.ranks, self.dtype, layout = cutting.layout, ranks, dtype, cutting.part
-        options = {"numerics": numerics, "recompute": recompute, "layout": layout, "adapters": adapters}
+        options = {"numerics": numerics, "recompute": recompute, "layout": layout}
+        options |= {"adapters": adapters, "unmerged": unmerged}
         self.model = CausalLM(layout.config, device="meta", **options)
         # torch takes two seconds to load its FSDP, and most runs have none.
         from .fsdp import apply_fsdp_with_tree

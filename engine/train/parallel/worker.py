@@ -59,7 +59,7 @@ class Host:
         part: FlatLayout | None = None,
     ):
         keep_freed_memory()
-        self.decoder, self._share, self.root, self._adapters = decoder, share, root, adapters
+        self.decoder, self._share, self.root, self.adapters = decoder, share, root, adapters
         native = share.native.model_dump()
         self.sampler = NativeSampler(decoder, **native, workers=share.workers, stopwatch=stopwatch)
         self._gradient: ShardSum | None = None
@@ -70,7 +70,7 @@ class Host:
         """The sum of this worker's shards."""
         if self._gradient is None:
             shards, in_flight = self._share.shards, self._share.in_flight
-            self._gradient = ShardSum(self.decoder, shards, in_flight, self._adapters, self._part)
+            self._gradient = ShardSum(self.decoder, shards, in_flight, self.adapters, self._part)
         return self._gradient
 
 

@@ -92,8 +92,8 @@ class Workers:
     """`n` workers, rounded down to a power of two that divides `shards`, over the CPU threads torch has now.
 
     `shards` is the number of virtual shards that the workers sum at a time. With more than one worker, or
-    with `share`, the decoder's weights move to shared memory (`weights`); with more than one worker, the
-    adapters do as well. `in_flight`, `adapters`: see ShardSum; so is `part`, for one worker. `stopwatch`:
+    with `share`, the decoder's weights and the adapters move to shared memory (`weights`, `adapters`).
+    `in_flight`, `adapters`: see ShardSum; so is `part`, for one worker. `stopwatch`:
     measures the sampler of the caller's process.
 
     Raises ChildProcessError when a worker has died.
@@ -117,24 +117,19 @@ class Workers:
         self._share = Share(self.n, shards // self.n, in_flight, threads, native)
         self._others: list[OtherWorker] = []
         self.weights = SharedTensor(decoder.layout.numel, decoder.dtype) if self.n > 1 or share else None
+        self.adapters: SharedTensor | None = None
         if self.weights is not None:
             decoder.move_to(self.weights.tensor)
-            self._others = self._start_others(decoder, self.weights, adapters)
+            if adapters is not None:
+                self.adapters = SharedTensor(adapters.layout.numel, torch.float32)
+                adapters.move_to(self.adapters.tensor)
+            trained_layout = adapters.layout if adapters else decoder.layout
+            self._others = [
+                OtherWorker(i, self._share, decoder, trained_layout, self.weights, self.adapters)
+                for i in range(1, self.n)
+            ]
         trained = TrainedAdapters(adapters.layout, adapters.flat) if adapters else None
         self.host = Host(decoder, self._share, stopwatch=stopwatch, adapters=trained, part=part)
-
-    def _start_others(
-        self, decoder: Decoder, weights: SharedTensor, adapters: Adapters | None
-    ) -> list[OtherWorker]:
-        """Start the processes of the other workers, with which weights and adapters are shared."""
-        shared_adapters = None
-        if self.n > 1 and adapters is not None:
-            shared_adapters = SharedTensor(adapters.layout.numel, torch.float32)
-            adapters.move_to(shared_adapters.tensor)
-        trained = adapters.layout if adapters else decoder.layout
-        return [
-            OtherWorker(i, self._share, decoder, trained, weights, shared_adapters) for i in range(1, self.n)
-        ]
 
     def own_threads(self) -> AbstractContextManager[None]:
         """Inside this context torch runs on one worker's share of the threads.

@@ -24,6 +24,7 @@ from zerokl.model.config import ModelConfig
 from zerokl.model.decoder import Decoder
 from zerokl.model.weights import Layout
 
+from tests.guessers import Guesser, Oracle, hostile
 from tests.helpers import property_settings, randn
 from tests.random_model import EXPERTS, random_model
 from tests.trajectories import in_three_turns
@@ -39,44 +40,6 @@ PROMPT = st.integers(1, KEY_TILE + 3).flatmap(
     lambda n: st.lists(st.integers(0, VOCAB - 1), min_size=n, max_size=n)
 )
 WORTH = speculation._Chance.worth
-Propose = Callable[[Request, Sequence[int], int], Sequence[int]]
-
-
-class Guesser:
-    """Guesses what a function says, also where no guess is worth it."""
-
-    def __init__(self, propose: Propose):
-        self.propose = propose
-
-    def ended(self, request: Request, tokens: Sequence[int]) -> None:
-        pass
-
-
-class Oracle(Guesser):
-    """Knows what is drawn, and guesses it wrongly where it is told to."""
-
-    def __init__(self, rollouts: Sequence[Rollout], wrong: Callable[[int], bool] = lambda n: False):
-        self._ids = {(r.prompt, r.sample): r.ids for r in rollouts}
-        self._wrong = wrong
-
-    def propose(self, request: Request, tokens: Sequence[int], k: int) -> Sequence[int]:
-        start = len(request.ids) + len(tokens)
-        ids = self._ids[request.rng_key.prompt, request.rng_key.sample][start : start + k]
-        return [(t + self._wrong(start + i)) % VOCAB for i, t in enumerate(ids)]
-
-
-def hostile(seed: int) -> Propose:
-    """Ids at random: many, also such as the model does not have, and ids that end a completion."""
-    numbers = np.random.default_rng(seed)
-
-    def propose(request: Request, tokens: Sequence[int], k: int) -> Sequence[int]:
-        kind = numbers.integers(5)
-        if kind == 0:
-            return []
-        high = (VOCAB, len(STOP), VOCAB, VOCAB)[kind - 1]
-        return numbers.integers(-1 if kind == 4 else 0, high, 3 * k if kind == 3 else k).tolist()
-
-    return propose
 
 
 def bits(rollouts: Sequence[Rollout]) -> list[tuple]:

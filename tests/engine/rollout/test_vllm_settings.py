@@ -81,11 +81,35 @@ def test_an_argument_of_vllm_that_is_not_allowed_is_refused(name):
         check_engine_arguments({"gpu_memory_utilization": 0.5, name: "value"})
 
 
-def test_speculative_decoding_is_refused_with_the_sampler_that_has_it():
+def test_speculative_decoding_of_vllm_is_refused_with_the_setting_that_is_exact():
     with pytest.raises(
-        ValueError, match=r"speculative_config .* is refused: vLLM accepts .* native\.speculate"
+        ValueError, match=r"speculative_config .* is refused: vLLM accepts .* vllm\.speculate"
     ):
         check_engine_arguments({"speculative_config": {"method": "ngram"}})
+
+
+@pytest.mark.parametrize("sampler", set(SAMPLERS) - {"vllm-zerokl", "hf-eager"})
+def test_guesses_in_vllm_are_of_our_decoder(sampler):
+    config = Config(sampler=sampler, exact=sampler not in ("hf", "vllm"), vllm={"speculate": 4})
+    with pytest.raises(
+        ValueError, match=rf'vllm.speculate \(4\) with sampler \("{sampler}"\): beside guesses'
+    ):
+        check_settings(config, "cuda")
+
+
+@pytest.mark.parametrize(
+    ("others", "reason"),
+    [
+        ({"schedule_ahead": True}, "with vllm.schedule_ahead or vllm.cuda_graphs"),
+        ({"cuda_graphs": True}, "with vllm.schedule_ahead or vllm.cuda_graphs"),
+        ({"max_batch_tokens": 4}, "must be below the tokens of a sample in one forward"),
+        ({"engine": {"long_prefill_token_threshold": 4}}, "must be below the tokens of a sample"),
+    ],
+)
+def test_guesses_in_vllm_have_rows_in_any_forward(others, reason):
+    check_settings(Config(sampler="vllm-zerokl", vllm={"speculate": 4}), "cuda")
+    with pytest.raises(ValueError, match=rf"vllm.speculate \(4\) {reason}"):
+        check_settings(Config(sampler="vllm-zerokl", vllm={"speculate": 4, **others}), "cuda")
 
 
 @pytest.mark.parametrize("name", SET_BY_ZEROKL)

@@ -52,6 +52,39 @@ def test_a_run_is_exact_and_its_bits_do_not_depend_on_the_cut(config, folder, se
     assert fingerprint(tmp_path / "cut") == fingerprint(tmp_path / "plain")
 
 
+def test_a_hybrid_that_reads_prompts_once_is_exact_and_its_bits_do_not_depend_on_the_cut(
+    config, read_jsonl, tmp_path
+):
+    """The control: gradients through a prompt of each sample have other bits, log-probabilities do not."""
+    widths = TWO_LAYERS | {"model_type": "qwen3_5_text"} | dict(MODEL_TYPES["qwen3_5_text"].small)
+    words = {"model": random_model(tmp_path / "model", widths, 1.5), "steps": 2, "dtype": "float16"}
+    train_exactly(config(**words), tmp_path / "each")
+    words["precision__state_prompts"] = "once"
+    train_exactly(config(**words), tmp_path / "plain")
+    train(config(**words, **CUT, shards_in_flight=2), tmp_path / "cut")
+    assert fingerprint(tmp_path / "cut") == fingerprint(tmp_path / "plain") != fingerprint(tmp_path / "each")
+    each, once = (read_jsonl(tmp_path / name / "ledger.jsonl") for name in ("each", "plain"))
+    assert once[0]["settings"] == each[0]["settings"] | {"precision.state_prompts": "once"}
+    first = [dict(ledger[1]["quantities"]) for ledger in (each, once)]
+    names = "gradient", "optimizer", "weights", "compute_weights"
+    assert {name for name in first[0] if first[0][name] != first[1][name]} == set(names)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "words", "message"),
+    [
+        ("llama", {}, "LlamaForCausalLM has no layer with a state"),
+        ("qwen3_5_text", {"parallel": ParallelConfig(engine="fsdp")}, "precision.state_prompts"),
+    ],
+)
+def test_prompts_of_states_are_refused_where_nobody_reads_them(config, tmp_path, model_type, words, message):
+    widths = TWO_LAYERS | {"model_type": model_type} | dict(MODEL_TYPES[model_type].small)
+    folder = random_model(tmp_path / "model", widths, 1.5)
+    settings = config(model=folder, steps=1, precision__state_prompts="once").model_copy(update=words)
+    with pytest.raises(ValueError, match=message):
+        train(settings, tmp_path / "run")
+
+
 @cache
 def preset(name: str) -> Decoder:
     """The model of a preset, of random weights, which nobody changes."""

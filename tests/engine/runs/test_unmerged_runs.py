@@ -4,10 +4,15 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 from zerokl.engine.config.lora_section import LoraConfig
-from zerokl.engine.config.run_config import Config
+from zerokl.engine.config.run_config import Config, ParallelConfig
 from zerokl.engine.config.sampling_section import NativeConfig
 from zerokl.engine.runs.run import resume, train
+from zerokl.engine.train.monitor import MismatchError
+from zerokl.kernels.grouped_linear import grouped_linear
+from zerokl.model.blocks import experts
+from zerokl.model.parameters import ParameterWeights
 from zerokl.verify.compare_runs import open_run
 
 from tests.engine.runs.exact_runs import faults, train_exactly
@@ -15,6 +20,10 @@ from tests.helpers import fingerprint
 from tests.random_model import EXPERTS, random_model
 
 LORA = LoraConfig(rank=3, alpha=9.0, merge=False)
+CUTS = {
+    "workers": {"workers": 2, "micro_batch": 2, "native": NativeConfig(speculate=3)},
+    "fsdp": {"parallel": ParallelConfig(engine="fsdp"), "recompute": "layer"},
+}
 
 
 @pytest.fixture(scope="module")
@@ -47,10 +56,16 @@ def test_the_ledger_says_it_and_every_update_changes_what_is_drawn(unmerged, run
     assert logprobs[2] != ledger.lines[2].quantities["sampling_logprobs"], "control: another arithmetic"
 
 
-def test_how_the_work_is_cut_decides_no_bit(unmerged, run, tmp_path):
-    cut = {"workers": 2, "micro_batch": 2, "native": NativeConfig(speculate=3)}
-    train(unmerged.model_copy(update=cut), tmp_path / "run")
+@pytest.mark.parametrize("how", CUTS)
+def test_how_the_work_is_cut_decides_no_bit(unmerged, run, tmp_path, how):
+    train(unmerged.model_copy(update=CUTS[how]), tmp_path / "run")
     assert fingerprint(tmp_path / "run") == fingerprint(run)
+
+
+def test_control_a_spread_model_without_its_adapters_stops_the_run(unmerged, tmp_path, monkeypatch):
+    monkeypatch.setattr(ParameterWeights, "adapted", lambda self, i, fused: fused)
+    with pytest.raises(MismatchError):
+        train(unmerged.model_copy(update=CUTS["fsdp"]), tmp_path / "run")
 
 
 def test_a_run_goes_on_and_is_verified(run, cut):
@@ -65,7 +80,7 @@ def test_a_run_goes_on_and_is_verified(run, cut):
         ({"max_staleness": 1}, "pool.engine, max_staleness or [perturb]"),
         ({"exact": False, "sampler": "hf"}, 'sampler ("hf")'),
         ({"exact": False, "perturb__round_weights": "float16"}, "pool.engine, max_staleness or [perturb]"),
-        ({"parallel__engine": "fsdp"}, 'parallel.engine = "fsdp"'),
+        ({"exact": False, "precision__sampler_dtype": "float16"}, "a sampler's own precision"),
     ],
 )
 def test_what_computes_with_a_copy_of_the_weights_is_refused(config, model, tmp_path, settings, named):
@@ -74,9 +89,24 @@ def test_what_computes_with_a_copy_of_the_weights_is_refused(config, model, tmp_
         train(cfg, tmp_path / "run")
 
 
-def test_experts_are_refused_by_name_and_their_attention_is_not(config, tmp_path):
-    cfg = config(model=random_model(tmp_path / "experts", EXPERTS), steps=1).model_copy(update={"lora": LORA})
-    with pytest.raises(ValueError, match=r"lora.merge \(false\): model.layers.1.mlp.experts"):
-        train(cfg, tmp_path / "run")
-    attention = LORA.model_copy(update={"targets": ("q_proj", "o_proj")})
-    assert train(cfg.model_copy(update={"lora": attention}), tmp_path / "attention").tokens_unequal == 0
+@pytest.fixture(scope="module")
+def mixture(config, tmp_path_factory) -> Config:
+    """Two layers of experts, each with adapters of its own, and one without."""
+    model = random_model(tmp_path_factory.mktemp("experts"), EXPERTS | {"num_hidden_layers": 3})
+    return config(dtype="bfloat16", model=model, steps=3).model_copy(update={"lora": LORA})
+
+
+@pytest.mark.parametrize("how", ["workers", pytest.param("fsdp", marks=pytest.mark.full)])
+def test_adapters_of_experts_are_exact_however_the_work_is_cut(mixture, tmp_path, how):
+    train_exactly(mixture, tmp_path / "run")
+    train(mixture.model_copy(update=CUTS[how]), tmp_path / "cut")
+    assert fingerprint(tmp_path / "cut") == fingerprint(tmp_path / "run")
+
+
+def test_control_a_sampler_without_the_adapters_of_experts_stops_the_run(mixture, tmp_path, monkeypatch):
+    def bare(x, w, *others):
+        return grouped_linear(x, w if torch.is_grad_enabled() else w.w, *others)
+
+    monkeypatch.setattr(experts, "grouped_linear", bare)
+    with pytest.raises(MismatchError):
+        train(mixture, tmp_path / "run")

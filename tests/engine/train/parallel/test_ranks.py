@@ -266,12 +266,20 @@ def test_quantised_weights_are_those_of_one_process(config, tmp_path, dtype):
     _same(tmp_path / "run", tmp_path / "alone")
 
 
-@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.full)])
-def test_adapters_are_those_of_one_process(plain, tmp_path, ranks):
-    """The slices of the ranks are of A and B, of which each rank has all to merge with."""
-    lora = plain.model_copy(update={"lora": LoraConfig(rank=3), "steps": 2})
+@pytest.mark.parametrize(
+    ("ranks", "merge", "engine"),
+    [
+        (2, True, "replicated"),
+        pytest.param(4, True, "replicated", marks=pytest.mark.full),
+        pytest.param(2, False, "fsdp", marks=pytest.mark.full),
+    ],
+)
+def test_adapters_are_those_of_one_process(plain, tmp_path, ranks, merge, engine):
+    """The slices of the ranks are of A and B, of which each rank has all to compute with."""
+    lora = plain.model_copy(update={"lora": LoraConfig(rank=3, merge=merge), "steps": 2})
     train(lora, tmp_path / "alone")
-    _run(ranks, lora, tmp_path / "run", "--micro_batch", "2")
+    spread = "--parallel.engine", engine
+    _run(ranks, lora, tmp_path / "run", "--micro_batch", "2", *spread)
     _same(tmp_path / "run", tmp_path / "alone")
     forget_end(tmp_path / "run")
     resume(tmp_path / "run")

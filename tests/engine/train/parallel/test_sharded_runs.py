@@ -31,6 +31,7 @@ CASES: dict[str, tuple[dict[str, Any], bool, bool]] = {
     "critic": (CRITIC, False, False),
     "muon": (MUON | FROZEN | CRITIC, True, False),
     "adapters": (LORA, False, True),
+    "adapters beside": (LORA | {"lora__merge": False, "recompute": "layer"}, False, True),
     "experts": ({}, True, False),
     "balanced experts": (BALANCED, True, False),
     "adapters of experts": (LORA | {"recompute": "layer"}, True, True),
