@@ -7,6 +7,7 @@ from zerokl.benchmarks.predict_step import training
 from zerokl.engine.config.compatibility import check_settings
 from zerokl.engine.config.config_file import load_config
 from zerokl.engine.runs.init import preset_config
+from zerokl.engine.train.parallel.expert import check_shared_experts
 from zerokl.model.families import MODEL_TYPES
 from zerokl.model.operation import Work
 from zerokl.model.shared_context import check_shared_rows
@@ -27,6 +28,7 @@ FORMS: dict[str, dict[str, Any]] = {
     "fsdp, tensor": _FSDP | _TENSOR,
     "fsdp, context": _FSDP | _CONTEXT,
     "fsdp, tensor, context": _FSDP | _TENSOR | _CONTEXT,
+    "expert": {"parallel.expert": 2},
 }
 # What a run may have, by its name.
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -52,7 +54,7 @@ KINDS = {
     "dense models": "qwen3",
     "norms over all heads": "olmo2",
     "experts": "qwen3_moe",
-    "gated delta nets": "qwen3_5_text",
+    "gated delta nets": "qwen3_next",
     "latent attention": "deepseek_v3",
     "attention sinks": "gpt_oss",
 }
@@ -77,6 +79,8 @@ def refusal_of_kind(kind: str, form: str) -> str | None:
         c.check_leaves(FORMS[form].get("precision.leaves", 1))
         if "parallel.context" in FORMS[form]:
             check_shared_rows(c, Layout(c).trained, 2)
+        if "parallel.expert" in FORMS[form]:
+            check_shared_experts(c, 2)
     except ValueError as error:
         return str(error)
     return None
