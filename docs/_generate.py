@@ -41,6 +41,7 @@ from ._commands import commands
 from ._definitions import ROOT
 from ._frameworks import FRAMEWORK_PARTS
 from ._markdown import PART, prose
+from ._mesh import predicted, refused
 from ._results import RESULTS
 from ._wire import wire
 
@@ -377,6 +378,8 @@ PARTS = (
         "imported-names": imported_names,
         "commands": commands,
         "wire": wire,
+        "mesh": refused,
+        "mesh times": predicted,
     }
 )
 

@@ -119,9 +119,10 @@ def matmul_leaves(
         return y
     gpu, programs = generation(x_MK.device), multiprocessors(x_MK.device)
     t = matmul_tiles(M, N, K, x_MK.dtype, gpu, tiles, whole=(N, K * ranks))
-    if x_MK.dtype != torch.float32:  # beside a tile of sums a thread holds a pending one: wider tiles spill
-        bm, most = min(t.block_m, 64 * 128 // t.block_k), 64 * 64 if t.block_k > 64 else 64 * 128
-        t = t._replace(block_m=bm, block_n=min(t.block_n, most // bm), num_warps=8)
+    # Beside a tile of sums a thread holds a pending one, and wider tiles spill.
+    bm, is_wide = min(t.block_m, 64 * 128 // t.block_k), x_MK.dtype == torch.float32
+    bn, warps = (32, 4) if is_wide else (64, 8)
+    t = t._replace(block_m=bm, block_n=min(t.block_n, bn), num_warps=warps)
     programs = min(programs, ceil_div(M, t.block_m) * ceil_div(N, t.block_n))
     pending = y.new_empty(programs * levels * t.block_m * t.block_n)
     launch(

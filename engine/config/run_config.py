@@ -79,9 +79,12 @@ class ParallelConfig(Section, head=_SPREAD):
 
     @rule
     def _pieces_of_weights(self, run: PlannedRun) -> str | None:
-        whole, lora = needing_whole(run.config), run.config.lora.rank
-        if lora and self.tensor * self.context > 1:
-            whole.append(f"lora.rank ({lora}) and ranks that share layers or rows")
+        whole = needing_whole(run.config)
+        if self.engine == "fsdp" and run.config.lora.rank and self.tensor * self.context > 1:
+            return (
+                f'parallel.engine ("fsdp") with lora.rank ({run.config.lora.rank}) and ranks that share '
+                'layers or rows: adapters are not spread so; set parallel.engine = "replicated"'
+            )
         if self.engine == "fsdp" and whole:
             return (
                 f'parallel.engine ("fsdp") with {whole[0]}: this is '
@@ -128,10 +131,9 @@ class ParallelConfig(Section, head=_SPREAD):
     @rule
     def _parts_of_rows(self, run: PlannedRun) -> str | None:
         if run.ranks > 1 and run.ranks % (self.context * self.tensor):
-            times = f" times parallel.tensor ({self.tensor})" if self.tensor > 1 else ""
             return (
-                f"parallel.context ({self.context}){times} must divide the ranks ({run.ranks}); start a "
-                "multiple of it, or set it to 1"
+                f"parallel.context ({self.context}) times parallel.tensor ({self.tensor}) must divide the "
+                f"ranks ({run.ranks}); start a multiple of both, or set it to 1"
             )
         whole = needing_whole_rows(run)
         if self.context > 1 and whole:

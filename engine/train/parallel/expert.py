@@ -9,6 +9,7 @@ each of what the ranks of their column have (cut.py).
 
 import torch
 
+from ....model.config import ModelConfig
 from ....model.weights import Layout
 from .cut import CutParts
 from .process_group import Ranks
@@ -16,19 +17,24 @@ from .spread import Cutting
 from .tensor import TensorParts
 
 
+def check_shared_experts(config: ModelConfig, ranks: int) -> None:
+    """Raise ValueError for a model without experts, and for ranks that do not divide them."""
+    number = config.experts.number if config.experts else 0
+    if not number or number % ranks:
+        raise ValueError(
+            f"parallel.expert ({ranks}) must divide the experts of a layer ({number}); choose another number"
+        )
+
+
 class ExpertParts(TensorParts):
     """What each rank of a grid owns of a model, of which it has a part of the experts.
 
-    Raises ValueError for a model without experts, and for ranks that do not divide them.
+    Raises ValueError (see check_shared_experts).
     """
 
     def __init__(self, layout: Layout, ranks: Ranks, device: torch.device | None = None):
-        n, experts = ranks.expert_parallel.size, layout.config.experts
-        number = experts.number if experts else 0
-        if not number or number % n:
-            raise ValueError(
-                f"parallel.expert ({n}) must divide the experts of a layer ({number}); choose another number"
-            )
+        n = ranks.expert_parallel.size
+        check_shared_experts(layout.config, n)
         ranges = [layout.ranges_of_expert_rank(rank, n) for rank in range(n)]
         cutting = Cutting(layout, layout.of_expert_rank(n), ranges)
         CutParts.__init__(self, cutting, ranks, ranks.replicas, device)

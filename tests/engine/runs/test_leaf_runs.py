@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+from zerokl.engine.config.compatibility import check_settings
 from zerokl.engine.runs.run import train
 from zerokl.engine.train.monitor import MismatchError
 from zerokl.kernels import draw_cpp
@@ -71,6 +72,16 @@ def test_what_has_no_leaves_is_refused_in_one_line(config, tmp_path, case):
 def test_samplers_without_leaves_are_refused(config, eight, tmp_path, sampler):
     with pytest.raises(ValueError, match=rf'precision.leaves \(2\) with sampler "{sampler}"'):
         train(config(model=eight, steps=1, precision__leaves=2, sampler=sampler), tmp_path / "run")
+
+
+@pytest.mark.parametrize("more", [{"lora__rank": 2}, {"parallel__tensor": 2}], ids=str)
+def test_on_a_gpu_leaves_are_taken_without_adapters_and_shared_layers(config, eight, more):
+    settings = {"model": eight, "precision__leaves": 2}
+    check_settings(config(**settings), "cuda")
+    with pytest.raises(ValueError, match=r"^config: (precision.leaves|parallel.tensor) \(2\)") as error:
+        check_settings(config(**settings, **more), "cuda")
+    assert "\n" not in str(error.value)
+    check_settings(config(**settings, **more), "cpu")
 
 
 DENSE = ("gemma", "gemma2", "gemma3_text", "granite", "llama", "mistral", "phi3", "qwen2", "qwen3", "smollm3")

@@ -101,16 +101,7 @@ def test_a_run_goes_on_with_another_number_of_ranks(config, four, tmp_path):
     _same(tmp_path / "run", tmp_path / "alone")
 
 
-REFUSED = {
-    "workers": {"workers": 2},
-    "vllm-zerokl": {"sampler": "vllm-zerokl"},
-    "hf": {"sampler": "hf", "exact": False},
-    "one process": {},
-}
-
-
-@pytest.mark.parametrize("case", REFUSED)
-def test_what_does_not_work_is_refused_in_one_line(config, four, tmp_path, case):
-    with pytest.raises(ValueError, match=r"^config: parallel.context \(2\) with ") as error:
-        train(config(model=four, steps=1, parallel__context=2, **REFUSED[case]), tmp_path / "run")
+def test_one_process_has_nobody_to_share_rows_with(config, four, tmp_path):
+    with pytest.raises(ValueError, match=r"^config: parallel.context \(2\) with 1 ranks: start ") as error:
+        train(config(model=four, steps=1, parallel__context=2), tmp_path / "run")
     assert "\n" not in str(error.value)

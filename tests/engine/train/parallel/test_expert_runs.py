@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 from zerokl.engine.config.run_config import Config
+from zerokl.engine.runs.memory import layout_of_a_rank
 from zerokl.engine.runs.run import resume, train
 from zerokl.engine.train.parallel.expert import ExpertParts
 from zerokl.engine.train.parallel.process_group import Ranks
@@ -134,6 +135,14 @@ def test_what_does_not_work_is_refused_in_one_line(config, models, tmp_path, cas
     with pytest.raises(ValueError, match=r"^config: parallel.expert \(2\) with ") as error:
         train(config(**settings), tmp_path / "run")
     assert "\n" not in str(error.value)
+
+
+def test_the_memory_of_a_rank_is_predicted_with_its_experts_alone(config, models):
+    layout = Layout(ModelConfig.from_file(models["softmax"]))
+    part = layout_of_a_rank(config(parallel__expert=4), layout)
+    for name, entry in layout.entries.items():
+        assert part.entries[name].numel * (4 if ".experts." in name else 1) == entry.numel
+    assert layout_of_a_rank(config(), layout) is layout
 
 
 @pytest.mark.parametrize(("family", "expert"), [("qwen3", 2), ("qwen3_moe", 4)])

@@ -140,15 +140,8 @@ def test_a_run_goes_on_with_another_number_of_ranks(config, eight, tmp_path):
 
 REFUSED = {
     "leaves": {"precision__leaves": 1},
-    "fsdp": {"parallel__engine": "fsdp"},
-    "quantised weights": {"precision__weights": "int8/row"},
-    "older weights": {"max_staleness": 1},
-    "workers": {"workers": 2},
     "vllm-exact": {"sampler": "vllm-exact"},
-    "vllm-zerokl": {"sampler": "vllm-zerokl"},
     "hf": {"sampler": "hf", "exact": False},
-    "another dtype in the sampler": {"precision__sampler_dtype": "bfloat16", "exact": False},
-    "gradient audit": {"monitor__gradient": 1, "exact": False},
     "one process": {},
 }
 
