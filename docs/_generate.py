@@ -379,7 +379,7 @@ PARTS = (
         "commands": commands,
         "wire": wire,
         "mesh": refused,
-        "mesh times": predicted,
+        "mesh-times": predicted,
     }
 )
 
