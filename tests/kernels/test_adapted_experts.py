@@ -58,8 +58,8 @@ def by_torch(
         n, w = len(adapted.w) // EXPERTS, adapted.w.to(dtype)[e * len(adapted.w) // EXPERTS :]
         if merged:
             return x @ (w[:n] + delta[e * n : (e + 1) * n]).t()
-        own = [a for a in adapted.adapters if e * n <= a.rows.start < (e + 1) * n]
-        low_rank = [SCALE * (x @ a.a.to(dtype).t() @ a.b.to(dtype).t()) for a in own]
+        experts_adapters = [a for a in adapted.adapters if e * n <= a.rows.start < (e + 1) * n]
+        low_rank = [SCALE * (x @ a.a.to(dtype).t() @ a.b.to(dtype).t()) for a in experts_adapters]
         return x @ w[:n].t() + torch.cat(low_rank, 1)
 
     def mixture(x: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
