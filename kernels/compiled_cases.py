@@ -347,6 +347,8 @@ def _experts(dtype: torch.dtype) -> Iterator[Case]:
         }
         for what, args in products.items():
             yield f"experts' {what} {name} {phase}", lambda args=args: grouped_matmul(*args)
+    for what, args in _unrounded_experts(dtype).items() if dtype == BF16 else ():
+        yield f"experts' {what} {name} unrounded", lambda args=args: grouped_matmul(*args)
     yield f"slots {name}", lambda: _slots(dtype)
     x, rows, q = _meta(dtype, 256, D), _rows(256), _meta(FP32, 256, k)
     yield f"slots {name}, weighted", lambda: rows_of_tokens(x, rows, q)
@@ -356,6 +358,19 @@ def _experts(dtype: torch.dtype) -> Iterator[Case]:
                 f"experts' weight gradient {name}, {N} x {K}{suffix}",
                 lambda N=N, K=K, empty=empty: _expert_gradient(dtype, N, K, empty),
             )
+
+
+def _unrounded_experts(dtype: torch.dtype) -> dict[str, tuple]:
+    """The products with weights whose adapters are not merged, by grouped_matmul's arguments."""
+    (E, k, D, inner), T = _EXPERTS, _TOKENS_OF_EXPERTS["prefill"]
+    gate_up, wide = _meta(dtype, E, 2 * inner, D), _meta(dtype, T * k, 2 * inner)
+    x, h, down = _meta(dtype, T * k, D), _meta(dtype, T * k, inner), _meta(dtype, E, D, inner)
+    products = {
+        "gate and up": (x, gate_up),
+        "down": (h, down),
+        "input gradient": (wide, gate_up.transpose(1, 2)),
+    }
+    return {what: (*args, _rows(T), False, None, FP32) for what, args in products.items()}
 
 
 def _clamped_experts(dtype: torch.dtype) -> Iterator[Case]:
