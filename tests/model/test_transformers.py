@@ -170,7 +170,7 @@ def test_error_is_at_most_twice_that_of_transformers(judged, dtype, shared):
 
 @pytest.mark.full
 def test_error_of_experts_in_fp16_is_at_most_twice_that_of_transformers(judged):
-    """Of the models in which no rounding chooses another expert; in bf16 nearly all have such a row."""
+    """Of the models in which no rounding chooses another expert; in bf16 they are too few."""
     if not ModelConfig.from_file(judged.folders[0]).experts:
         pytest.skip("it has no experts, and is judged in bf16")
     folders = _without_other_choices(judged.folders[:10], torch.float16)
