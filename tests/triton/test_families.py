@@ -40,6 +40,7 @@ def attentions(config: ModelConfig) -> list[tuple[int, float]]:
         ("olmo3", torch.float16, AttentionRule()),
         ("gpt_oss", torch.bfloat16, AttentionRule()),
         ("gpt_oss", torch.float32, AttentionRule(64)),
+        ("gpt_oss", torch.float16, AttentionRule()),
     ],
 )
 def test_the_law(model_type, dtype, rule):
