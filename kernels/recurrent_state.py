@@ -39,6 +39,13 @@ class StateShape(NamedTuple):
         """C."""
         return sum(self.widths)
 
+    def backward_bytes(self, rows: int, sequences: int) -> int:
+        """The memory of a backward on a GPU (delta_bwd_triton.py). Each sequence has whole chunks."""
+        pairs, states = 4 * CHUNK + TILE, 2 * self.K * self.V // CHUNK
+        of_head = 2 * (self.K + self.V) + pairs + states + 16  # the last are of gates, some in fp64
+        of_row = 4 * (self.heads * of_head + 2 * self.key_heads * self.K + self.channels)
+        return (rows + CHUNK * sequences) * of_row
+
 
 class RecurrentState:
     """The slots of one layer. A new sequence begins with a slot of zeros.
