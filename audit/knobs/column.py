@@ -105,7 +105,7 @@ def _searched(tried: Tried, evidence: Evidence, knob_model: KnobModel, stage: Ca
     few = chosen(lines, min(_SCREEN_TOKENS, int(_SCREEN * share)))
     rows, count = _fitted(lines, few, most, evidence.side, knob_model, stage)
     tried = replace(beside_knobs(tried, rows), tried=tried.tried + count)
-    if tried.best is not None:
+    if tried.best is not None or tried.is_within_rounding:
         return tried
     stage("looking for the operation that the difference enters at")
     return replace(tried, entry=_entry(lines, most, weights, evidence.side, knob_model))
