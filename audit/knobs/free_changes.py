@@ -192,7 +192,7 @@ def _part_words(form: str, parts: Sequence[int]) -> str:
     places = [f"{EIGHT * i} to {EIGHT * i + EIGHT - 1}" for i in parts]
     read = ["the first" if i == 0 else f"{EIGHT * (i - 1)} to {EIGHT * i - 1}" for i in parts]
     far = ["the token itself" if i == 0 else f"{2 ** (i - 1)} to {2**i - 1} tokens back" for i in parts]
-    of_blocks = [f"{i}, {i + BLOCK}, {i + 2 * BLOCK}, ..." for i in parts]
+    slots = [f"{i}, {i + BLOCK}, {i + 2 * BLOCK}, ..." for i in parts]
     listed = {
         "prompts": [f"the {'completion' if i else 'prompt'}" for i in parts],
         "frequencies": [f"frequency {i}" for i in parts],
@@ -200,7 +200,7 @@ def _part_words(form: str, parts: Sequence[int]) -> str:
         "positions": [f"places {x}" for x in places],
         "keys": [f"places {x}" for x in read],
         "distances": far,
-        "blocks": [f"each {BLOCK}th place: {x}" for x in of_blocks],
+        "blocks": [f"each {BLOCK}th place: {x}" for x in slots],
     }.get(form) or [f"{form.removesuffix('s')} {i}" for i in parts]
     return f" most of it by {' and '.join(listed)},"
 
