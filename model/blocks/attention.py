@@ -66,6 +66,7 @@ class Attention(Mixer):
     qkv_bias: bool = False
     o_bias: bool = False
     qk_norm: bool = False  # RMSNorm of each query head and key head
+    norms_heads_first: bool | None = None  # whether transformers norms rows of heads before tokens
     wide_qk_norm: bool | None = None  # RMSNorm of all queries of a token, and of all its keys
     no_rope: bool | None = None  # no rotary embedding
     scale: float | None = None  # of the scores; None is 1 / sqrt(D of a head)
@@ -124,7 +125,7 @@ class Attention(Mixer):
             for p, width, heads in (("q", q, c.heads), ("k", kv, c.kv_heads))
             if self.qk_norm or self.wide_qk_norm
         ]
-        if self.qk_norm and c.norm_plus_one and not self.gated:  # Gemma 3's are given heads before tokens
+        if self.norms_heads_first:
             norms = [replace(row, transformers=row.transformers._replace(heads_first=True)) for row in norms]
         last = "norm" if norms else "proj"
         rotated = [

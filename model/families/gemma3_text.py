@@ -36,6 +36,7 @@ def layers(config: ConfigFile) -> list[Layer]:
                 qkv_bias=bias,
                 o_bias=bias,
                 qk_norm=True,
+                norms_heads_first=True,
                 scale=fields.query_pre_attn_scalar**-0.5,
                 window=window,
                 local_rope_theta=theta if window else None,

@@ -3,14 +3,12 @@
 import pytest
 from zerokl.engine.config.loss_section import PRESETS, USUAL, LossConfig
 from zerokl.engine.config.run_config import Config
+from zerokl.engine.config.section import settings_of
 from zerokl.engine.runs.ledger_head import binding
 
-# Settings of the loss that most runs do not have. tests/engine/config/test_settings.py has each of them set.
-RARE = (
-    *("k", "beta", "semantic_entropy", "router_aux_coef"),
-    *("gamma", "gae_lambda", "whiten", "value_coef", "value_clip"),
-    *("budgets", "budget_weights", "answers"),
-)
+# Settings of the loss that most runs do not have. tests/engine/config/test_settings.py compares their heads with
+# recorded ones.
+RARE = [name for name, setting in settings_of(LossConfig).items() if setting.head.where_set]
 
 
 @pytest.mark.parametrize("preset", PRESETS)
