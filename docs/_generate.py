@@ -169,8 +169,8 @@ def loss_presets() -> str:
         "loss_agg_mode",
         "more",
     ]
-    with_bounds = {*head, "k", "clip_low", "clip_high", "correction_level", "correction_low", "correction_high"}
-    more = [name for name in PRESETS["pg"] if name not in with_bounds]
+    in_bounds = "clip_low clip_high correction_level correction_low correction_high".split()
+    more = [name for name in PRESETS["pg"] if name not in {*head, "k", *in_bounds}]
     rows = []
     for name, row in PRESETS.items():
         low, high = row["clip_low"], row["clip_high"]

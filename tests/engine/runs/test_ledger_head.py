@@ -6,7 +6,7 @@ from zerokl.engine.config.run_config import Config
 from zerokl.engine.config.section import settings_of
 from zerokl.engine.runs.ledger_head import binding
 
-# Settings of the loss that most runs do not have. tests/engine/config/test_settings.py compares their heads with
+# Settings of the loss that most runs do not have. tests/engine/config/test_settings.py compares heads with
 # recorded ones.
 RARE = [name for name, setting in settings_of(LossConfig).items() if setting.head.where_set]
 
