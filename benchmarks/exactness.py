@@ -68,9 +68,19 @@ def _forward_ways(decoder: Decoder, sequences: list[list[int]]) -> dict[str, int
 
 def _cached(decoder: Decoder, ids: list[int], chunk: int) -> torch.Tensor:
     """The hidden states of a sequence that is read through the cache, `chunk` tokens at a time."""
-    cache = BlockCache(decoder.config, len(ids) // KEY_TILE + 1, decoder.cache_dtype, decoder.device)
-    blocks = cache.allocate(cache.blocks)
+    cache = BlockCache(
+        decoder.config,
+        len(ids) // KEY_TILE + 1,
+        decoder.cache_dtype,
+        decoder.device,
+        slots=1,
+        compute=decoder.dtype,
+    )
+    blocks, slots = cache.allocate(cache.blocks), [cache.take_slot()]
     parts = [(a, ids[a : a + chunk]) for a in range(0, len(ids), chunk)]
     return torch.cat(
-        [decoder.hidden(torch.tensor(p), CachedContext(cache, [len(p)], [a], [blocks])) for a, p in parts]
+        [
+            decoder.hidden(torch.tensor(p), CachedContext(cache, [len(p)], [a], [blocks], slots=slots))
+            for a, p in parts
+        ]
     )

@@ -42,6 +42,7 @@ from ._definitions import ROOT
 from ._frameworks import FRAMEWORK_PARTS
 from ._markdown import PART, prose
 from ._mesh import predicted, refused
+from ._refusals import refusals
 from ._results import RESULTS
 from ._wire import wire
 
@@ -372,6 +373,7 @@ PARTS = (
         "audit-samplers": audit_samplers,
         "audit-trainers": audit_trainers,
         "families": families,
+        "refusals": refusals,
         "vllm-allowed": vllm_allowed,
         "vllm-set": vllm_set,
         "public-names": public_names,
@@ -379,7 +381,7 @@ PARTS = (
         "commands": commands,
         "wire": wire,
         "mesh": refused,
-        "mesh times": predicted,
+        "mesh-times": predicted,
     }
 )
 

@@ -40,6 +40,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "LoRA that is not merged": {"lora.rank": 4, "lora.merge": False},
     "quantised weights": {"precision.weights": "int8/row"},
     "moments in 8 bits": {"optimizer.moments": "int8"},
+    "state on the disk": {"memory.offload": "disk"},
     "older weights": {"max_staleness": 1},
     "several shards in a pass": {"shards_in_flight": 2},
     "another dtype in the sampler": {"precision.sampler_dtype": "bfloat16", "exact": False},

@@ -13,10 +13,11 @@ Order: four separate products, added from the oldest on. dw is summed block afte
 
 import torch
 
+from .backend import on_triton
 from .columns import add_columns_cpu
 from .grad import accumulate_dtype, check_dtype
 from .passes import ONE_SEQUENCE, Pass
-from .recurrent_state import TAPS, RecurrentState, Segments
+from .recurrent_state import TAPS, AnySegments, RecurrentState, Segments
 
 
 def _rows(x: torch.Tensor, segments: Segments, history: torch.Tensor | None) -> torch.Tensor:
@@ -42,6 +43,23 @@ def causal_conv_ref(
     return (p / torch.exp(-p).add_(1.0)).to(x.dtype)
 
 
+def _forward(
+    x: torch.Tensor, w: torch.Tensor, segments: AnySegments, state: RecurrentState | None = None
+) -> torch.Tensor:
+    """y, computed where x lies. state: the slots of the sequences, which then hold their last inputs."""
+    if on_triton(x):
+        from .causal_conv_triton import causal_conv_fwd
+
+        return causal_conv_fwd(x, w, segments.on(x.device), state)
+    if state is None:
+        return causal_conv_ref(x, w, segments)
+    kept = state.tensors["conv"]
+    history = kept[segments.slots]
+    y = causal_conv_ref(x, w, segments, history)
+    kept[segments.slots] = _rows(x, segments, history)[segments.last_rows]
+    return y
+
+
 class _CausalConv(torch.autograd.Function):
     """The convolution, and its last inputs [S, 3, C], after `history`; None after nothing."""
 
@@ -49,12 +67,23 @@ class _CausalConv(torch.autograd.Function):
     def forward(ctx, x, w, history, segments, in_pass):
         ctx.save_for_backward(x, history)
         ctx.w, ctx.segments, ctx.in_pass = w, segments, in_pass
+        if history is None:
+            return _forward(x, w, segments), None
         y = causal_conv_ref(x, w, segments, history)
-        return y, None if history is None else _rows(x, segments, history)[segments.last_rows]
+        return y, _rows(x, segments, history)[segments.last_rows]
 
     @staticmethod
     def backward(ctx, dy, dlast):
         (x, history), w, segments, in_pass = ctx.saved_tensors, ctx.w, ctx.segments, ctx.in_pass.over(dy)
+        if on_triton(dy):
+            from .causal_conv_triton import NORM_ROWS, causal_conv_bwd
+
+            dx, partial = causal_conv_bwd(dy, x, w, segments.on(x.device), in_pass.blocks)
+            if not ctx.needs_input_grad[1]:
+                return dx, None, None, None, None
+            buffer = in_pass.buffer(w)
+            buffer.add_partials(partial, in_pass.blocks, NORM_ROWS)
+            return dx, in_pass.returned_grad(w, buffer), None, None, None
         rows = _rows(x, segments, history)
         p = _weighted_sum(rows, segments.taps, w)
         s = torch.exp(-p).add_(1.0).reciprocal_()
@@ -88,7 +117,7 @@ def causal_conv_after(
 def causal_conv(
     x: torch.Tensor,
     w: torch.Tensor,
-    segments: Segments,
+    segments: AnySegments,
     state: RecurrentState | None = None,
     in_pass: Pass = ONE_SEQUENCE,
 ) -> torch.Tensor:
@@ -98,17 +127,11 @@ def causal_conv(
     has a gradient. Raises ValueError on a bad shape or dtype.
     """
     check_dtype("causal_conv", x=x, w=w)
-    if x.dim() != 2 or w.shape != (x.shape[1], 1, TAPS) or len(x) != len(segments.within):
+    if x.dim() != 2 or w.shape != (x.shape[1], 1, TAPS) or len(x) != segments.count:
         raise ValueError(
-            f"causal_conv: x {tuple(x.shape)} must be [T, C] for T = {len(segments.within)} tokens, and w "
+            f"causal_conv: x {tuple(x.shape)} must be [T, C] for T = {segments.count} tokens, and w "
             f"{tuple(w.shape)} [C, 1, {TAPS}]"
         )
-    if state is None:
-        if torch.is_grad_enabled():
-            return _CausalConv.apply(x, w, None, segments, in_pass)[0]
-        return causal_conv_ref(x, w, segments)
-    kept = state.tensors["conv"]
-    history = kept[segments.slots]
-    y = causal_conv_ref(x, w, segments, history)
-    kept[segments.slots] = _rows(x, segments, history)[segments.last_rows]
-    return y
+    if state is None and torch.is_grad_enabled():
+        return _CausalConv.apply(x, w, None, segments, in_pass)[0]
+    return _forward(x, w, segments, state)

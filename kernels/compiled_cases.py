@@ -25,14 +25,19 @@ from .attention_tables import Spans
 from .attention_triton import attention_packed, attention_paged
 from .block_digest import BLOCK, LANES
 from .block_digest_triton import block_digests
+from .causal_conv_triton import causal_conv_bwd, causal_conv_fwd
 from .clamped_swiglu_triton import clamped_swiglu_bwd, clamped_swiglu_fwd
 from .columns_triton import NORM_ROWS, add_all_partials, add_partials, bias_columns
 from .combine_experts_triton import add_bias_dots, combine_bwd
 from .decode_heads_triton import heads_to_cache
+from .delta_bwd_triton import delta_bwd
+from .delta_rows_triton import PreparedRows
+from .delta_walk_triton import delta_pairs, delta_walk
 from .draw_triton import draw_tokens
 from .embedding_triton import embedding_bwd, sorted_ids
 from .expert_columns_triton import add_expert_columns
 from .expert_rows_triton import ExpertTables, rows_of_tokens, runs_of_experts, sort_slots, sum_slots
+from .gated_norm_triton import gated_norm_bwd, gated_norm_fwd
 from .gelu_mul_triton import gelu_mul_bwd, gelu_mul_fwd
 from .given_softmax_triton import given_weights
 from .grad import GradBuffer
@@ -47,6 +52,7 @@ from .order import TOKEN_BLOCK, Runs, token_blocks
 from .partial_sums import PartialSums
 from .philox_triton import uniforms
 from .qk_norm_triton import qk_norm_bwd, qk_norm_fwd
+from .recurrent_state import RecurrentState, SegmentTables, StateShape
 from .rms_norm_triton import rms_norm_bwd, rms_norm_fwd
 from .rope_triton import rotate
 from .sigmoid_router_triton import choose, weigh, weigh_bwd
@@ -80,6 +86,7 @@ _MANY_ROWS = 8192
 _TOKENS_OF_EXPERTS = {"decode": 64, "prefill": 4096}
 _EXPERTS = 128, 8, 2048, 768  # experts, those of a token, hidden size, and size of an expert
 _CLAMPED_EXPERTS = 128, 4, 2880  # gpt-oss-120B's; the hidden size is that of an expert, too
+_DELTA_NET = StateShape(16, 32, 128, 128)  # of Qwen3-Next and Qwen3.5
 _BLOCKS = token_blocks([256])
 Case = tuple[str, Callable[[], object]]
 
@@ -152,6 +159,8 @@ def cases() -> Iterator[Case]:
         name = f"merge of {_name(base)} into {_name(dtype)}"
         yield name, lambda base=base, dtype=dtype: _merge(base, dtype)
     yield from _adapters_of_experts()
+    # In other dtypes they are the same, but for the type of what they read and write.
+    yield from _delta_net(BF16)
     yield "uniforms", lambda: uniforms(_meta(torch.int64, 4, 64), 1, 0)
 
 
@@ -168,6 +177,27 @@ def _adapters_of_experts() -> Iterator[Case]:
     """
     x, a = _meta(FP32, 256, 2048), _meta(FP32, 128, 2, 16, 2048)[:, 0]
     yield "adapters of experts", lambda: grouped_matmul(x, a, _rows(32), x_of_tokens=False)
+
+
+def _delta_net(dtype: torch.dtype) -> Iterator[Case]:
+    """A gated delta net: over slots, and the backward."""
+    s, T, S, name = _DELTA_NET, 256, 2, _name(dtype)
+    state = RecurrentState(s, S, dtype, torch.device("meta"))
+    tables = SegmentTables(*(_meta(torch.int32, *size) for size in ((S, 5), (2 * S,), (T, 2))))
+    qkv, conv, gate = _meta(dtype, T, s.channels), _meta(dtype, s.channels, 1, 4), _meta(dtype, T, s.heads)
+    o, weight, norm = _meta(dtype, T, s.heads, s.V), _meta(dtype, s.heads), _meta(dtype, s.V)
+
+    def rule() -> None:
+        x = PreparedRows(qkv, gate, gate, weight, weight, tables, s, state)
+        delta_walk(x, pairs := delta_pairs(x), state.tensors["u"], state.tensors["start"], False)
+        x.keep()
+        delta_bwd(o, gate, gate, weight, weight, x, pairs, state.tensors["u"], state.tensors["start"])
+
+    yield f"causal conv {name}", lambda: causal_conv_fwd(qkv, conv, tables, state)
+    yield f"causal conv backward {name}", lambda: causal_conv_bwd(qkv, qkv, conv, tables, _BLOCKS)
+    yield f"delta rule {name}", rule
+    yield f"gated norm {name}", lambda: gated_norm_fwd(o, o, norm, 1e-6)
+    yield f"gated norm backward {name}", lambda: gated_norm_bwd(o, o, o, norm, 1e-6, _BLOCKS)
 
 
 def _meta(dtype: torch.dtype, *shape: int) -> torch.Tensor:
@@ -347,6 +377,8 @@ def _experts(dtype: torch.dtype) -> Iterator[Case]:
         }
         for what, args in products.items():
             yield f"experts' {what} {name} {phase}", lambda args=args: grouped_matmul(*args)
+    for what, args in _unrounded_experts(dtype).items() if dtype == BF16 else ():
+        yield f"experts' {what} {name} unrounded", lambda args=args: grouped_matmul(*args)
     yield f"slots {name}", lambda: _slots(dtype)
     x, rows, q = _meta(dtype, 256, D), _rows(256), _meta(FP32, 256, k)
     yield f"slots {name}, weighted", lambda: rows_of_tokens(x, rows, q)
@@ -356,6 +388,19 @@ def _experts(dtype: torch.dtype) -> Iterator[Case]:
                 f"experts' weight gradient {name}, {N} x {K}{suffix}",
                 lambda N=N, K=K, empty=empty: _expert_gradient(dtype, N, K, empty),
             )
+
+
+def _unrounded_experts(dtype: torch.dtype) -> dict[str, tuple]:
+    """The products with weights whose adapters are not merged, by grouped_matmul's arguments."""
+    (E, k, D, inner), T = _EXPERTS, _TOKENS_OF_EXPERTS["prefill"]
+    gate_up, wide = _meta(dtype, E, 2 * inner, D), _meta(dtype, T * k, 2 * inner)
+    x, h, down = _meta(dtype, T * k, D), _meta(dtype, T * k, inner), _meta(dtype, E, D, inner)
+    products = {
+        "gate and up": (x, gate_up),
+        "down": (h, down),
+        "input gradient": (wide, gate_up.transpose(1, 2)),
+    }
+    return {what: (*args, _rows(T), False, None, FP32) for what, args in products.items()}
 
 
 def _clamped_experts(dtype: torch.dtype) -> Iterator[Case]:

@@ -37,12 +37,13 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from .columns import add_columns_cpu
+from .backend import on_triton
+from .columns import add_columns
 from .delta_rule_ref import DeltaRows, walk, walk_after_bwd, walk_bwd
 from .grad import accumulate_dtype, check_dtype
 from .order import sum_last, tree_sum
 from .passes import ONE_SEQUENCE, Pass
-from .recurrent_state import CHUNK, TILE, Left, RecurrentState, Segments, StateShape
+from .recurrent_state import CHUNK, TILE, AnySegments, Left, RecurrentState, Segments, StateShape
 
 _EPS = 1e-6  # of unit vectors
 
@@ -168,17 +169,47 @@ def _channels_bwd(
     return torch.cat([y.flatten(1) for y in (dq, dk, dv)], 1)
 
 
+def _forward(
+    qkv: torch.Tensor,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    A_log: torch.Tensor,
+    dt_bias: torch.Tensor,
+    segments: AnySegments,
+    shape: StateShape,
+    state: RecurrentState | None = None,
+) -> torch.Tensor:
+    """o [T, H, V] of whole sequences, or of sequences that have their slots in `state`."""
+    if on_triton(qkv):
+        from .delta_rule_triton import delta_continued, delta_whole
+
+        inputs = qkv, a, b, A_log, dt_bias
+        if state is None:
+            return delta_whole(inputs, segments, shape)
+        return delta_continued(inputs, segments, shape, state)
+    g, beta, _ = _gates(a, b, A_log, dt_bias)
+    if state is None:
+        return _whole(qkv, g, beta, segments, shape)
+    return _continued(qkv, g, beta, segments, shape, state)
+
+
 class _DeltaRule(torch.autograd.Function):
     @staticmethod
     def forward(ctx, qkv, a, b, A_log, dt_bias, segments, shape, in_pass):
         ctx.save_for_backward(qkv, a, b)
         ctx.weights, ctx.segments, ctx.shape, ctx.in_pass = (A_log, dt_bias), segments, shape, in_pass
-        return _whole(qkv, *_gates(a, b, A_log, dt_bias)[:2], segments, shape)
+        return _forward(qkv, a, b, A_log, dt_bias, segments, shape)
 
     @staticmethod
     def backward(ctx, do):
         (qkv, a, b), segments, s = ctx.saved_tensors, ctx.segments, ctx.shape
-        acc, in_pass = accumulate_dtype(qkv.dtype), ctx.in_pass.over(do)
+        in_pass = ctx.in_pass.over(do)
+        if on_triton(do):
+            from .delta_rule_triton import delta_whole_bwd
+
+            *grads, dA_log, dx = delta_whole_bwd(do, (qkv, a, b, *ctx.weights), segments, s)
+            return *grads, *_DeltaRule.weight_grads(ctx, (dA_log, dx), in_pass), None, None, None
+        acc = accumulate_dtype(qkv.dtype)
         g, beta, x = _gates(a, b, *ctx.weights)
         grid = segments.on_grid(qkv)
         rows = _delta_rows(grid, segments.on_grid(g), segments.on_grid(beta), s)
@@ -199,7 +230,7 @@ class _DeltaRule(torch.autograd.Function):
         for w, y, wanted in zip(ctx.weights, contributions, ctx.needs_input_grad[3:5], strict=True):
             buffer = in_pass.buffer(w) if wanted else None
             if wanted:
-                add_columns_cpu(buffer.zeroed(in_pass.blocks.shards), y, in_pass.blocks)
+                add_columns(buffer, y, in_pass.blocks)
             returned.append(in_pass.returned_grad(w, buffer) if wanted else None)
         return returned
 
@@ -256,7 +287,7 @@ def delta_rule(
     b: torch.Tensor,
     A_log: torch.Tensor,
     dt_bias: torch.Tensor,
-    segments: Segments,
+    segments: AnySegments,
     shape: StateShape,
     state: RecurrentState | None = None,
     in_pass: Pass = ONE_SEQUENCE,
@@ -267,7 +298,7 @@ def delta_rule(
     has a gradient. Raises ValueError on a bad shape or dtype.
     """
     check_dtype("delta_rule", qkv=qkv, a=a, b=b, A_log=A_log, dt_bias=dt_bias)
-    T, H = len(segments.within), shape.heads
+    T, H = segments.count, shape.heads
     if qkv.shape != (T, shape.channels) or a.shape != (T, H) or b.shape != (T, H) or A_log.shape != (H,):
         raise ValueError(
             f"delta_rule: qkv {tuple(qkv.shape)} must be [{T}, {shape.channels}], a {tuple(a.shape)} and b "
@@ -275,10 +306,7 @@ def delta_rule(
         )
     if state is None and torch.is_grad_enabled():
         return _DeltaRule.apply(qkv, a, b, A_log, dt_bias, segments, shape, in_pass)
-    g, beta, _ = _gates(a, b, A_log, dt_bias)
-    if state is None:
-        return _whole(qkv, g, beta, segments, shape)
-    return _continued(qkv, g, beta, segments, shape, state)
+    return _forward(qkv, a, b, A_log, dt_bias, segments, shape, state)
 
 
 def delta_rule_after(

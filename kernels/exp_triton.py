@@ -14,3 +14,15 @@ _OF_THE_INTERPRETER: tl.constexpr = tl.constexpr(INTERPRETED)
 def expf(x):
     """exp(x) in fp32."""
     return tl.exp(x) if _OF_THE_INTERPRETER else libdevice.exp(x)
+
+
+@triton.jit
+def sigmoid(x):
+    """1 / (1 + e^-x) in fp32."""
+    return tl.div_rn(1.0, 1.0 + expf(-x))
+
+
+@triton.jit
+def silu(x):
+    """x / (1 + e^-x) in fp32."""
+    return tl.div_rn(x, 1.0 + expf(-x))

@@ -13,10 +13,11 @@ Order: along a row as in rms_norm.py; the heads of a token in a tree, then the t
 
 import torch
 
-from .columns import add_columns_cpu
+from .backend import on_triton
 from .grad import accumulate_dtype, check_dtype
 from .order import sum_last, tree_sum
 from .passes import ONE_SEQUENCE, Pass
+from .rms_norm import add_rows
 
 
 def _normed(o: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
@@ -48,21 +49,35 @@ def gated_norm_bwd_ref(
     return do.to(o.dtype), dz.to(z.dtype), tree_sum(gated * oh, 1)
 
 
+def _forward(o: torch.Tensor, z: torch.Tensor, w: torch.Tensor, eps: float) -> torch.Tensor:
+    """y, computed where o lies."""
+    if not on_triton(o):
+        return gated_norm_ref(o, z, w, eps)
+    from .gated_norm_triton import gated_norm_fwd
+
+    return gated_norm_fwd(o, z, w, eps)
+
+
 class _GatedNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx, o, z, w, eps, in_pass):
         ctx.save_for_backward(o, z)
         ctx.w, ctx.eps, ctx.in_pass = w, eps, in_pass
-        return gated_norm_ref(o, z, w, eps)
+        return _forward(o, z, w, eps)
 
     @staticmethod
     def backward(ctx, dy):
         w, in_pass = ctx.w, ctx.in_pass.over(dy)
-        do, dz, dw = gated_norm_bwd_ref(dy, *ctx.saved_tensors, w, ctx.eps)
+        if on_triton(dy):
+            from .gated_norm_triton import gated_norm_bwd
+
+            do, dz, dw = gated_norm_bwd(dy, *ctx.saved_tensors, w, ctx.eps, in_pass.blocks)
+        else:
+            do, dz, dw = gated_norm_bwd_ref(dy, *ctx.saved_tensors, w, ctx.eps)
         if not ctx.needs_input_grad[2]:
             return do, dz, None, None, None
         buffer = in_pass.buffer(w)
-        add_columns_cpu(buffer.zeroed(in_pass.blocks.shards), dw, in_pass.blocks)
+        add_rows(buffer, dw, in_pass)
         return do, dz, in_pass.returned_grad(w, buffer), None, None
 
 
@@ -78,4 +93,4 @@ def gated_norm(
         )
     if torch.is_grad_enabled():
         return _GatedNorm.apply(o, z, w, eps, in_pass)
-    return gated_norm_ref(o, z, w, eps)
+    return _forward(o, z, w, eps)

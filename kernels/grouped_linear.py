@@ -246,9 +246,9 @@ def add_to_products(
 ) -> torch.Tensor:
     """y += (s x_r a_e^T) b_e^T, one matrix of the experts after another. y: see products."""
     x = x_RK.to(y_RN.dtype)
-    for first, of_matrix in by_matrix(adapters, y_RN.shape[1], rows.experts).items():
-        b, a = stacked_factors(of_matrix, y_RN.dtype)
-        x_a = products(x, a, rows).mul_(of_matrix[0].scale)
+    for first, by_expert in by_matrix(adapters, y_RN.shape[1], rows.experts).items():
+        b, a = stacked_factors(by_expert, y_RN.dtype)
+        x_a = products(x, a, rows).mul_(by_expert[0].scale)
         y_RN[:, first : first + b.shape[1]] += products(x_a, b, rows)
     return y_RN
 
@@ -257,10 +257,10 @@ def add_to_input_products(
     dx_RK: torch.Tensor, dy_RN: torch.Tensor, adapters: Sequence[LowRank], rows: Rows
 ) -> torch.Tensor:
     """dx += (s dy_r b_e) a_e, one matrix of the experts after another. dx: see products."""
-    for first, of_matrix in by_matrix(adapters, dy_RN.shape[1], rows.experts).items():
-        b, a = stacked_factors(of_matrix, dx_RK.dtype)
+    for first, by_expert in by_matrix(adapters, dy_RN.shape[1], rows.experts).items():
+        b, a = stacked_factors(by_expert, dx_RK.dtype)
         dy = dy_RN[:, first : first + b.shape[1]].to(dx_RK.dtype).contiguous()
-        dy_b = products(dy, b.transpose(1, 2), rows).mul_(of_matrix[0].scale)
+        dy_b = products(dy, b.transpose(1, 2), rows).mul_(by_expert[0].scale)
         dx_RK += products(dy_b, a.transpose(1, 2), rows)
     return dx_RK
 

@@ -143,7 +143,7 @@ def by_matrix(adapters: Iterable[X], width: int, experts: int) -> dict[int, list
     matrices: dict[int, list[X]] = {}
     for adapter in sorted(adapters, key=lambda adapter: adapter.rows.start):
         matrices.setdefault(adapter.rows.start % width, []).append(adapter)
-    assert all(len(of_all) == experts for of_all in matrices.values()), "an expert without its adapter"
+    assert all(len(alike) == experts for alike in matrices.values()), "an expert without its adapter"
     return matrices
 
 

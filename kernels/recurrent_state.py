@@ -15,6 +15,7 @@ from typing import NamedTuple
 import torch
 
 from .grad import accumulate_dtype
+from .upload import upload
 
 CHUNK, TILE = 64, 16
 TAPS = 4  # of the convolution
@@ -37,6 +38,13 @@ class StateShape(NamedTuple):
     def channels(self) -> int:
         """C."""
         return sum(self.widths)
+
+    def backward_bytes(self, rows: int, sequences: int) -> int:
+        """The memory of a backward on a GPU (delta_bwd_triton.py). Each sequence has whole chunks."""
+        pairs, states = 4 * CHUNK + TILE, 2 * self.K * self.V // CHUNK
+        of_head = 2 * (self.K + self.V) + pairs + states + 16  # the last are of gates, some in fp64
+        of_row = 4 * (self.heads * of_head + 2 * self.key_heads * self.K + self.channels)
+        return (rows + CHUNK * sequences) * of_row
 
 
 class RecurrentState:
@@ -79,8 +87,23 @@ class RecurrentState:
 
     def copy(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         """Copy slots."""
+        device = self.tensors["start"].device
+        source, target = upload(device, torch.tensor(sources), torch.tensor(targets))
         for x in self.tensors.values():
-            x[list(targets)] = x[list(sources)]
+            x.index_copy_(0, target, x.index_select(0, source))
+
+
+class SegmentTables(NamedTuple):
+    """New tokens on a device, as the Triton kernels read them: all in int32.
+
+    sequences [S, 5]: the first row, how many tokens, the tokens of the open chunk that were read before, the
+    first of its chunks here, and its slot. chunks [n]: the sequence of each chunk; the open one is a
+    sequence's first. tokens [T, 2]: the place in the call, and the sequence, of each token.
+    """
+
+    sequences: torch.Tensor
+    chunks: torch.Tensor
+    tokens: torch.Tensor
 
 
 class Left(NamedTuple):
@@ -127,6 +150,34 @@ class Segments:
         starts = self.lengths.cumsum(0) - self.lengths
         self.sequence = torch.arange(len(lengths)).repeat_interleave(self.lengths)  # [T], of each token
         self.within = torch.arange(len(self.sequence)) - starts[self.sequence]  # [T], its place in the call
+
+    @property
+    def count(self) -> int:
+        """T."""
+        return len(self.within)
+
+    def on(self, device: torch.device) -> SegmentTables:
+        """The tables of the Triton kernels, made once for each device."""
+        if device not in self._tables:
+            self.arrived(device, upload(device, *self.host_tensors))
+        return self._tables[device]
+
+    @property
+    def host_tensors(self) -> SegmentTables:
+        counts = (self.opened + self.lengths + CHUNK - 1) // CHUNK
+        places = torch.arange(len(counts)) if self.slots is None else self.slots
+        starts, chunks = (x.cumsum(0) - x for x in (self.lengths, counts))
+        columns = torch.stack([starts, self.lengths, self.opened, chunks, places], 1)
+        of_chunk = torch.arange(len(counts)).repeat_interleave(counts)
+        tokens = torch.stack([self.within, self.sequence], 1)
+        return SegmentTables(*(x.int() for x in (columns, of_chunk, tokens)))
+
+    def arrived(self, device: torch.device, tensors: Sequence[torch.Tensor]) -> None:
+        self._tables[device] = SegmentTables(*tensors)
+
+    @cached_property
+    def _tables(self) -> dict[torch.device, SegmentTables]:
+        return {}
 
     @cached_property
     def taps(self) -> torch.Tensor:
@@ -225,3 +276,23 @@ class Segments:
         """The chunk that is open after the call, and its number of tokens, [S] each."""
         total = self.opened + self.lengths
         return total // CHUNK, total % CHUNK
+
+
+class DecodedSegments:
+    """One new token of each sequence, where all is on a device and depends on no number of the host.
+
+    positions [n] int64: the tokens that were read before; slots [n]: where RecurrentState has what they left.
+    """
+
+    def __init__(self, positions: torch.Tensor, slots: torch.Tensor):
+        self.count, sequence = len(positions), torch.arange(len(positions), device=positions.device)
+        columns = [sequence, torch.ones_like(sequence), positions % CHUNK, sequence, slots]
+        tokens = torch.stack([torch.zeros_like(sequence), sequence], 1)
+        self._tables = SegmentTables(torch.stack(columns, 1).int(), sequence.int(), tokens.int())
+
+    def on(self, device: torch.device) -> SegmentTables:
+        """The tables of the Triton kernels."""
+        return self._tables
+
+
+AnySegments = Segments | DecodedSegments

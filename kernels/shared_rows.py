@@ -35,7 +35,7 @@ class SharedRows:
 
     def mine(self, x: torch.Tensor) -> torch.Tensor:
         """This rank's rows of x [T, ...] -> [t, ...]. The ranks must divide T."""
-        return x.chunk(self.size)[self.ranks.rank]
+        return x if self.size == 1 else x.chunk(self.size)[self.ranks.rank]
 
     def whole(self, x: torch.Tensor) -> torch.Tensor:
         """The rows of all ranks. x [t, ...] -> [T, ...]. All ranks call it together. It has no gradient."""

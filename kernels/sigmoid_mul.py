@@ -7,6 +7,7 @@ Source: gated attention (arXiv:2505.06708), transformers' Qwen3_5Attention, whic
 
 Shapes: x, z, y [T, N].
 Roundings: y, dx and dz once each.
+Order: no sums. On a GPU these are torch's operations, too, each of which goes element by element.
 """
 
 import torch

@@ -18,7 +18,7 @@ from ..kernels.backend import on_triton
 from ..kernels.decode_heads import CacheSlots
 from ..kernels.matmul import UNPACKED, PackedWeights
 from ..kernels.passes import Pass
-from ..kernels.recurrent_state import RecurrentState, Segments
+from ..kernels.recurrent_state import AnySegments, DecodedSegments, RecurrentState, Segments
 from ..kernels.upload import Tables, upload
 from .routing import FREE, Routing
 from .sizes import Sizes
@@ -216,7 +216,8 @@ class CachedContext:
 
     @property
     def tables(self) -> list[Tables]:
-        return [self._plan, *self.routing.tables, self]
+        segments = [self.segments] if self._cache.states else []
+        return [self._plan, *self.routing.tables, *segments, self]
 
     @property
     def host_tensors(self) -> list[torch.Tensor]:
@@ -251,7 +252,7 @@ class DecodeContext:
     positions [n] int64: the position of each new token. table [n, J] int32: the blocks of each sequence.
     packed: see matmul.pack_weights. routing: of the new tokens' rows.
     shared: the chunks that sequences share, where attention has chunks; for Triton only.
-    slots [n]: of each sequence, where a layer has a state; for the CPU only.
+    slots [n] int64: of each sequence, where a layer has a state.
     """
 
     tables: Sequence[Tables] = ()  # all is on the device
@@ -264,7 +265,7 @@ class DecodeContext:
         packed: PackedWeights = UNPACKED,
         routing: Routing = FREE,
         shared: SharedChunks | None = None,
-        slots: Sequence[int] = (),
+        slots: torch.Tensor | None = None,
     ):
         self._slots = slots
         n, config, self.routing = len(positions), cache.config, routing
@@ -282,8 +283,10 @@ class DecodeContext:
             )
 
     @cached_property
-    def segments(self) -> Segments:
-        return Segments([1] * len(self.positions), self.positions.tolist(), self._slots)
+    def segments(self) -> AnySegments:
+        if on_triton(self._cache.data):
+            return DecodedSegments(self.positions, self._slots)
+        return Segments([1] * len(self.positions), self.positions.tolist(), self._slots.tolist())
 
     def state(self, layer: int) -> RecurrentState:
         return self._cache.states[layer]

@@ -97,7 +97,7 @@ class ModuleForward(Forward):
         unmerged: UnmergedAdapters,
     ):
         super().__init__(layout.config, numerics, recompute)
-        self.weights, self._adapters = ParameterWeights(module, layout, unmerged), dict(adapters)
+        self.weights, self._adapters = ParameterWeights(module, layout, dict(unmerged)), dict(adapters)
         self._layers = module.model.layers
         self._tables: dict[tuple[torch.dtype, torch.device], Rotations] = {}
 

@@ -103,11 +103,6 @@ class ModelConfig(Sizes):
 
     def refuse_on_triton(self) -> None:
         """Raise ValueError for what has no Triton kernels."""
-        if self.states:
-            raise ValueError(
-                f'device ("cuda"): {self.architecture} has gated delta nets, which have no kernels for a GPU '
-                'yet; set device = "cpu"'
-            )
         if self.is_latent:
             raise ValueError(
                 f'device ("cuda"): the latent attention of a {self.architecture} is not computed on a GPU; '

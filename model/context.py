@@ -15,7 +15,7 @@ from ..kernels.grad import GradBuffer
 from ..kernels.low_rank import LowRankBuffers
 from ..kernels.order import token_blocks
 from ..kernels.passes import Pass
-from ..kernels.recurrent_state import Left, RecurrentState, Segments
+from ..kernels.recurrent_state import AnySegments, Left, RecurrentState, Segments
 from ..kernels.upload import Tables
 from .routing import FREE, Routing
 from .sizes import Sizes
@@ -46,7 +46,7 @@ class Context(Protocol):
     tables: Sequence[Tables]
 
     @property
-    def segments(self) -> Segments:
+    def segments(self) -> AnySegments:
         """How the rows lie in sequences, for layers with a state."""
         ...
 
@@ -124,6 +124,7 @@ class PackedContext(WholeSequences):
         )
         self.in_pass = Pass(token_blocks(lengths, shards), buffers)
         self._plan = varlen_plan(all_lengths, config.heads, config.kv_heads)
+        self._has_states = bool(config.states)
 
     @cached_property
     def segments(self) -> Segments:
@@ -131,7 +132,8 @@ class PackedContext(WholeSequences):
 
     @property
     def tables(self) -> list[Tables]:
-        return [self.in_pass.blocks, self._plan, self]
+        segments = [self.segments] if self._has_states else []
+        return [self.in_pass.blocks, self._plan, *segments, self]
 
     @property
     def host_tensors(self) -> list[torch.Tensor]:

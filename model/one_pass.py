@@ -92,6 +92,7 @@ class OnePassContext(NarrowingContext, WholeSequences):
         self.rows = sum(lengths), int(layout.lengths.sum()), padding
         self._samples = SampleTables(config, lengths, layout, layout.prompt_of_sample)
         self._layout, self._lengths = layout, [*lengths, padding] if padding else list(lengths)
+        self._has_states = bool(config.states)
         read = [n for n in layout.lengths.tolist() if n]
         self._prompts = varlen_plan(read, config.heads, config.kv_heads) if read else None
         self._ordered, in_order = _order(lengths, layout, prompt_passes(prompts), padding)
@@ -111,7 +112,8 @@ class OnePassContext(NarrowingContext, WholeSequences):
     @property
     def tables(self) -> list[Tables]:
         plans = [] if self._prompts is None else [self._prompts]
-        return [self.in_pass.blocks, *self._samples.tables, *plans, self]
+        segments = [self.segments] if self._has_states else []
+        return [self.in_pass.blocks, *self._samples.tables, *plans, *segments, self]
 
     @property
     def host_tensors(self) -> list[torch.Tensor]:

@@ -26,7 +26,7 @@ from ..kernels.linear import Adapted
 from ..kernels.low_rank import LowRankBuffers
 from ..kernels.shared_rows import ALL_ROWS, SharedRows
 from .blocks.block import LayerWeights
-from .weights import NONE_UNMERGED, VALUE_HEAD, Layout, UnmergedAdapters, WeightSource
+from .weights import VALUE_HEAD, Layout, UnmergedAdapters, WeightSource
 
 LayerBuffers = MutableMapping[torch.Tensor, GradBuffer | LowRankBuffers]
 
@@ -37,7 +37,7 @@ class ParameterWeights(WeightSource):
     adapters: LoRA's, that are not merged into the Parameters.
     """
 
-    def __init__(self, module: nn.Module, layout: Layout, adapters: UnmergedAdapters = NONE_UNMERGED):
+    def __init__(self, module: nn.Module, layout: Layout, adapters: UnmergedAdapters):
         self._adapters = adapters
         self._layers: list[dict[str, list[tuple[nn.Module, str]]]] = [{} for _ in range(layout.config.layers)]
         self._outside: dict[str, tuple[nn.Module, str]] = {}

@@ -298,6 +298,7 @@ class SampleTables:
         inverse = torch.from_numpy(places)
         self.order = inverse.argsort(), inverse
         self.plan = varlen_plan(rows.tolist(), config.heads, config.kv_heads, prompt_rows.tolist())
+        self._has_states = bool(config.states)
 
     @cached_property
     def segments(self) -> Segments:
@@ -314,7 +315,7 @@ class SampleTables:
 
     @property
     def tables(self) -> list[Tables]:
-        return [self.blocks, self.plan, self]
+        return [self.blocks, self.plan, *([self.segments] if self._has_states else []), self]
 
     @property
     def host_tensors(self) -> list[torch.Tensor]:

@@ -6,16 +6,12 @@ where another one of its group follows the rule, and has the same reward, or whe
 one. So advantages of rewards that the log does not hold (shaped, by length, or with a critic) are none.
 """
 
-import math
-from collections import Counter, defaultdict
-from collections.abc import Hashable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import accumulate, pairwise
-from typing import NamedTuple
 
 import numpy as np
 
-from ...files.reading import first_few
 from ..faults.fault import LogFault
 from ..faults.signal import (
     advantages_without_numbers,
@@ -27,39 +23,15 @@ from ..faults.signal import (
     rewards_without_numbers,
 )
 from ..formats.record import LoggedRollout
+from .advantage_rules import Parts, baseline, close, distance, known_rules, parts_of
+from .completions import Completion, by_group, completion_of, grouped, named
 
-# How far an advantage may be from its rule, as a share of the largest of its group: half of a bf16's last
-# bit is 2^-9.
-_CLOSE = 2.0**-8
-# What trainers add to a standard deviation.
-_EPSILONS = (0.0, 1e-8, 1e-6, 1e-5, 1e-4, 1e-3)
 # Advantages that a rule is told by, and the share of them that follows it at least.
 _FEWEST, _FOLLOW = 4, 0.5
 # Witnesses that make a fault; one alone does where almost all other advantages follow the rule.
 _WITNESSES, _ALMOST_ALL = 2, 0.9
 # Completions that must have one length to be called cut, where the log does not say how they ended.
 _CUT = 8
-# Lines that a fault names.
-_NAMED = 4
-_NO_ADVANTAGE = (None,)
-
-
-class Completion(NamedTuple):  # one for each line of the log: a frozen dataclass takes five times as long
-    """What a log says of one completion beside its log-probabilities."""
-
-    place: str  # file and line
-    group: Hashable
-    step: int | None
-    sample: Hashable
-    turn: int | None
-    reward: float | None
-    # Of each drawn part, the parts of tools left out: the advantage of its tokens. None where the log has
-    # none, NaN where it is no number or where the tokens of the part differ.
-    advantages: tuple[float | None, ...]
-    numbers: bool  # whether every advantage of a drawn token is a number
-    tokens: int
-    last: int  # the last id
-    truncated: bool | None  # whether a limit ended it, where the log says so
 
 
 @dataclass(frozen=True)
@@ -117,7 +89,7 @@ class SignalLog:
     def add(self, place: str, line: LoggedRollout) -> None:
         """Take a completion, or a turn of one."""
         before = self._completions[-1] if self._completions else None
-        now = _completion(place, line, before)
+        now = completion_of(place, line, before)
         if before and now.turn and before.turn == now.turn - 1 and before.sample == now.sample:
             parts = before.advantages + now.advantages
             tokens, numbers = before.tokens + now.tokens, before.numbers and now.numbers
@@ -129,8 +101,8 @@ class SignalLog:
 
     def judged(self) -> Signal:
         """What the whole log says."""
-        completions = _grouped(self._completions)
-        groups = [g for g in _by_group(completions) if len(g) > 1]
+        completions = grouped(self._completions)
+        groups = [g for g in by_group(completions) if len(g) > 1]
         without = sum(len({x.reward for x in g}) == 1 and g[0].reward is not None for g in groups)
         rewards = sum(x.reward is not None for x in completions)
         advantages = [x for x in completions if any(a is not None for a in x.advantages)]
@@ -148,75 +120,6 @@ class SignalLog:
         return replace(signal, faults=[fault for fault in faults if fault])
 
 
-def _completion(place: str, line: LoggedRollout, before: Completion | None) -> Completion:
-    """What is kept of a line. before: of the line before, whose equal group is shared: it saves memory."""
-    drawn, advantage = line.drawn(), line.advantage
-    if isinstance(advantage, tuple):
-        values, places = np.array(advantage, np.float64)[drawn], np.flatnonzero(drawn)
-        parts = tuple(_same(x) for x in np.split(values, np.flatnonzero(np.diff(places) > 1) + 1) if len(x))
-        numbers = bool(np.isfinite(values).all())
-    else:
-        parts = _NO_ADVANTAGE if advantage is None else (advantage,)
-        numbers = advantage is None or math.isfinite(advantage)
-    group = (line.step, line.prompt if line.prompt is not None else hash(line.prompt_ids))
-    if before and before.group == group:
-        group = before.group
-    return Completion(
-        place,
-        group,
-        group[0],
-        (line.prompt, line.sample),
-        line.turn,
-        line.reward,
-        parts,
-        numbers,
-        int(np.count_nonzero(drawn)),
-        line.completion_ids[-1],
-        line.truncated,
-    )
-
-
-def _same(values: np.ndarray) -> float:
-    """The one value of a drawn part; NaN where there are several, or where one is no number."""
-    if not np.isfinite(values).all() or np.ptp(values) > _CLOSE * np.abs(values).max():
-        return float("nan")
-    return float(values[0])
-
-
-def _grouped(completions: Sequence[Completion]) -> list[Completion]:
-    """The completions with their groups.
-
-    Labels say the groups, unless one completion of a group comes twice. Else neighbours of one prompt are a
-    group, because a prompt may come again later. In a log that has steps but no labels, where no neighbours
-    have one prompt, all of one prompt and step are.
-    """
-    labels = Counter((x.group, x.sample) for x in completions)
-    unlike = [a.group != b.group for a, b in pairwise(completions)]
-    labelled = all(x.sample[0] is not None for x in completions)
-    known = max(labels.values(), default=1) == 1 if labelled else all(unlike)
-    if known and (labelled or all(x.step is not None for x in completions)):
-        return list(completions)
-    return [
-        x._replace(group=(x.group, run))
-        for x, run in zip(completions, accumulate(unlike, initial=0), strict=True)
-    ]
-
-
-def _by_group(completions: Sequence[Completion]) -> list[list[Completion]]:
-    groups: dict[Hashable, list[Completion]] = defaultdict(list)
-    for x in completions:
-        groups[x.group].append(x)
-    return list(groups.values())
-
-
-def _named(completions: Sequence[Completion]) -> str:
-    """The places of some completions, in words."""
-    places = list(dict.fromkeys(x.place for x in completions))
-    first, *others = places
-    file = first.rpartition(", ")[0]
-    return first_few([first, *(x.removeprefix(f"{file}, ") for x in others)], _NAMED)
-
-
 # --- numbers ---
 
 
@@ -230,12 +133,12 @@ def _no_numbers(completions: Sequence[Completion], rewards: int) -> Iterator[Log
         fault = rewards_without_numbers.FAULT if no_number else missing_rewards.FAULT
         yield fault.named(
             f"the reward is {listed} of {len(completions):,} completions "
-            f"({_named([*no_number, *lacking])}). One such reward makes the advantages of its group wrong.",
+            f"({named([*no_number, *lacking])}). One such reward makes the advantages of its group wrong.",
         )
     if wrong := [x for x in completions if not x.numbers]:
         yield advantages_without_numbers.FAULT.named(
             f"{len(wrong):,} of {len(completions):,} completions have an advantage that is NaN, "
-            f"infinite or null beside a drawn token ({_named(wrong)}).",
+            f"infinite or null beside a drawn token ({named(wrong)}).",
         )
 
 
@@ -249,13 +152,13 @@ def _last_turn_alone(completions: Sequence[Completion]) -> LogFault | None:
         return None
     return last_turn_alone.FAULT.named(
         f"in all {len(several):,} completions of several turns that have an advantage, it is 0 in all "
-        f"turns but the last ({_named(several)}): the others are not trained.",
+        f"turns but the last ({named(several)}): the others are not trained.",
     )
 
 
 def _no_advantages(completions: Sequence[Completion]) -> LogFault | None:
     """Groups whose rewards differ. completions: those with an advantage, each of which is 0."""
-    groups = [g for g in _by_group(completions) if len(g) > 1]
+    groups = [g for g in by_group(completions) if len(g) > 1]
     differ = [
         g for g in groups if len({x.reward for x in g if x.reward is not None and np.isfinite(x.reward)}) > 1
     ]
@@ -263,33 +166,20 @@ def _no_advantages(completions: Sequence[Completion]) -> LogFault | None:
         return None
     return no_advantages.FAULT.named(
         f"every advantage is 0, though the rewards differ in {len(differ):,} of {len(groups):,} groups "
-        f"({_named(differ[0])}): nothing is learned from them.",
+        f"({named(differ[0])}): nothing is learned from them.",
     )
-
-
-@dataclass(frozen=True)
-class _Parts:
-    """Parts of completions with an advantage other than 0, [N]. The values of completions are [M]."""
-
-    completions: list[Completion]
-    owner: np.ndarray  # [N] the completion
-    turn: np.ndarray  # [N] from 0
-    advantage: np.ndarray  # [N]
-    reward: np.ndarray  # [M]
-    group: np.ndarray  # [M] numbers of the groups
-    step: np.ndarray  # [M] numbers of the steps
 
 
 def _followed(signal: Signal, completions: Sequence[Completion]) -> tuple[Signal, LogFault | None]:
     """The rule that most advantages follow, and the fault where others break it."""
-    parts = _parts(completions)
+    parts = parts_of(completions)
     signal = replace(signal, judged=len(parts.owner))
     if len(parts.owner) < _FEWEST:
         return signal, None
     with np.errstate(over="ignore", invalid="ignore"):  # a reward of 1e308
-        rules = [(name, e, _close(parts, e)) for name, e in _rules(parts)]
+        rules = [(name, e, close(parts, e)) for name, e in known_rules(parts)]
     # A baseline is fitted, so a part of the advantages follows it by chance.
-    rules += [rule for rule in [_baseline(parts)] if rule[2].all()]
+    rules += [rule for rule in [baseline(parts)] if rule[2].all()]
     zero = np.array([x.numbers and not any(x.advantages) for x in parts.completions])
 
     def nearness(rule: tuple[str, np.ndarray, np.ndarray]) -> tuple[int, int, float]:
@@ -297,7 +187,7 @@ def _followed(signal: Signal, completions: Sequence[Completion]) -> tuple[Signal
         return (
             int(follows.sum()),
             int(np.isclose(expected[zero], 0.0).sum()),
-            -_distance(parts, expected, follows),
+            -distance(parts, expected, follows),
         )
 
     # Of those that most follow, the one with most of the zeros, then the nearest; of equal ones the first:
@@ -313,13 +203,13 @@ def _followed(signal: Signal, completions: Sequence[Completion]) -> tuple[Signal
         return signal, None
     return signal, off_their_rule.FAULT.named(
         f"{signal.follow:,} of the {signal.judged:,} that are not 0 are the {name}. Those of "
-        f"{len(broken):,} completions are not ({_named(broken)}), though others of their groups are that "
+        f"{len(broken):,} completions are not ({named(broken)}), though others of their groups are that "
         "have the same reward, or though they have the opposite sign: they were computed beside other "
         "completions, or belong to them.",
     )
 
 
-def _witnesses(parts: _Parts, expected: np.ndarray, follows: np.ndarray) -> np.ndarray:
+def _witnesses(parts: Parts, expected: np.ndarray, follows: np.ndarray) -> np.ndarray:
     """Which advantages break the rule as no sound one does, [N] bool: see the top of this file.
 
     A turn that follows no rule in any line may have one of its own, unless its signs are all opposite.
@@ -334,103 +224,6 @@ def _witnesses(parts: _Parts, expected: np.ndarray, follows: np.ndarray) -> np.n
     return ~follows & np.array(
         [x in following or (other and (x[:2] in turns or x[1] in all_opposite)) for x, other in pairs]
     )
-
-
-def _parts(completions: Sequence[Completion]) -> _Parts:
-    """The parts that can be judged: of groups of the usual size, where the log has a reward."""
-    known = [x for x in completions if x.reward is not None and np.isfinite(x.reward)]
-    sizes = Counter(x.group for x in known)
-    # A group of another size is cut off, or two groups of one prompt: it has not the mean of its rule.
-    count = Counter(sizes[x.group] for x in known)
-    known = [x for x in known if sizes[x.group] == max(count, key=count.__getitem__)]
-    rows = [
-        (i, turn, a)
-        for i, x in enumerate(known)
-        if x.numbers and any(x.advantages)
-        for turn, a in enumerate(x.advantages)
-        if a
-    ]
-    owner, turn, advantage = map(np.array, zip(*rows, strict=True)) if rows else (np.zeros(0, int),) * 3
-    reward = np.array([x.reward for x in known], np.float64)
-    group, step = (_numbered([getattr(x, name) for x in known]) for name in ("group", "step"))
-    return _Parts(known, owner, turn, advantage, reward, group, step)
-
-
-def _numbered(keys: Sequence[Hashable]) -> np.ndarray:
-    """A number for each key, the same for equal ones, from 0 on."""
-    numbers: dict[Hashable, int] = {}
-    return np.array([numbers.setdefault(key, len(numbers)) for key in keys], int)
-
-
-def _rules(parts: _Parts) -> Iterator[tuple[str, np.ndarray]]:
-    """What each rule says to the completions: its name, and their advantages, [M]."""
-    r, group, step = parts.reward, parts.group, parts.step
-    beside_group, beside_step = r - _mean(r, group), r - _mean(r, step)
-    size = np.bincount(group)[group]
-    yield "reward less the group's mean", beside_group
-    for ddof, what in ((1, "n - 1"), (0, "n")):
-        for epsilon in _EPSILONS:
-            deviation = _deviation(beside_group, group, ddof) + epsilon
-            yield (
-                f"reward less the group's mean, over its standard deviation ({what}, epsilon {epsilon:g})",
-                _over(beside_group, deviation),
-            )
-    yield "reward less the mean of the group's others (leave-one-out)", beside_group * _over(size, size - 1)
-    for ddof in (1, 0):
-        for epsilon in (_EPSILONS[0], _EPSILONS[-2]):
-            yield (
-                "reward less the batch's mean, over its standard deviation",
-                _over(beside_step, _deviation(beside_step, step, ddof) + epsilon),
-            )
-            yield (
-                "reward less the group's mean, over the batch's standard deviation",
-                _over(beside_group, _deviation(beside_step, step, ddof) + epsilon),
-            )
-            yield (
-                "reward less the group's mean, over the standard deviation of these in the batch",
-                _over(beside_group, _deviation(beside_group, step, ddof) + epsilon),
-            )
-    yield "reward less the batch's mean", beside_step
-    yield "reward", r
-
-
-def _mean(x: np.ndarray, key: np.ndarray) -> np.ndarray:
-    """For each of x [M] the mean of those with its key."""
-    return (np.bincount(key, x) / np.bincount(key))[key]
-
-
-def _deviation(centred: np.ndarray, key: np.ndarray, ddof: int) -> np.ndarray:
-    """For each of x [M], less its mean, the standard deviation of those with its key; 0 for one alone."""
-    degrees = np.maximum(np.bincount(key) - ddof, 1)
-    centred = centred - _mean(centred, key)
-    return np.sqrt(np.bincount(key, centred * centred) / degrees)[key]
-
-
-def _over(x: np.ndarray, y: np.ndarray) -> np.ndarray:
-    """x / y, and 0 where y is 0."""
-    return np.divide(x, y, out=np.zeros(len(x)), where=y != 0)
-
-
-def _baseline(parts: _Parts) -> tuple[str, np.ndarray, np.ndarray]:
-    """The rule of one baseline for each step, the middle of reward - advantage: see _followed."""
-    gap, steps = parts.reward[parts.owner] - parts.advantage, parts.step[parts.owner]
-    middle = {step: float(np.median(gap[steps == step])) for step in set(steps.tolist())}
-    expected = parts.reward - np.array([middle.get(step, np.nan) for step in parts.step.tolist()])
-    return "reward less one baseline for the step", expected, _close(parts, expected)
-
-
-def _close(parts: _Parts, expected: np.ndarray) -> np.ndarray:
-    """Which advantages are what a rule expects, [N] bool."""
-    largest = np.zeros(int(parts.group.max()) + 1)
-    np.maximum.at(largest, parts.group, np.nan_to_num(np.abs(expected)))
-    allowed = _CLOSE * largest[parts.group[parts.owner]]
-    return np.abs(parts.advantage - expected[parts.owner]) <= allowed
-
-
-def _distance(parts: _Parts, expected: np.ndarray, follows: np.ndarray) -> float:
-    """How far the advantages that follow a rule are from it: 7 digits of the largest, which fp32 keeps."""
-    gaps = np.abs(parts.advantage - expected[parts.owner])[follows]
-    return round(float(gaps.max(initial=0.0) / np.abs(parts.advantage[follows]).max(initial=1e-30)), 7)
 
 
 # --- cut ---

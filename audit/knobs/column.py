@@ -31,7 +31,7 @@ from .search import Answer, Knobs, leaves_rounding
 _SCREEN, _FIT = 3e10, 1.2e11
 _SCREEN_TOKENS, _FIT_TOKENS, _ASKED = 800, 2000, 16
 # Weights times tokens times tokens of their line up to which gradients of single tokens are taken, about as
-# long as the swaps; and the fewest tokens.
+# long as the swaps, and _ASKED times as many where knobs are asked for; and the fewest tokens.
 _GRADIENTS, _FEWEST = 2e12, 128
 # Batches of a fit's size on which its value is checked, of lines by chance.
 _CHECKS = 4
@@ -105,7 +105,7 @@ def _searched(tried: Tried, evidence: Evidence, knob_model: KnobModel, stage: Ca
     few = chosen(lines, min(_SCREEN_TOKENS, int(_SCREEN * share)))
     rows, count = _fitted(lines, few, most, evidence.side, knob_model, stage)
     tried = replace(beside_knobs(tried, rows), tried=tried.tried + count)
-    if tried.best is not None:
+    if tried.best is not None or tried.is_within_rounding:
         return tried
     stage("looking for the operation that the difference enters at")
     return replace(tried, entry=_entry(lines, most, weights, evidence.side, knob_model))
@@ -120,7 +120,7 @@ def _entry(lines: Sequence[Line], most: int, weights: int, side: str, knob_model
     for line in sampled(lines, most, 1)[0]:
         tokens = len(line.completion_ids)
         work += float(weights) * tokens * (len(line.prompt_ids) + tokens)
-        if work > _GRADIENTS:
+        if work > _GRADIENTS * (_ASKED if knob_model.always else 1):
             break
         kept.append(line)
     model = knob_model.model()

@@ -102,8 +102,8 @@ class Difference:
             and 1.0 - best.share <= _CLEARLY * (1.0 - other.share)
             and self._errors(best, other) >= _ERRORS
         )
-        words = f"{_words(best.change)}{self._part(best)}{self._layers(best, fits)}"
-        next_words = f"{_words(other.change)}{_layer_words([other.change.layer])}"
+        words = f"{_words(best.change)}{self._part(best)}{self._layers(best, fits)}".rstrip(",")
+        next_words = f"{_words(other.change)}{_layer_words([other.change.layer])}".rstrip(",")
         return Entry(words, best.share, next_words, other.share, by_chance, bool(told))
 
     def _errors(self, best: _Fit, other: _Fit) -> float:
@@ -169,38 +169,40 @@ def _groups(form: str, count: int) -> np.ndarray:
 
 def _words(change: Change) -> str:
     """An operation and the form of its change."""
+    output = f"the output of {change.operation}, or where it is read"
     forms = {
-        "channels": f"{change.operation}, channel by channel",
+        "channels": f"{output}, channel by channel,",
         "weight": f"the weight of {change.operation}",
-        "prompts": f"{change.operation}, otherwise in the prompt than in the completion",
-        "places": f"{change.operation}, place by place",
-        "distances": "attention, by the distance that is read",
-        "keys": "attention, by the place that is read",
-        "blocks": f"attention, by the place that is read modulo {BLOCK}",
-        "heads": "attention, by its heads",
-        "frequencies": f"the rotation ({change.operation}), by its frequencies",
-        "positions": f"the rotation ({change.operation}), by the position of a token",
+        "prompts": f"{output}, otherwise in prompts than in completions,",
+        "places": f"{output}, place by place,",
+        "distances": "attention, by the distance that is read,",
+        "keys": "attention, by the place that is read,",
+        "blocks": f"attention, by the place that is read modulo {BLOCK},",
+        "heads": "attention, by its heads,",
+        "frequencies": f"the rotation ({change.operation}), by its frequencies,",
+        "positions": f"the rotation ({change.operation}), by the position of a token,",
     }
     return forms.get(change.form, f"{change.operation}, of {change.form}")
 
 
 def _part_words(form: str, parts: Sequence[int]) -> str:
-    """Parts of a change, in brackets."""
+    """Parts of a change, as a part of a sentence."""
     if form == "weight" or form.startswith("token"):
         return ""  # a sketch has no parts
     places = [f"{EIGHT * i} to {EIGHT * i + EIGHT - 1}" for i in parts]
     read = ["the first" if i == 0 else f"{EIGHT * (i - 1)} to {EIGHT * i - 1}" for i in parts]
     far = ["the token itself" if i == 0 else f"{2 ** (i - 1)} to {2**i - 1} tokens back" for i in parts]
-    of_blocks = [f"{i}, {i + BLOCK}, {i + 2 * BLOCK}, ..." for i in parts]
+    slots = [f"{i}, {i + BLOCK}, {i + 2 * BLOCK}, ..." for i in parts]
     listed = {
-        "prompts": [("the prompt", "the completion")[i] for i in parts] if form == "prompts" else [],
+        "prompts": [f"the {'completion' if i else 'prompt'}" for i in parts],
+        "frequencies": [f"frequency {i}" for i in parts],
         "places": [f"places {x}" for x in places],
         "positions": [f"places {x}" for x in places],
         "keys": [f"places {x}" for x in read],
         "distances": far,
-        "blocks": [f"each {BLOCK}th place: {x}" for x in of_blocks],
+        "blocks": [f"each {BLOCK}th place: {x}" for x in slots],
     }.get(form) or [f"{form.removesuffix('s')} {i}" for i in parts]
-    return f" (most of it by {' and '.join(listed)})"
+    return f" most of it by {' and '.join(listed)},"
 
 
 def _layer_words(layers: Sequence[int]) -> str:

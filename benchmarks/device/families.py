@@ -22,6 +22,15 @@ from zerokl.model.config import ModelConfig
 # hidden_size, intermediate_size, num_attention_heads, num_key_value_heads, head_dim of config.json.
 _SIZES = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
 _BOTH_KINDS = {"layer_types": ["sliding_attention", "full_attention"]}
+# Of Qwen3.5 and Qwen3-Next, but for the number of experts: a layer with a gated delta net, and a full one.
+_DELTA_NET = {
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "partial_rotary_factor": 0.25,
+}
+_HYBRID_EXPERTS = {"moe_intermediate_size": 512, "shared_expert_intermediate_size": 512}
 _Widths = tuple[tuple[int, ...], dict[str, object]]
 # model_type -> the sizes of a published model, and further fields. Windows are short, so that the sequences
 # here are longer.
@@ -45,6 +54,7 @@ DENSE: dict[str, _Widths] = {
     "phi3": ((3072, 8192, 24, 8, 128), {}),  # Phi-4-mini
     "qwen2": ((896, 4864, 14, 2, 64), {}),  # 2.5 0.5B
     "qwen3": ((1024, 3072, 16, 8, 128), {}),  # 0.6B
+    "qwen3_5_text": ((4096, 12288, 16, 4, 256), _DELTA_NET),  # 3.5 9B
     "smollm3": ((2048, 11008, 16, 4, 128), {}),  # 3B
 }
 MIXTURES: dict[str, _Widths] = {
@@ -58,17 +68,12 @@ MIXTURES: dict[str, _Widths] = {
         (2048, 5632, 16, 16, 128),
         {"moe_intermediate_size": 1408, "shared_expert_intermediate_size": 5632},
     ),
+    "qwen3_5_moe_text": ((2048, 5632, 16, 2, 256), _DELTA_NET | _HYBRID_EXPERTS),  # 3.5 35B-A3B
     "qwen3_moe": ((2048, 6144, 32, 4, 128), {"moe_intermediate_size": 768}),  # 30B-A3B
+    "qwen3_next": ((2048, 5632, 16, 2, 256), _DELTA_NET | _HYBRID_EXPERTS),  # 80B-A3B
 }
 # No GPU computes them (ModelConfig.refuse_on_triton).
-NOT_ON_A_GPU = (
-    "qwen3_5_text",
-    "qwen3_5_moe_text",
-    "qwen3_next",
-    "deepseek_v2",
-    "deepseek_v3",
-    "glm4_moe_lite",
-)
+NOT_ON_A_GPU = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite")
 _TOY = (64, 128, 4, 2, 16)
 
 

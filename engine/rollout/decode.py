@@ -111,11 +111,12 @@ class _Field(IntEnum):
     POSITION = 1
     DONE = 2
     LAST = 3
+    SLOT = 4
     # The counter of the row's uniform number. Its first word is the number of tokens drawn before.
-    DRAWN = 4
-    SAMPLE = 5
-    PROMPT = 6
-    STEP = 7
+    DRAWN = 5
+    SAMPLE = 6
+    PROMPT = 7
+    STEP = 8
 
 
 def bucket(rows: int) -> int:
@@ -141,10 +142,12 @@ class DecodeMemory:
             blocks + self.padded,
             decoder.cache_dtype,
             device,
-            slots=rows + 1,
+            slots=rows + 1 + self.padded,
             compute=decoder.dtype,
         )
-        self.blocks, self.padding_page = blocks, self.cache.allocate(1)[0] if self.padded else 0
+        self.blocks, self.padding_page, self.padding_slot = blocks, 0, 0
+        if self.padded:
+            self.padding_page, self.padding_slot = self.cache.allocate(1)[0], self.cache.take_slot()
         self.prefix_cache = PrefixCache(self.cache)
         self.state = torch.zeros(len(_Field), rows, dtype=torch.int64, device=device)
         self.table = torch.zeros(rows, pages, dtype=torch.int32, device=device)
@@ -279,9 +282,10 @@ class DecodeRows:
         memory = self.memory
         state = np.zeros((len(_Field), n), np.int64)
         table = np.full((n, memory.table.shape[1]), memory.padding_page, np.int32)
-        state[_Field.DONE, len(rows) :] = 1
-        for i, (token, position, drawn, last, key, pages, _) in enumerate(rows):
-            state[:, i] = token, position, 0, last, drawn, key.sample, key.prompt, key.step  # as in _Field
+        state[_Field.DONE, len(rows) :], state[_Field.SLOT, len(rows) :] = 1, memory.padding_slot
+        for i, (token, position, drawn, last, key, pages, slot) in enumerate(rows):
+            numbers = token, position, 0, last, slot, drawn  # as in _Field
+            state[:, i] = *numbers, key.sample, key.prompt, key.step
             table[i, : len(pages)] = pages
         tensors = upload(memory.state.device, torch.from_numpy(state), torch.from_numpy(table))
         memory.state[:, :n], memory.table[:n] = tensors
@@ -330,7 +334,7 @@ class DecodeRows:
             self.packed,
             routing or FREE,
             shared,
-            [row.slot for row in self._rows],
+            state[_Field.SLOT],
         )
         hidden = self.decoder.hidden(state[_Field.TOKEN], context)
         if routing:

@@ -23,7 +23,7 @@ from ...kernels.sampling_params import SamplingParams
 from ...model.cache import BlockCache
 from ...model.decoder import Decoder
 from .cache_size import CacheNeed, cache_limit, cache_need
-from .decode import DecodeMemory, DecodeRows
+from .decode import DecodeMemory, DecodeRows, bucket
 from .generation import Generation, PassLimits, Prefix, make_prefixes
 from .guesser import Guesser, TextGuesser
 from .scoring_sampler import score_rollouts
@@ -222,12 +222,13 @@ class NativeSampler:
         """
         block_bytes = BlockCache.bytes_per_block(self.decoder.config, self.decoder.cache_dtype)
         limit = cache_limit(self._cache_bytes, self.decoder.device) // self.workers
-        slots = BlockCache.bytes_per_slot(self.decoder.config, self.decoder.dtype) * (need.rows + 1)
-        padding = on_triton(self.decoder.flat)  # the page of the rows that pad a graph
+        padding = on_triton(self.decoder.flat)  # the page and the slot of the rows that pad a graph
+        rows = bucket(need.rows) + 1 if padding else need.rows
+        slots = BlockCache.bytes_per_slot(self.decoder.config, self.decoder.dtype) * (rows + 1)
         fit = (limit - slots) // block_bytes - padding
         if fit < need.one_sample:
             for_each = f" for each of {self.workers} workers" if self.workers > 1 else ""
-            states = f" beside the states of {need.rows + 1} samples ({slots} bytes)" if slots else ""
+            states = f" beside the states of {rows + 1} samples ({slots} bytes)" if slots else ""
             fewer = " or max_concurrency" if slots else ""
             raise ValueError(
                 f"sampler: cache_bytes ({limit * self.workers}) cannot hold one sample of "

@@ -93,7 +93,7 @@ def tensor_engine(run: EngineInputs, micro_batch: int, stopwatch: Stopwatch) -> 
         masters = TensorAdapterWeights(adapters, slices)
     else:
         masters = TensorWeights(policy, weights, parts)
-    summed = with_shared_rows(run, policy.config, summed)
+    summed = _with_shared_rows(run, policy.config, summed)
     workers = Workers(
         policy,
         config.virtual_shards // run.ranks.data_parallel.size,
@@ -123,7 +123,7 @@ def _parts_of(run: EngineInputs, layout: Layout) -> TensorParts:
     return parts(layout, run.ranks, run.device)
 
 
-def with_shared_rows(run: EngineInputs, config: ModelConfig, summed: CutParts) -> CutParts:
+def _with_shared_rows(run: EngineInputs, config: ModelConfig, summed: CutParts) -> CutParts:
     """The parts of a gradient that ranks sum, where they share the rows of a forward, too.
 
     config: of what a rank computes with. summed: without shared rows. Raises ValueError (check_shared_rows).

@@ -16,6 +16,7 @@ from ...model.weights import Layout
 from ..config.run_config import Config
 from ..config.sampler_names import EXTERNAL
 from ..rollout.cache_size import GPU_CACHE_SHARE, free_bytes, wanted_blocks
+from ..rollout.decode import bucket
 from ..rollout.vllm.generator import CACHE_BYTES
 from ..train.moments import CHUNK
 from ..train.muon import Matrix, matrices
@@ -290,7 +291,10 @@ def _activation_bytes(run: RunShape, sizes: PassSizes) -> int:
     rows, copied_rows = rows_of_a_pass(run, sizes)
     recompute = run.config.recompute == "layer"
     kept = activation_bytes(run.layout, run.dtype, rows, recompute, copied_rows, run.is_away)
-    return kept + rows * _adapter_row_bytes(run)
+    # One layer has its backward at a time.
+    shapes = run.layout.config.states.values()
+    delta = max((shape.backward_bytes(rows, sizes.micro_batch) for shape in shapes), default=0)
+    return kept + rows * _adapter_row_bytes(run) + delta
 
 
 def rows_of_a_pass(run: RunShape, sizes: PassSizes) -> tuple[int, int]:
@@ -352,8 +356,9 @@ def _native_cache_bytes(run: RunShape, calls: list[tuple[int, int]], free: int, 
     block_bytes = BlockCache.bytes_per_block(run.layout.config, dtype)
     # The sampler refuses to run with less than one sample. One block is of the rows that pad a graph.
     one = wanted_blocks([size], 1, 1) + 1
-    c = run.layout.config
-    states = numerics.attention.state_bytes(min(most, max(at_once)), c.heads, c.head_dim, sum(size))
+    c, at_once = run.layout.config, min(most, max(at_once))
+    slots = BlockCache.bytes_per_slot(c, compute) * (bucket(at_once) + 2)
+    states = slots + numerics.attention.state_bytes(at_once, c.heads, c.head_dim, sum(size))
     return states + block_bytes * max(one, min(wanted + 1, limit // block_bytes))
 
 

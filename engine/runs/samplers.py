@@ -74,6 +74,26 @@ def make_samplers(
 
     Raises ValueError for an engine that is not installed, or that does not draw from such a model.
     """
+    refuse_model(config, model_config)
+    shared = WorkersSampler(workers, micro_batch)
+    if config.pool.engine:
+        return _pooled(config, model_config, weights, workers, micro_batch, shared)
+    run = _Run(config, model, model_config, weights)
+    if is_separate(config):
+        return _separate(run, workers, micro_batch, shared)
+    if config.sampler in EXTERNAL:
+        layout = weights.decoder.layout
+        return Samplers(
+            _external(run, lambda: sampled_weights(config, layout, weights.whole_model())), shared
+        )
+    if config.sampler == "native":
+        return Samplers(shared, shared)
+    vllm = _over_weights_of(workers, run)
+    return Samplers(vllm, vllm)
+
+
+def refuse_model(config: Config, model_config: ModelConfig) -> None:
+    """Raise ValueError for a sampler, or a setting of precision, that does not go with such a model."""
     if model_config.experts and config.sampler == "vllm" and is_cpu_build():
         # Its reload leaves packed copies of routers and experts as they were, or mixes them up. Measured with
         # 0.32: log-probabilities after a reload of the same weights were off by up to 15.
@@ -95,21 +115,6 @@ def make_samplers(
         )
     if not model_config.experts:
         _refuse_without_experts(config, model_config.architecture)
-    shared = WorkersSampler(workers, micro_batch)
-    if config.pool.engine:
-        return _pooled(config, model_config, weights, workers, micro_batch, shared)
-    run = _Run(config, model, model_config, weights)
-    if is_separate(config):
-        return _separate(run, workers, micro_batch, shared)
-    if config.sampler in EXTERNAL:
-        layout = weights.decoder.layout
-        return Samplers(
-            _external(run, lambda: sampled_weights(config, layout, weights.whole_model())), shared
-        )
-    if config.sampler == "native":
-        return Samplers(shared, shared)
-    vllm = _over_weights_of(workers, run)
-    return Samplers(vllm, vllm)
 
 
 # Why a sampler does not draw from a model whose layers keep a state.

@@ -97,7 +97,7 @@ class ShardedWeights(SpreadWeights):
         return weights | {x: as_numbers(weights[x].full_tensor()) for x in sorted(self.layout.buffers)}
 
     def placed(self, vector: torch.Tensor) -> dict[str, "DTensor"]:
-        """The same, in its memory, of what has an element for each trained weight, such as a moment."""
+        """The same of what has an element for each trained weight, such as a moment."""
         return self._model.rows.tensors(vector)
 
     def collect_beside(self) -> dict[str, torch.Tensor]:

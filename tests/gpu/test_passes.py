@@ -10,6 +10,7 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 import torch
+from zerokl.benchmarks.device.families import family_config
 from zerokl.engine.config.loss_section import LossConfig
 from zerokl.engine.rollout import scoring_sampler as given_tokens
 from zerokl.engine.rollout.types import Rollout
@@ -22,7 +23,7 @@ from zerokl.kernels.sampling_params import SamplingParams
 from zerokl.model import prompts, scoring
 from zerokl.model.blocks import mlp
 
-from tests.gpu.device import Device, Fault, gpu, model, plant, plant_in_torch, send
+from tests.gpu.device import Device, Fault, gpu, model, model_of, plant, plant_in_torch, send
 from tests.helpers import DTYPES
 
 SAMPLES = 2  # of each shard's prompt
@@ -109,6 +110,18 @@ def test_the_host_waits_for_log_probabilities_only(dtype, in_flight, setting):
     assert device.places("copy") == set()
     assert device.places("upload") == {UPLOAD}
     assert len(device.launches) > 50
+
+
+@pytest.mark.parametrize("in_flight", [1, 8])
+def test_nor_for_more_in_a_model_with_states(in_flight):
+    with gpu() as device:
+        total = ShardSum(model_of(family_config("qwen3_next", is_small=True), torch.bfloat16), 64, in_flight)
+        device.cuda.events.clear()
+        total.add(SETTINGS["plain"].work, [make_shard(i) for i in range(in_flight)])
+    assert device.places("wait") == {LOGPROBS}
+    assert device.places("copy") == set()
+    assert device.places("upload") == {UPLOAD}
+    assert Counter(e.kind for e in device.cuda.events)["upload"] == 2, "the tables, and a gradient"
 
 
 @pytest.mark.parametrize("in_flight", [1, 4, 8, 33])

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from zerokl.benchmarks.device.families import family_config
 from zerokl.engine.rollout import decode, generation
 from zerokl.engine.rollout.native import NativeSampler
 from zerokl.engine.rollout.types import GenerationParams, RngKey
@@ -15,7 +16,7 @@ from zerokl.model import cache
 from zerokl.model import decoder as decoders
 from zerokl.model.decoder import COMPUTE, Decoder, Numerics
 
-from tests.gpu.device import Device, Fault, gpu, model, plant
+from tests.gpu.device import Device, Fault, gpu, model, model_of, plant
 from tests.helpers import DTYPES
 
 GREEDY, ALL, WARM = SamplingParams(0.0), SamplingParams(), SamplingParams(0.7)
@@ -52,6 +53,21 @@ def test_the_host_does_nothing_in_a_captured_turn(sampling_params, dtype, numeri
     assert graph.replays >= 10
     assert device.in_graphs() == []
     assert len(device.launches) > 80  # two turns before the capture and the capture, beside the prompts
+
+
+@pytest.mark.parametrize("family", ["qwen3_5_text", "qwen3_5_moe_text"])
+def test_nor_in_one_of_a_model_with_states(family):
+    """Samples copy the slot of their prompt, by one upload, and padding has a slot of its own."""
+    with gpu() as device:
+        decoder = model_of(family_config(family, is_small=True), torch.bfloat16)
+        generate(decoder)
+    (graph,) = device.captures
+    assert graph.replays >= 10
+    assert device.in_graphs() == []
+    names = {launch.kernel.__name__ for launch in device.launches}
+    assert {"_keep_inputs", "_keep_rows", "_delta_walk"} <= names
+    assert device.places("wait") == {READ}
+    assert device.places("copy") == set()
 
 
 LOOK, UPLOAD = "engine/rollout/decode.py: Look.__init__", "kernels/upload.py: upload"

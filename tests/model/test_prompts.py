@@ -166,10 +166,10 @@ def test_control_a_gradient_that_a_state_does_not_send_back_is_seen(tmp_path, mo
     exact, ours = (gradients(load(folder, x), pairs, 3)[1] for x in (torch.float64, torch.float32))
 
     def without(shape, *flat):
-        left = of_rows(shape, *flat)
+        left = whole_left(shape, *flat)
         return left._replace(**{lost: getattr(left, lost).detach()})
 
-    of_rows = Left.of_rows
+    whole_left = Left.of_rows
     monkeypatch.setattr(Left, "of_rows", without)
     wrong = gradients(load(folder, torch.float32), pairs, 3)[1]
     errors = [sum((x - y).norm() for x, y in zip(g, exact, strict=True)) for g in (ours, wrong)]

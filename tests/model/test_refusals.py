@@ -302,11 +302,10 @@ def test_a_null_window_of_layers_that_slide_is_refused():
 
 
 def test_what_no_gpu_computes_is_refused_by_name():
-    hybrid = preset_config("qwen3_5_text", 40)
-    with pytest.raises(
-        ValueError, match=r'device \("cuda"\): Qwen3_5ForCausalLM has gated delta nets, .*cpu'
-    ):
-        hybrid.refuse_on_triton()
+    message = r'device \("cuda"\): the latent attention of a DeepseekV3ForCausalLM is not .*cpu'
+    with pytest.raises(ValueError, match=message):
+        preset_config("deepseek_v3", 40).refuse_on_triton()
+    preset_config("qwen3_5_text", 40).refuse_on_triton()
     for raw in (QWEN2, GEMMA2, OLMO3, GPT_OSS):
         ModelConfig.from_dict(raw).refuse_on_triton()
 

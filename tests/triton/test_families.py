@@ -23,6 +23,19 @@ def decoder(model_type: str, dtype: torch.dtype, rule: AttentionRule) -> Decoder
     return Decoder(config, flat.to(dtype), layout, Numerics(attention=rule))
 
 
+@pytest.mark.full
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_the_law_of_a_hybrid(dtype):
+    """test_delta_net.py has longer sequences, which end a chunk."""
+    net = {f"linear_{what}": n for what, n in (("key_head_dim", 16), ("value_head_dim", 16))}
+    config = preset_config("qwen3_5_text", 120, ONE_LAYER | net | {"num_hidden_layers": 2})
+    layout = Layout(config)
+    model = Decoder(config, randn(0, layout.numel, scale=0.15).to(dtype), layout)
+    rows = list(law(model, "hybrid", (5, 21)))
+    assert {row["what"]: row["unequal"] for row in rows if row["unequal"]} == {}
+    assert len(rows) == 6
+
+
 def attentions(config: ModelConfig) -> list[tuple[int, float]]:
     """The window and the cap of each layer."""
     rows = (row for layer in config.layer_operations for row in layer)
@@ -40,6 +53,7 @@ def attentions(config: ModelConfig) -> list[tuple[int, float]]:
         ("olmo3", torch.float16, AttentionRule()),
         ("gpt_oss", torch.bfloat16, AttentionRule()),
         ("gpt_oss", torch.float32, AttentionRule(64)),
+        ("gpt_oss", torch.float16, AttentionRule()),
     ],
 )
 def test_the_law(model_type, dtype, rule):

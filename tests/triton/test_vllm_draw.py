@@ -29,7 +29,7 @@ FILTERED = SamplingParams.of(1.1, 20, 0.95, 0.02, {3: 2.5, 7: -1.5}, range(0, 30
 def drawing_of(sampling_params: list[SamplingParams]) -> draw.KeyedDraw:
     drawing = draw.KeyedDraw(None, torch.device("cpu"), False)
     drawing._rows = {
-        i: draw._Row(params, key, 0, Uniforms(key), [], 0.0)
+        i: draw.Row(params, key, 0, Uniforms(key), [], 0.0)
         for i, params in enumerate(sampling_params)
         for key in [RngKey(7, 0, prompt=i)]
     }
@@ -125,7 +125,7 @@ def test_logits_that_are_no_distribution_are_refused_when_the_completion_is_read
     assert processed[0].isfinite().sum() == 1
     assert processed[1].isnan().sum() == 1
     request = Request((1,), RngKey(0, 0, prompt=2, sample=1), DrawParams(HOT, frozenset()), 3, drawn=4)
-    sampler = SimpleNamespace(version=0)
+    sampler = SimpleNamespace(version=0, _guesses=False)
     assert vllm_sampler.KeyedSampler._completion(sampler, request, _output([-1.0, -2.0, -3.0])).ids == (
         3,
         4,

@@ -198,13 +198,13 @@ def test_logprobs_drawn_are_the_trainers_and_vllms(batch_invariant, pair, sampli
     is: first the temperature.
     """
     from vllm.v1.sample.sampler import Sampler
-    from zerokl.engine.rollout.vllm.draw import KeyedDraw, _Row
+    from zerokl.engine.rollout.vllm.draw import KeyedDraw, Row
 
     decoder, model = pair
     logits = logits_of(model, IDS, PREFILL).float()
     drawing = KeyedDraw(None, torch.device("cpu"), False)
     drawing._rows = {
-        i: _Row(sampling_params, key, 0, Uniforms(key), [], 0.0)
+        i: Row(sampling_params, key, 0, Uniforms(key), [], 0.0)
         for i in range(len(logits))
         for key in [RngKey(7, 0, prompt=i)]
     }

@@ -83,7 +83,7 @@ class Side:
         self.vocab = decoder.config.vocab_size
         cfg = VllmConfig(**request["vllm"])
         self.vllm = VllmZeroklSampler(Path(request["model"]), decoder.config, decoder.flat, cfg)
-        (self.guesses,) = self.vllm.llm.apply_model(lambda model: model.guesses)
+        (self.proposer,) = self.vllm.llm.apply_model(lambda model: model.proposer)
         self.native, self.prompts = NativeSampler(decoder), request["prompts"]
 
     def compare(self, case: dict) -> list[int] | str:
@@ -92,12 +92,12 @@ class Side:
         params = GenerationParams(
             SamplingParams.of(*case.get("sampling_params", [])),
             2,
-            30,
+            24,
             STOPS,
             experts=case.get("experts", False),
         )
         expected = play(self.native, self.prompts, params, KEY)
-        self.guesses.speculation.guesser = made(case["guesser"], expected, self.vocab)
+        self.proposer.speculation.guesser = made(case["guesser"], expected, self.vocab)
         differ, counts = 0, Counter()
         self.vllm.stopwatch.counts = counts
         with ExitStack() as patches:

@@ -1,4 +1,4 @@
-"""Every family in bf16: `vllm-zerokl` gives the fingerprint of the native sampler."""
+"""Every family in bf16, and one in fp16: `vllm-zerokl` gives the fingerprint of the native sampler."""
 
 import pytest
 from zerokl.engine.runs.run import train
@@ -16,25 +16,33 @@ __all__ = ["_toy_module", "config", "model"]
 
 # Those whose blocks differ most; all others in `make test-vllm` without --quick.
 QUICK = ("olmo2", "glm4_moe")
+FULL = pytest.mark.full
 
 
 @pytest.mark.parametrize(
-    "family", [x if x in QUICK else pytest.param(x, marks=pytest.mark.full) for x in sorted(MODEL_TYPES)]
+    ("family", "dtype"),
+    [
+        *(
+            (x, "bfloat16") if x in QUICK else pytest.param(x, "bfloat16", marks=FULL)
+            for x in sorted(MODEL_TYPES)
+        ),
+        pytest.param("gpt_oss", "float16", marks=FULL),
+    ],
 )
-def test_a_familys_fingerprint_is_that_of_the_native_sampler(config, family, tmp_path):
+def test_a_familys_fingerprint_is_that_of_the_native_sampler(config, family, dtype, tmp_path):
     widths = TWO_LAYERS | {"model_type": family} | dict(MODEL_TYPES[family].small)
     folder = random_model(tmp_path, widths, 1.5)
     if "full_attention_interval" in MODEL_TYPES[family].small:
         with pytest.raises(ValueError, match="no place for the states"):
-            train(config(model=folder, dtype="bfloat16", sampler="vllm-zerokl"), tmp_path / "refused")
+            train(config(model=folder, dtype=dtype, sampler="vllm-zerokl"), tmp_path / "refused")
         return
     if "kv_lora_rank" in MODEL_TYPES[family].small:
         with pytest.raises(ValueError, match="plans a cache of latents"):
-            train(config(model=folder, dtype="bfloat16", sampler="vllm-zerokl"), tmp_path / "refused")
+            train(config(model=folder, dtype=dtype, sampler="vllm-zerokl"), tmp_path / "refused")
         return
     ends = []
     for sampler in ("native", "vllm-zerokl"):
-        summary = train_exactly(config(model=folder, dtype="bfloat16", sampler=sampler), tmp_path / sampler)
+        summary = train_exactly(config(model=folder, dtype=dtype, sampler=sampler), tmp_path / sampler)
         ends.append((fingerprint(tmp_path / sampler), summary.weights))
     assert ends[0] == ends[1]
 

@@ -76,6 +76,13 @@ def test_vllm_draws_with_what_the_trainer_computes_with(model, tmp_path, what, s
 
 
 @pytest.mark.full
+def test_vllm_draws_with_adapters_of_experts_beside_their_matrices(moe, tmp_path):
+    words = COMPUTED_WITH["adapters beside"]
+    native = _fingerprint(moe, tmp_path / "native", *words)
+    assert _fingerprint(moe, tmp_path / "vllm", *words, *VLLM) == native
+
+
+@pytest.mark.full
 def test_vllm_sums_attention_in_the_trainers_order(model, tmp_path):
     """Over contexts of several chunks, read in parts and from vLLM's prefix cache.
 

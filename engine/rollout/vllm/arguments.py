@@ -108,9 +108,9 @@ def check_engine_arguments(arguments: Mapping[str, Any]) -> None:
 
 def guessing(k: int) -> dict[str, Any]:
     """The arguments with which vLLM takes k guesses of ours for a request at most in one forward."""
-    guesses = "zerokl.engine.rollout.vllm.guesses"
-    config = {"method": "custom_class", "model": f"{guesses}.Guesses", "num_speculative_tokens": k}
-    extension = f"{guesses}.GuessesTokens"
+    proposer = "zerokl.engine.rollout.vllm.proposer"
+    config = {"method": "custom_class", "model": f"{proposer}.Proposer", "num_speculative_tokens": k}
+    extension = f"{proposer}.ProposesTokens"
     return {"speculative_config": config, "logits_processors": None, "worker_extension_cls": extension}
 
 

@@ -66,7 +66,7 @@ class Row:
     uniforms: Uniforms
     output: list[int]
     logit_noise: float  # see DrawParams
-    ahead: int = 0  # guessed tokens between these and the row (guesses.py)
+    ahead: int = 0  # guessed tokens between these and the row (proposer.py)
 
     @property
     def kind(self) -> tuple[SamplingParams, float, int]:

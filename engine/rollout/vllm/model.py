@@ -25,8 +25,8 @@ from ....model.quantisation import KvQuantisation
 from ....model.sizes import Experts
 from ....model.weights import Layout
 from .attention import ZeroklAttentionBackend
-from .guesses import Guesses
 from .plugin import ATTENTION, FROZEN, HAS_VALUE_HEAD, KV, LORA, TILES_OVERRIDE
+from .proposer import Proposer
 
 
 class _VllmContext:
@@ -137,7 +137,7 @@ class ZeroklForCausalLM(torch.nn.Module):
             # An indirect call is an opaque operation for the compiler, and the compiler is off.
             layer.use_direct_call = True
         self.hook = no_hook  # an audit listens here
-        self.guesses: Guesses | None = None  # where tokens are guessed, who draws
+        self.proposer: Proposer | None = None  # where tokens are guessed, who draws
         self.weights_changed()
 
     def _sinks(self, i: int) -> torch.Tensor:
@@ -169,7 +169,7 @@ class ZeroklForCausalLM(torch.nn.Module):
 
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
         """input_ids, positions [T] -> hidden states [T, D]."""
-        if self.guesses is not None:
+        if self.proposer is not None:
             # vLLM gives a request that it (re)starts guesses of the id -1, which nobody draws, to have a row
             # for each guess that there could be (v1/core/sched/scheduler.py).
             input_ids = input_ids.clamp(min=0)
@@ -181,7 +181,7 @@ class ZeroklForCausalLM(torch.nn.Module):
         hidden_states = hidden_states.to(self._lm_head.dtype)
         packed, tiles = self.packed.get(self._lm_head), self.numerics.tiles
         logits = head_logits(hidden_states, self._lm_head, self.zerokl_config.head.cap, packed, tiles)
-        return logits if self.guesses is None else self.guesses.draw(logits.float())
+        return logits if self.proposer is None else self.proposer.draw(logits.float())
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
         """Copy a checkpoint's tensors into place. Returns their names.

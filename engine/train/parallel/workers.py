@@ -93,8 +93,8 @@ class Workers:
 
     `shards` is the number of virtual shards that the workers sum at a time. With more than one worker, or
     with `share`, the decoder's weights and the adapters move to shared memory (`weights`, `adapters`).
-    `in_flight`, `adapters`: see ShardSum; so is `part`, for one worker. `stopwatch`:
-    measures the sampler of the caller's process.
+    `in_flight`, `adapters`: see ShardSum; so is `part`, for one worker. `stopwatch`: measures the sampler of
+    the caller's process.
 
     Raises ChildProcessError when a worker has died.
     """

@@ -106,8 +106,8 @@ def test_another_scale_of_each_channel_is_told_with_its_operation_and_layer(worl
     kind = "post_attention_layernorm"
     told = world.entry(planted(world, kind, 1))
     assert told.is_told, told
-    assert told.words == f"{kind}, channel by channel in layer 1"
-    assert told.text().startswith(f"the difference enters at {kind}")
+    assert told.words == f"the output of {kind}, or where it is read, channel by channel, in layer 1"
+    assert told.text().startswith(f"the difference enters at the output of {kind}")
 
 
 def test_nothing_is_told_of_rounding_or_of_lines_that_share_no_rule(world):

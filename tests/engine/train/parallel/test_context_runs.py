@@ -66,6 +66,7 @@ WORKS = {
         "virtual_shards": 4,
         "shards_in_flight": 2,
     },
+    "state beside memory": {"memory__offload": "disk"},
     "older weights": {"max_staleness": 1, "staleness_schedule": "lagged", "steps": 3},
     "another dtype in the sampler, gradient audit": {
         "precision__sampler_dtype": "float32",

@@ -27,7 +27,7 @@ from .draw import EXTRA, Row, draw_rows, row_of
 from .experts import NamesExperts
 
 
-class GuessesTokens(NamesExperts):
+class ProposesTokens(NamesExperts):
     """Methods that vLLM adds to its worker, for LLM.collective_rpc."""
 
     def zerokl_guess(self) -> None:
@@ -48,7 +48,7 @@ class _Going:
     guesses: SampleGuesses
 
 
-class Guesses:
+class Proposer:
     """Whom vLLM asks for guesses, and who draws. vllm_config: vLLM's own.
 
     counts: of guesses, and of those that were drawn, since they were taken.
@@ -66,15 +66,14 @@ class Guesses:
         """runner: vLLM's GPUModelRunner, whose batch says what a row is. Its model draws from now on."""
         self._runner, model = runner, runner.get_model()
         self.speculation = Speculation(TextGuesser(), self._k, model.zerokl_config.vocab_size, runner.device)
-        model.guesses = self
+        model.proposer = self
 
     def draw(self, logits: torch.Tensor) -> torch.Tensor:
         """Draw from logits [R, V] fp32, in place: the rows of one request after those of another."""
-        rows = [
-            replace(self._of(name).row, ahead=i)
-            for name, guess in self._guessed()
-            for i in range(len(guess) + 1)
-        ]
+        rows = []
+        for name, guess in self._guessed():
+            row = self._of(name).row
+            rows += [row, *(replace(row, ahead=i) for i in range(1, len(guess) + 1))]
         return draw_rows(logits, rows)
 
     def propose(self, sampled_token_ids: list[list[int]], *_: Any, **__: Any) -> list[list[int]]:
@@ -97,19 +96,20 @@ class Guesses:
         return [*zip(batch.req_ids, batch.spec_token_ids[: batch.num_reqs], strict=True)]
 
     def _of(self, name: str) -> _Going:
-        if name not in self._going:
-            state = self._runner.requests[name]
-            params, drawn = state.sampling_params, state.output_token_ids  # vLLM's own list, which grows
-            row = row_of(params, drawn)
-            draw_params = DrawParams(row.sampling_params, frozenset(params.stop_token_ids))
-            trajectory = params.extra_args[EXTRA]["trajectory_tokens"]
-            request = Request(
-                tuple(state.prompt_token_ids),
-                row.rng_key,
-                draw_params,
-                params.max_tokens,
-                row.drawn_before,
-                trajectory,
-            )
-            self._going[name] = _Going(row, self.speculation.begin(request, drawn))
-        return self._going[name]
+        state, going = self._runner.requests[name], self._going.get(name)
+        if going is None or going.row.output is not state.output_token_ids:
+            going = self._going[name] = self._begun(state)
+        return going
+
+    def _begun(self, state: Any) -> _Going:
+        """state: vLLM's CachedRequestState. Its list of drawn tokens grows."""
+        params, row = state.sampling_params, row_of(state.sampling_params, state.output_token_ids)
+        request = Request(
+            tuple(state.prompt_token_ids),
+            row.rng_key,
+            DrawParams(row.sampling_params, frozenset(params.stop_token_ids)),
+            params.max_tokens,
+            row.drawn_before,
+            params.extra_args[EXTRA]["trajectory_tokens"],
+        )
+        return _Going(row, self.speculation.begin(request, row.output))
