@@ -64,5 +64,5 @@ def named_numerics(
     )
     how_kv = KvQuantisation.parse(kv) if kv else None
     rule = named_rule(attention)
-    once = state_prompts == "once"
-    return Numerics(lm_head, cache, tile_table(tiles), router, how_kv, rule, Leaves(leaves), once)
+    how = lm_head, cache, tile_table(tiles), router, how_kv, rule, Leaves(leaves)
+    return Numerics(*how, prompts_once=state_prompts == "once")
