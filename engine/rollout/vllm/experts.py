@@ -74,9 +74,10 @@ class ExpertRecorder:
         parts = self._of_request.pop(number)
         rows, (L, k) = max(start + len(part) for start, part in parts), parts[0][1].shape[1:]
         experts = np.full((rows, L, k), -1, np.int16)
-        # A place is computed again, with the token that was drawn there, where a guess was refused. Where a
-        # request was preempted, it is computed again from the same tokens.
-        for start, part in parts:
+        # A request that was preempted is computed again. Its tokens were drawn with the first experts. Where
+        # tokens are guessed, a place is also computed again with the token that was drawn there; there it is
+        # our decoder, which names the same experts again after a preemption.
+        for start, part in parts if self._runner.speculative_config else reversed(parts):
             experts[start : start + len(part)] = part
         assert experts.min() >= 0, "a row was neither computed nor cached since experts are kept"
         return experts
