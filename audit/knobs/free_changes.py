@@ -26,14 +26,14 @@ _RIDGES = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)
 _PARTS, _SHUFFLES = 6, 4
 # Times the root mean square from which a token counts no more.
 _OUTLIER = 6.0
-# Set on 27 plants of strange.py and stranger.py (benchmarks/audit_cases, figures in docs/audit/found.md): 7 are
-# told, none at a wrong operation. A wrong one that explained most left 0.55 of what the next one left, and 109
-# times the noise. In their order: the share that a place explains at least; times the noise that it leaves at
-# most; times what another operation leaves that it leaves at most; the errors over lines of that; times the
-# share of shuffled numbers that it explains at least.
+# Set on 27 plants of strange.py and stranger.py (benchmarks/audit_cases; docs/audit/found.md): 7 are told, none
+# at a wrong operation. A wrong one that explained most left 0.55 of what the next one left, and 109 times the
+# noise. In their order: the share that a place explains at least; times the noise that it leaves at most;
+# times what another operation leaves that it leaves at most; the errors over lines of that; times the share of
+# shuffled numbers that it explains at least.
 _SHARE, _LEAVES, _CLEARLY, _ERRORS, _CHANCE = 0.5, 3.0, 0.6, 2.5, 3.0
-# What a place explains at least to be listed. Of twelve roundings to bf16 alone the best one explained at most
-# 0.15, and at least 0.04.
+# What a place explains at least to be listed. Of twelve roundings to bf16 alone the best one explained 0.04
+# to 0.15.
 _LISTED = 0.2
 # What the layer that is told leaves at most, times what another layer, or all, leave.
 _LAYERS = 0.85
