@@ -129,9 +129,10 @@ def _entry(lines: Sequence[Line], most: int, weights: int, side: str, knob_model
         return None
     gradients, tokens = gradients_of(model, places, kept), Tokens(model, kept)
     try:
-        features = stacked([gradients.features(x) for x in kept])
+        by_token = stacked([gradients.features(x) for x in kept])
     except REFUSALS:
         return None  # a module of this family computes what autograd does not take
+    features = {change: x / tokens.w[:, None] for change, x in by_token.items()}
     numbers = np.repeat(np.arange(len(kept)), [len(x.completion_ids) for x in kept])
     r = np.where(tokens.known, tokens.difference(tokens.base) / tokens.w, np.nan)
     return Difference(r, numbers, tokens.noise(knob_model.dtype_of(side)).size).entry(features)
