@@ -169,7 +169,7 @@ def loss_presets() -> str:
         "loss_agg_mode",
         "more",
     ]
-    in_bounds = "clip_low clip_high correction_level correction_low correction_high".split()
+    in_bounds = ["clip_low", "clip_high", "correction_level", "correction_low", "correction_high"]
     more = [name for name in PRESETS["pg"] if name not in {*head, "k", *in_bounds}]
     rows = []
     for name, row in PRESETS.items():
