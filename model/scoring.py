@@ -189,8 +189,8 @@ class ScoringInputs:
         h = all_rows(decoder.hidden(ids, context, hook), shared)[self._rows]
         values = None
         if decoder.value_head is not None:
-            of_head = Pass(self._blocks, context.in_pass.buffers, shared=shared)
-            values, h = value_head(h, decoder.value_head, of_head)
+            head_pass = Pass(self._blocks, context.in_pass.buffers, shared=shared)
+            values, h = value_head(h, decoder.value_head, head_pass)
         lm_head, buffers = decoder.logits_weight_and_buffers(context.in_pass.buffers)
         logp, entropy = linear_logprob(
             h.to(lm_head.dtype),

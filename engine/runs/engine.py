@@ -181,7 +181,7 @@ def _of_weights(run: EngineInputs) -> tuple[MasterWeights, RankedWorkers, WholeW
     if run.config.parallel.context > 1:
         check_shared_rows(cutting.part.config, cutting.part.trained, run.config.parallel.context)
     model = _sharded_model(run, cutting)
-    whole = WholeWeights(model.gather_into, _empty_decoder(run, cutting), parts)
+    whole = WholeWeights(model.gather_into, _empty_decoder(run, cutting), parts and parts.model)
     return ShardedWeights(model, whole), ShardedWorkers(model, run.config.virtual_shards), whole
 
 
@@ -225,7 +225,7 @@ def _reference(run: EngineInputs, folder: Path, ref_config: ModelConfig, micro_b
     """The frozen reference, of which each rank keeps its pieces."""
     parts, cutting = _cut(run, Layout(ref_config))
     pieces = FrozenPieces(folder, cutting, run.dtype, run.ranks, run.device)
-    whole = WholeWeights(pieces.gather_into, _empty_decoder(run, cutting), parts)
+    whole = WholeWeights(pieces.gather_into, _empty_decoder(run, cutting), parts and parts.model)
     scorer = frozen(whole.decoder, run.config.virtual_shards, 1, micro_batch)
     return RankedScorer(scorer, run.ranks.replicas, whole)
 

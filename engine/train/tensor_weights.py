@@ -72,7 +72,7 @@ class TensorWeights(WholeFrozen, SpreadWeights):
         return self.slices.hash_tree(self.slices.hashing(own_slice))
 
     def whole_policy(self) -> tuple[Layout, torch.Tensor]:
-        return self._parts.layout, self._parts.joined(self.decoder.flat.detach())
+        return self._parts.model(self.decoder.flat.detach())
 
     @torch.no_grad()
     def load(self, weights: torch.Tensor) -> None:

@@ -6,7 +6,6 @@ All ranks gather together. So they call what is here together, each for its own 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -15,9 +14,6 @@ from ....model.weights import Layout, fingerprint
 from .pieces import Pieces, WholeRows
 from .process_group import Ranks
 from .spread import Cutting
-
-if TYPE_CHECKING:
-    from .tensor import TensorParts
 
 
 class FrozenPieces:
@@ -42,14 +38,15 @@ class WholeWeights:
         self,
         gather_into: Callable[[torch.Tensor], None],
         decoder: Decoder,
-        parts: "TensorParts | None" = None,
+        model: Callable[[torch.Tensor], tuple[Layout, torch.Tensor]] | None = None,
     ):
         """gather_into: writes all weights to a flat tensor, in its dtype. All ranks call it together.
 
-        decoder: over a flat tensor of zeros, whose memory is freed. parts: of ranks that share layers, whose
-        part of the weights is all that the decoder has.
+        decoder: over a flat tensor of zeros, whose memory is freed. model: of what the decoder has, the
+        layout of the whole model and its weights, where ranks share layers (tensor.py); a call of all.
         """
-        self._gather_into, self.decoder, self._parts = gather_into, decoder, parts
+        self._gather_into, self.decoder = gather_into, decoder
+        self.model = model or (lambda flat: (decoder.layout, flat))
         self._bytes = decoder.flat.nbytes
         decoder.flat.untyped_storage().resize_(0)
 
@@ -72,11 +69,3 @@ class WholeWeights:
         flat = torch.zeros(layout.numel, dtype=self.decoder.dtype, device=self.decoder.device)
         self._gather_into(flat)
         return fingerprint(*self.model(flat))
-
-    def model(self, flat: torch.Tensor) -> tuple[Layout, torch.Tensor]:
-        """The layout of the whole model and its weights, of what the decoder has. A call of all ranks."""
-        return (
-            (self.decoder.layout, flat)
-            if self._parts is None
-            else (self._parts.layout, self._parts.joined(flat))
-        )

@@ -33,6 +33,10 @@ class TensorParts(CutParts):
         """The ranks that have one model together."""
         return self.ranks.tensor_parallel
 
+    def model(self, flat: torch.Tensor) -> tuple[Layout, torch.Tensor]:
+        """The layout of the whole model, and its weights in every rank (joined)."""
+        return self.layout, self.joined(flat)
+
     def joined(self, flat: torch.Tensor) -> torch.Tensor:
         """The whole flat tensor [layout.numel] in every rank, from the part of each. All ranks call it."""
         whole = flat.new_zeros(self.layout.numel)
@@ -54,4 +58,4 @@ class SharedScorer(Scorer):
 
     def fingerprint(self) -> str:
         """The hash of the whole model. All ranks call this together."""
-        return fingerprint(self._parts.layout, self._parts.joined(self.decoder.flat.detach()))
+        return fingerprint(*self._parts.model(self.decoder.flat.detach()))
