@@ -6,8 +6,8 @@ Each change is fitted to most lines and explains the squares of the others:
 
 r, J: the difference and the slopes, over w of noise.py. The ridge l is the best of a few. A change is linear,
 so of a large difference it explains a part only. An operation is told as the place where its change explains
-most of the difference and leaves little of it, where each other operation's leaves clearly more, line by line,
-and where no change explains as much of shuffled numbers. Else the nearest are listed.
+most of the difference and leaves little of it, where each other operation's leaves clearly more, line by
+line, and where no change explains as much of shuffled numbers. Else the nearest are listed.
 
 Shapes: N tokens, F numbers of a change, R columns of numbers, the first one r, the others shuffled.
 """
