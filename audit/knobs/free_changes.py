@@ -4,10 +4,10 @@ Each change is fitted to most lines and explains the squares of the others:
 
     r ~ J a,   a = (J^T J + l)^-1 J^T r,   share = 1 - sum (r - J a)^2 / sum r^2 of the lines left out
 
-r, J: the difference and the slopes, over w of noise.py. The ridge l is the best of a few. A change is linear, so of a large
-difference it explains a part only. An operation is told as the place where its change explains most of the
-difference and leaves little of it, where that of each other operation leaves clearly more, line by line, and
-where no change explains as much of shuffled numbers. Else the nearest are listed.
+r, J: the difference and the slopes, over w of noise.py. The ridge l is the best of a few. A change is linear,
+so of a large difference it explains a part only. An operation is told as the place where its change explains
+most of the difference and leaves little of it, where each other operation's leaves clearly more, line by
+line, and where no change explains as much of shuffled numbers. Else the nearest are listed.
 
 Shapes: N tokens, F numbers of a change, R columns of numbers, the first one r, the others shuffled.
 """
@@ -26,10 +26,10 @@ _RIDGES = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)
 _PARTS, _SHUFFLES = 6, 4
 # Times the root mean square from which a token counts no more.
 _OUTLIER = 6.0
-# Set on 27 plants of strange.py and stranger.py (benchmarks/audit_cases), with figures in docs/audit/found.md.
+# Set on 27 plants of strange.py and stranger.py (benchmarks/audit_cases): docs/audit/found.md has figures.
 # In their order: the share that a place explains at least; times the noise that it leaves at most; times what
-# another operation leaves that it leaves at most; the errors over lines of that; times the share of shuffled
-# numbers that it explains at least.
+# another operation leaves that it leaves at most; the errors over lines of that; and times the share that
+# changes explain of shuffled numbers.
 _SHARE, _LEAVES, _CLEARLY, _ERRORS, _CHANCE = 0.5, 3.0, 0.6, 2.5, 3.0
 # What a place explains at least to be listed. Of twelve roundings to bf16 alone the best one explained 0.04
 # to 0.15.

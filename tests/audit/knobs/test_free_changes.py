@@ -7,6 +7,8 @@ import pytest
 import torch
 from zerokl.audit.hypotheses.noise import weight
 from zerokl.audit.hypotheses.scorable_lines import Line
+from zerokl.audit.knobs import column
+from zerokl.audit.knobs.column import KnobModel
 from zerokl.audit.knobs.forward import Tokens
 from zerokl.audit.knobs.free_changes import ALL, Difference, stacked
 from zerokl.audit.knobs.gradients import Change, gradients_of
@@ -24,6 +26,7 @@ class World:
     """A tiny model, lines of chance, and the features of its changes."""
 
     def __init__(self, folder):
+        self.folder = folder
         self.model = load_model(folder, torch.float32, "eager").requires_grad_(False)
         self.places = places_of(self.model)
         draws, x = np.random.default_rng(0), np.full(24, np.nan, np.float32)
@@ -128,6 +131,19 @@ def test_a_place_that_leaves_more_than_rounding_is_listed_and_not_told(world):
     told = world.entry(scores + size * other)
     assert not told.is_told
     assert told.text().startswith("the place that explains most is")
+
+
+def test_a_column_is_weighted_as_its_slopes_are(world):
+    """The audit's place of a planted column explains what the same change explains here."""
+    scores = planted(world, "post_attention_layernorm", 1).astype(np.float32)
+    parts = np.split(scores, len(world.lines))
+    lines = [replace(x, logged=y) for x, y in zip(world.lines, parts, strict=True)]
+    told = column._entry(lines, 2000, 1, "sampler", KnobModel(world.folder, torch.device("cpu")))
+    here = world.entry(scores, noise=1e-6)
+    assert told.words == here.words
+    assert told.share == pytest.approx(here.share, abs=0.02)  # lines are left out in another order
+    assert column._entry(lines[:5], 2000, 1, "sampler", KnobModel(world.folder, torch.device("cpu"))) is None
+    assert column._entry(lines, 2000, 10**12, "sampler", KnobModel(world.folder, torch.device("cpu"))) is None
 
 
 def test_all_layers_are_told_where_none_alone_explains_as_much(world):
