@@ -17,10 +17,13 @@ import triton
 import triton.language as tl
 
 from .delta_rows_triton import WARPS, PreparedRows, place_rows
-from .delta_walk_triton import COLUMNS, PAIR_WARPS, PART, Pairs, live_tiles
+from .delta_walk_triton import PAIR_WARPS, PART, Pairs, live_tiles
 from .exp_triton import expf, sigmoid
 from .launch import ceil_div, dense, launch, next_power_of_2
 from .recurrent_state import CHUNK, TILE
+
+# Columns of the values of a program of the walk. They decide no bit of a sum. With more, registers spill.
+COLUMNS = 16
 
 
 @triton.jit(do_not_specialize=["W"])
@@ -151,7 +154,7 @@ def _delta_pairs_bwd(
     end = live_tiles(sequences_ptr, s, TILE)[1]
     past = tl.where(local * (CHUNK // TILE) + p < end, p + 1, 0)  # tiles up to this one, if it is live
     G, beta = tl.load(G_ptr + head + row), tl.load(beta_ptr + head + row)[:, None]
-    of_rows, dbeta = tl.zeros([TILE], tl.float64), tl.zeros([TILE], tl.float64)
+    row_sums, dbeta = tl.zeros([TILE], tl.float64), tl.zeros([TILE], tl.float64)
     for J in range(past):
         other = chunk * CHUNK + J * TILE + t
         u_rows = (chunk.to(tl.int64) * CHUNK + J * TILE + t)[:, None] * H * V + h * V
@@ -175,11 +178,11 @@ def _delta_pairs_bwd(
         tl.store(to_q_ptr + place, dM * D)
         tl.store(to_k_ptr + place, tl.where(below, dA * D * beta, 0.0))
         both = (dM * M + dA * (B * beta)).to(tl.float64)
-        of_rows += tl.sum(both, axis=1)
+        row_sums += tl.sum(both, axis=1)
         dbeta += tl.sum((dA * B).to(tl.float64), axis=1)
         sums = columns_ptr + (h.to(tl.int64) * (W // TILE) + tile) * CHUNK + J * TILE
         tl.store(sums + t, tl.sum(both, axis=0))
-    tl.store(rows_ptr + head + row, of_rows)
+    tl.store(rows_ptr + head + row, row_sums)
     tl.store(dbeta_ptr + head + row, dbeta)
 
 
@@ -338,8 +341,8 @@ def _delta_gates_bwd(
         S = tl.load(S_ptr + states + first + part, mask=mask, other=0.0)
         total += (S * tl.load(dS_ptr + states + first + part, mask=mask, other=0.0)).to(tl.float64)
     fading = expf(tl.load(G_ptr + row).to(tl.float32)).to(tl.float64)  # read for the chunk's last row
-    of_end = tl.sum(carried, axis=0) + tl.sum(total, axis=0) * fading
-    dG += tl.where(i == CHUNK - 1, of_end, 0.0)
+    end_sum = tl.sum(carried, axis=0) + tl.sum(total, axis=0) * fading
+    dG += tl.where(i == CHUNK - 1, end_sum, 0.0)
     dg = tl.cumsum(dG, 0, reverse=True).to(tl.float32)
     x = tl.load(a_ptr + token * H + h, mask=new, other=0.0).to(tl.float32)
     x += tl.load(dt_bias_ptr + h).to(tl.float32)
@@ -397,7 +400,7 @@ def delta_bwd(
         **tiles,
     )
     to_q, to_k = empty(H, W, CHUNK), empty(H, W, CHUNK)
-    of_rows, by_states, carried, dbeta = (empty(H, W, dtype=torch.float64) for _ in range(4))
+    row_sums, by_states, carried, dbeta = (empty(H, W, dtype=torch.float64) for _ in range(4))
     columns = empty(H, W // TILE, CHUNK, dtype=torch.float64)
     launch(
         _delta_pairs_bwd,
@@ -411,7 +414,7 @@ def delta_bwd(
         *x.tables[:2],
         to_q,
         to_k,
-        of_rows,
+        row_sums,
         columns,
         dbeta,
         W,
@@ -464,7 +467,7 @@ def delta_bwd(
         x.G,
         S,
         dS,
-        of_rows,
+        row_sums,
         columns,
         by_states,
         carried,

@@ -42,9 +42,9 @@ class StateShape(NamedTuple):
     def backward_bytes(self, rows: int, sequences: int) -> int:
         """The memory of a backward on a GPU (delta_bwd_triton.py). Each sequence has whole chunks."""
         pairs, states = 4 * CHUNK + TILE, 2 * self.K * self.V // CHUNK
-        of_head = 2 * (self.K + self.V) + pairs + states + 16  # the last are of gates, some in fp64
-        of_row = 4 * (self.heads * of_head + 2 * self.key_heads * self.K + self.channels)
-        return (rows + CHUNK * sequences) * of_row
+        numbers = 2 * (self.K + self.V) + pairs + states + 16  # the last are of gates, some in fp64
+        row_bytes = 4 * (self.heads * numbers + 2 * self.key_heads * self.K + self.channels)
+        return (rows + CHUNK * sequences) * row_bytes
 
 
 class RecurrentState:
@@ -168,9 +168,9 @@ class Segments:
         places = torch.arange(len(counts)) if self.slots is None else self.slots
         starts, chunks = (x.cumsum(0) - x for x in (self.lengths, counts))
         columns = torch.stack([starts, self.lengths, self.opened, chunks, places], 1)
-        of_chunk = torch.arange(len(counts)).repeat_interleave(counts)
+        sequences = torch.arange(len(counts)).repeat_interleave(counts)
         tokens = torch.stack([self.within, self.sequence], 1)
-        return SegmentTables(*(x.int() for x in (columns, of_chunk, tokens)))
+        return SegmentTables(*(x.int() for x in (columns, sequences, tokens)))
 
     def arrived(self, device: torch.device, tensors: Sequence[torch.Tensor]) -> None:
         self._tables[device] = SegmentTables(*tensors)
