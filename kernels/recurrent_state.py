@@ -88,7 +88,7 @@ class RecurrentState:
     def copy(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         """Copy slots."""
         device = self.tensors["start"].device
-        source, target = upload(device, torch.tensor(sources), torch.tensor(targets))
+        source, target = upload(device, *(torch.tensor(x, dtype=torch.int64) for x in (sources, targets)))
         for x in self.tensors.values():
             x.index_copy_(0, target, x.index_select(0, source))
 
