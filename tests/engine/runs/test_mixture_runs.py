@@ -77,7 +77,7 @@ def test_sharded_weights_decide_no_bit(config, models, tmp_path, family):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("family", "dtype"), zip(MIXTURES, cycle(DTYPES), strict=False))
+@pytest.mark.parametrize(("family", "dtype"), list(zip(MIXTURES, cycle(DTYPES), strict=False)))
 def test_the_laws_checks_hold(models, family, dtype):
     """zerokl verify MODEL: order, padding, chunks, decode, threads, concurrency and micro-batches.
 
