@@ -1,15 +1,15 @@
 """Triton kernels of the delta rule's backward over whole sequences. delta_rule.py has the equations.
 
-_delta_walk_bwd walks a sequence from its last tile to its first, and gives dr, dv, and dS at each chunk's
-end. All else depends on one chunk: _delta_pairs_bwd gives dA and dM, _delta_rows_bwd the gradients of q and
-k, and _delta_gates_bwd those of a and b.
+delta_walk_bwd_triton.py gives dr, dv, and dS at each chunk's end. All else depends on one chunk, and is here:
+_delta_pairs_bwd gives dA and dM, _delta_rows_bwd the gradients of q and k, and _delta_gates_bwd those of a
+and b.
 
 Shapes: as in delta_walk_triton.py, for a walk that kept the u of all rows and the S of all chunks; u [n,
 CHUNK, H, V], S, dS [n, H, K, V] for n chunks; dr [H, W, V], dq, dk [H, W, K], to_q, to_k [H, W, CHUNK] in
 fp32; parts of dG in fp64.
-Roundings: dv, da and db once each. The sums of dG, and those of dbeta over columns, are in fp64.
-Order: as in delta_walk_triton.py; a walk's tiles from the last to the first, and within a sum in ascending
-order. Sums along a row, and over a state, are those of parts of PART columns, one after another.
+Roundings: da and db once each. The sums of dG, and those of dbeta over columns, are in fp64.
+Order: as in delta_walk_triton.py; within a sum in ascending order. Sums along a row, and over a state, are
+those of parts of PART columns, one after another.
 """
 
 import torch
@@ -17,105 +17,11 @@ import triton
 import triton.language as tl
 
 from .delta_rows_triton import WARPS, PreparedRows, place_rows
+from .delta_walk_bwd_triton import delta_walk_bwd
 from .delta_walk_triton import PAIR_WARPS, PART, Pairs, live_tiles
 from .exp_triton import expf, sigmoid
-from .launch import ceil_div, dense, launch, next_power_of_2
+from .launch import dense, launch, next_power_of_2
 from .recurrent_state import CHUNK, TILE
-
-# Columns of the values of a program of the walk. They decide no bit of a sum. With more, registers spill.
-COLUMNS = 16
-
-
-@triton.jit(do_not_specialize=["W"])
-def _delta_walk_bwd(
-    # pointers
-    q_ptr,
-    k_ptr,
-    do_ptr,
-    beta_ptr,
-    G_ptr,
-    B_ptr,
-    M_ptr,
-    T_ptr,
-    sequences_ptr,
-    dr_ptr,
-    dS_ptr,
-    dqkv_ptr,
-    # sizes
-    W,
-    H,
-    group,
-    K,
-    V,
-    C,
-    # constants
-    PART: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    CHUNK: tl.constexpr,
-    TILE: tl.constexpr,
-):
-    TILES: tl.constexpr = CHUNK // TILE
-    s, h, block = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    t, key = tl.arange(0, TILE), tl.arange(0, PART)
-    column = block * COLUMNS + tl.arange(0, COLUMNS)[None, :]
-    in_v, value = column < V, h * V + column
-    chunks = tl.load(sequences_ptr + 5 * s + 3)
-    end = live_tiles(sequences_ptr, s, TILE)[1]
-    head, head_of_key = h.to(tl.int64) * W, (h // group).to(tl.int64) * W
-    for back in range(end):
-        tile = end - 1 - back
-        p, local = tile % TILES, tile // TILES
-        begin, tiles = (chunks + local) * CHUNK, min(TILES, end - local * TILES)
-        rows = begin + p * TILE + t
-        G_end = tl.load(G_ptr + head + begin + CHUNK - 1)
-        left = expf((G_end - tl.load(G_ptr + head + rows)).to(tl.float32))[:, None]
-        dS_place = dS_ptr + ((chunks + local).to(tl.int64) * H + h) * K * V
-        du = tl.zeros([TILE, COLUMNS], tl.float32)
-        for part in range(0, K, PART):
-            in_k, down = (part + key)[None, :] < K, (part + key)[:, None]
-            place = (head_of_key + rows)[:, None] * K + (part + key)[None, :]
-            k = tl.load(k_ptr + place, mask=in_k, other=0.0) * left
-            dS = tl.load(dS_place + down * V + column, mask=(down < K) & in_v, other=0.0)
-            du = tl.dot(k, dS, du, input_precision="ieee")
-        passed = tl.zeros([TILE, COLUMNS], tl.float32)
-        for J in range(p, tiles):
-            other = begin + J * TILE + t
-            pairs = (head + other)[None, :] * CHUNK + (p * TILE + t)[:, None]  # transposed
-            token, new, _ = place_rows(sequences_ptr, s, local * CHUNK + J * TILE + t)
-            do = tl.load(do_ptr + token[:, None] * H * V + value, mask=new[:, None] & in_v, other=0.0)
-            du = tl.dot(tl.load(M_ptr + pairs), do.to(tl.float32), du, input_precision="ieee")
-            if p < J:
-                A = tl.load(B_ptr + pairs) * tl.load(beta_ptr + head + other)[None, :]
-                dr = tl.load(dr_ptr + (head + other)[:, None] * V + column, mask=in_v, other=0.0)
-                passed = tl.dot(A, dr, passed, input_precision="ieee")
-        T = tl.load(T_ptr + (head + rows)[None, :] * TILE + t[:, None])  # transposed
-        dr = tl.dot(T, du - passed, input_precision="ieee")
-        tl.store(dr_ptr + (head + rows)[:, None] * V + column, dr, mask=in_v)
-        token, new, _ = place_rows(sequences_ptr, s, tile * TILE + t)
-        dv = dr * tl.load(beta_ptr + head + rows)[:, None]
-        dv_place = dqkv_ptr + token[:, None] * C + (C - H * V) + value
-        tl.store(dv_place, dv.to(dqkv_ptr.dtype.element_ty), mask=new[:, None] & in_v)
-        tl.debug_barrier()  # other threads of the program read dr
-        if (p == 0) & (local > 0):
-            fading = expf(tl.zeros([1, 1], tl.float32) + G_end.to(tl.float32))
-            for part in range(0, K, PART):
-                down = (part + key)[:, None]
-                mask = (down < K) & in_v
-                dS = tl.load(dS_place + down * V + column, mask=mask, other=0.0) * fading
-                for J in range(tiles):
-                    other = begin + J * TILE + t
-                    token, new, _ = place_rows(sequences_ptr, s, local * CHUNK + J * TILE + t)
-                    do = tl.load(do_ptr + token[:, None] * H * V + value, mask=new[:, None] & in_v, other=0.0)
-                    dr = tl.load(dr_ptr + (head + other)[:, None] * V + column, mask=in_v, other=0.0)
-                    dr = dr * tl.load(beta_ptr + head + other)[:, None]
-                    eG = expf(tl.load(G_ptr + head + other).to(tl.float32))[None, :]
-                    place = (head_of_key + other)[None, :] * K + down
-                    q = tl.load(q_ptr + place, mask=down < K, other=0.0) * eG
-                    k = tl.load(k_ptr + place, mask=down < K, other=0.0) * -eG
-                    dS = tl.dot(q, do.to(tl.float32), dS, input_precision="ieee")
-                    dS = tl.dot(k, dr, dS, input_precision="ieee")
-                tl.store(dS_place - H * K * V + down * V + column, dS, mask=mask)
-            tl.debug_barrier()
 
 
 @triton.jit(do_not_specialize=["W"])
@@ -378,27 +284,7 @@ def delta_bwd(
     def empty(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         return torch.empty(*shape, dtype=dtype, device=device)
 
-    dqkv, dr, dS = torch.empty_like(x.qkv), empty(H, W, V), torch.zeros_like(S)
-    launch(
-        _delta_walk_bwd,
-        (len(x.tables.sequences), H, ceil_div(V, COLUMNS)),
-        x.q,
-        x.k,
-        do,
-        x.beta,
-        x.G,
-        *pairs,
-        x.tables.sequences,
-        dr,
-        dS,
-        dqkv,
-        W,
-        *sizes.values(),
-        PART=part,
-        COLUMNS=COLUMNS,
-        num_stages=1,
-        **tiles,
-    )
+    dr, dS, dqkv = delta_walk_bwd(do, x, pairs, S)
     to_q, to_k = empty(H, W, CHUNK), empty(H, W, CHUNK)
     row_sums, by_states, carried, dbeta = (empty(H, W, dtype=torch.float64) for _ in range(4))
     columns = empty(H, W // TILE, CHUNK, dtype=torch.float64)
