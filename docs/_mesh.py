@@ -40,6 +40,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "LoRA that is not merged": {"lora.rank": 4, "lora.merge": False},
     "quantised weights": {"precision.weights": "int8/row"},
     "moments in 8 bits": {"optimizer.moments": "int8"},
+    "a hybrid's prompts read once": {"precision.state_prompts": "once"},
     "state on the disk": {"memory.offload": "disk"},
     "older weights": {"max_staleness": 1},
     "several shards in a pass": {"shards_in_flight": 2},
@@ -55,9 +56,10 @@ KINDS = {
     "dense models": "qwen3",
     "norms over all heads": "olmo2",
     "experts": "qwen3_moe",
-    "gated delta nets": "qwen3_next",
-    "latent attention": "deepseek_v3",
-    "attention sinks": "gpt_oss",
+    "gated delta nets": "qwen3_5_text",
+    "gated delta nets, with experts": "qwen3_next",
+    "latent attention, with experts": "deepseek_v3",
+    "attention sinks, with experts": "gpt_oss",
 }
 _SIZES = {"hidden_size": 64, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 16}
 

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from zerokl.engine.config.run_config import Config
 from zerokl.engine.runs.init import preset_config
 from zerokl.engine.runs.samplers import refuse_model, refuse_uncompared
+from zerokl.engine.train.parallel.expert import check_shared_experts
 from zerokl.model.adapters import adapted_layout
 from zerokl.model.config import ModelConfig
 from zerokl.model.families import MODEL_TYPES
@@ -34,6 +35,7 @@ WAYS: dict[str, Callable[[ModelConfig], None]] = {
     "`vllm-exact`": _vllm_exact,
     "`parallel.tensor`": lambda model: model.check_leaves(2),
     "`parallel.context`": lambda model: check_shared_rows(model, [], 2),
+    "`parallel.expert`": lambda model: check_shared_experts(model, 2),
     "a GPU": lambda model: model.refuse_on_triton(),
 }
 

@@ -62,7 +62,13 @@ def named_numerics(
         None if name == "compute" else getattr(torch, name)
         for name in (head_dtype, cache_dtype, router_dtype)
     )
-    how_kv = KvQuantisation.parse(kv) if kv else None
-    rule = named_rule(attention)
-    how = lm_head, cache, tile_table(tiles), router, how_kv, rule, Leaves(leaves)
-    return Numerics(*how, prompts_once=state_prompts == "once")
+    return Numerics(
+        lm_head=lm_head,
+        cache=cache,
+        tiles=tile_table(tiles),
+        router=router,
+        kv=KvQuantisation.parse(kv) if kv else None,
+        attention=named_rule(attention),
+        leaves=Leaves(leaves),
+        prompts_once=state_prompts == "once",
+    )

@@ -37,7 +37,8 @@ def check_shared_rows(config: ModelConfig, trained: Sequence[Entry], ranks: int)
                 f"parallel.context ({ranks}): a {name} has {what}, which are not built with shared rows; "
                 "set it to 1"
             )
-    sizes = {"kv_heads": config.kv_heads}
+    heads = "kv_heads" if config.ranks == 1 else "the kv_heads of a rank of parallel.tensor"
+    sizes = {heads: config.kv_heads}
     sizes |= {f"the rows of {entry.name}": entry.shape[0] for entry in trained}
     for what, n in sizes.items():
         if n % ranks:

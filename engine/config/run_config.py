@@ -124,8 +124,8 @@ class ParallelConfig(Section, head=_SPREAD):
 
     context: int = setting(1, ge=1, le=64)
     """Ranks that share the tokens of each forward of training, and inside attention its heads (context
-    parallelism, Ulysses). Each draws prompts of its own. It divides the ranks of the run and the key-value
-    heads, and times parallel.tensor, too.
+    parallelism, Ulysses). Each draws prompts of its own. This number times parallel.tensor divides the ranks
+    of the run and the key-value heads.
     """
 
     @rule
@@ -133,7 +133,7 @@ class ParallelConfig(Section, head=_SPREAD):
         if run.ranks > 1 and run.ranks % (self.context * self.tensor):
             return (
                 f"parallel.context ({self.context}) times parallel.tensor ({self.tensor}) must divide the "
-                f"ranks ({run.ranks}); start a multiple of both, or set it to 1"
+                f"ranks ({run.ranks}); start a multiple of {self.context * self.tensor}, or set it to 1"
             )
         whole = needing_whole_rows(run)
         if self.context > 1 and whole:

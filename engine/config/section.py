@@ -71,8 +71,8 @@ class Facts(NamedTuple):
     replaces_same: bool = False
     usual: Any = None  # of a `choice`: the default
     differs: bool = False  # where it is set the sampler differs from the trainer; that needs exact = false
-    # Of a value, whether it needs whole weights, and whole rows; parallel.engine = "fsdp", parallel.tensor
-    # and parallel.context refuse it.
+    # Of a value, whether it needs whole weights; parallel.engine = "fsdp", parallel.tensor and
+    # parallel.expert refuse it.
     needs_whole: Callable[[Any], bool] = lambda value: False
     only_with: str = ""  # the one advantage whose losses have this choice; another loss refuses it
     needs_experts: bool = False  # only a mixture of experts can have it

@@ -126,7 +126,8 @@ def _parts_of(run: EngineInputs, layout: Layout) -> TensorParts:
 def _with_shared_rows(run: EngineInputs, config: ModelConfig, summed: CutParts) -> CutParts:
     """The parts of a gradient that ranks sum, where they share the rows of a forward, too.
 
-    config: of what a rank computes with. summed: without shared rows. Raises ValueError (check_shared_rows).
+    config: of what a rank computes with. summed: the parts without shared rows. Raises ValueError (see
+    check_shared_rows).
     """
     if run.config.parallel.context == 1:
         return summed
@@ -216,9 +217,17 @@ def _sharded_model(
     adapters: Mapping[str, LowRankBuffers] | None = None,
     unmerged: UnmergedAdapters = NONE_UNMERGED,
 ) -> ShardedModel:
-    recompute = run.config.recompute == "layer"
-    how = run.dtype, _numerics(run), recompute, run.ranks, run.device, adapters or {}, unmerged
-    return ShardedModel(run.folder, cutting, *how)
+    return ShardedModel(
+        run.folder,
+        cutting,
+        dtype=run.dtype,
+        numerics=_numerics(run),
+        recompute=run.config.recompute == "layer",
+        ranks=run.ranks,
+        device=run.device,
+        adapters=adapters or {},
+        unmerged=unmerged,
+    )
 
 
 def _reference(run: EngineInputs, folder: Path, ref_config: ModelConfig, micro_batch: int) -> RankedScorer:

@@ -72,9 +72,8 @@ def make_samplers(
 ) -> Samplers:
     """The samplers that a configuration asks for. micro_batch: sequences of one pass of a scorer.
 
-    Raises ValueError for an engine that is not installed, or that does not draw from such a model.
+    Raises ValueError for an engine that is not installed.
     """
-    refuse_model(config, model_config)
     shared = WorkersSampler(workers, micro_batch)
     if config.pool.engine:
         return _pooled(config, model_config, weights, workers, micro_batch, shared)
@@ -93,7 +92,7 @@ def make_samplers(
 
 
 def refuse_model(config: Config, model_config: ModelConfig) -> None:
-    """Raise ValueError for a sampler, or a setting of precision, that does not go with such a model."""
+    """Raise ValueError for a sampler, or a setting, that does not go with such a model."""
     if model_config.experts and config.sampler == "vllm" and is_cpu_build():
         # Its reload leaves packed copies of routers and experts as they were, or mixes them up. Measured with
         # 0.32: log-probabilities after a reload of the same weights were off by up to 15.
@@ -311,14 +310,14 @@ def numerics_of(config: Config, sampler: bool = False) -> Numerics:
     precision = config.precision.of_sampler if sampler else config.precision
     kv = (sampler and config.perturb.kv) or config.precision.kv
     return named_numerics(
-        precision.head_dtype,
-        precision.cache_dtype,
-        precision.tiles,
-        precision.router_dtype,
-        kv,
-        precision.attention,
-        precision.leaves,
-        precision.state_prompts,
+        head_dtype=precision.head_dtype,
+        cache_dtype=precision.cache_dtype,
+        tiles=precision.tiles,
+        router_dtype=precision.router_dtype,
+        kv=kv,
+        attention=precision.attention,
+        leaves=precision.leaves,
+        state_prompts=precision.state_prompts,
     )
 
 

@@ -57,6 +57,7 @@ from .samplers import (
     is_separate,
     make_samplers,
     numerics_of,
+    refuse_model,
     sampling_context,
     shares_weights,
 )
@@ -80,6 +81,7 @@ def make_state(
     """
     assert (equivalence is not None) == bool(config.loss.semantic_entropy)
     model_config = ModelConfig.from_file(model)
+    refuse_model(config, model_config)
     config.sampling.sampling_params.check(model_config.vocab_size)
     tokenizer = Tokenizer(model, model_config.vocab_size)
     problems = training_problems(task, config, model)

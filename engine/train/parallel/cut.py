@@ -1,9 +1,9 @@
-"""Ranks of a grid, of which each row has one copy of the model, and sums one gradient in parts.
+"""Ranks of a grid that sum one gradient in parts.
 
-The grid is (dp, cp, tp), with the last as neighbours. Along "dp" the ranks have other virtual shards. Along
-the other dimensions they have parts of the same gradient: of the layers that they share along "tp"
-(tensor.py), and of the rows that they share along "cp" (ulysses.py). What several ranks have in common lies
-in slices over them (zero.py).
+The grid is (dp, cp, tp), with the last as neighbours, or (dp, ep). Along "dp" the ranks have other virtual
+shards. Along the other dimensions they have parts of the same gradient: of the layers that they share along
+"tp" (tensor.py), of the rows along "cp" (ulysses.py), and of the experts along "ep" (expert.py). What several
+ranks have in common lies in slices over them (zero.py).
 
 For the norm and the ledger these slices travel to those of the whole model, and back for AdamW: where an
 element lies decides no bit.

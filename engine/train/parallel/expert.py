@@ -19,10 +19,12 @@ from .tensor import TensorParts
 
 def check_shared_experts(config: ModelConfig, ranks: int) -> None:
     """Raise ValueError for a model without experts, and for ranks that do not divide them."""
-    number = config.experts.number if config.experts else 0
-    if not number or number % ranks:
+    if config.experts is None:
+        raise ValueError(f"parallel.expert ({ranks}): a {config.architecture} has no experts; set it to 1")
+    if config.experts.number % ranks:
         raise ValueError(
-            f"parallel.expert ({ranks}) must divide the experts of a layer ({number}); choose another number"
+            f"parallel.expert ({ranks}) must divide the experts of a layer ({config.experts.number}); choose "
+            "another number"
         )
 
 

@@ -246,7 +246,7 @@ def join_ranks(
 
     on_gpu: each rank computes on a GPU of its own. Raises ValueError where there are too few. always: a
     single rank too has a mesh, for FSDP. sharing: by dimension, how many ranks share layers, rows or
-    experts; their product divides the ranks. compatibility.py says which settings ranks can be used with.
+    experts; their product divides the ranks. The rules beside the settings say what goes with ranks.
     """
     size, backend = world_size(), "cpu:gloo,cuda:nccl" if on_gpu else "gloo"
     if size == 1:

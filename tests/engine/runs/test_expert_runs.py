@@ -366,9 +366,7 @@ def test_vllm_as_it_comes_is_refused_on_a_cpu(config, moe, monkeypatch):
     """Its reload of experts gives other weights."""
     monkeypatch.setattr(samplers, "is_cpu_build", lambda: True)
     with pytest.raises(ValueError, match="does not take new weights of a mixture of experts"):
-        samplers.make_samplers(
-            config(model=moe, sampler="vllm", exact=False), moe, ModelConfig.from_file(moe), None, None, 1
-        )
+        samplers.refuse_model(config(model=moe, sampler="vllm", exact=False), ModelConfig.from_file(moe))
 
 
 def test_a_token_of_the_moe_preset_takes_the_products_of_the_tiny_one_and_the_router():
