@@ -26,6 +26,12 @@ def on_triton(x: torch.Tensor) -> bool:
     return (x.is_cuda or x.is_meta or INTERPRETED) and x.dtype != torch.float64
 
 
+def check_on_cpu(name: str, x: torch.Tensor) -> None:
+    """Raise ValueError where an operation that has no Triton kernel is given a tensor of a GPU."""
+    if on_triton(x):
+        raise ValueError(f"{name}: it has no kernel for a GPU; give it tensors of a CPU")
+
+
 def on_cpp(x: torch.Tensor) -> bool:
     """Whether operations on x may run the loops of cpp/ in place of the reference.
 

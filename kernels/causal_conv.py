@@ -13,7 +13,7 @@ Order: four separate products, added from the oldest on. dw is summed block afte
 
 import torch
 
-from .backend import on_triton
+from .backend import check_on_cpu, on_triton
 from .columns import add_columns_cpu
 from .grad import accumulate_dtype, check_dtype
 from .passes import ONE_SEQUENCE, Pass
@@ -110,7 +110,11 @@ class _CausalConv(torch.autograd.Function):
 def causal_conv_after(
     x: torch.Tensor, w: torch.Tensor, history: torch.Tensor, segments: Segments, in_pass: Pass = ONE_SEQUENCE
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """causal_conv of sequences that go on after `history` [S, 3, C], and the last inputs that they leave."""
+    """causal_conv of sequences that go on after `history` [S, 3, C], and the last inputs that they leave.
+
+    Raises ValueError on a GPU.
+    """
+    check_on_cpu("causal_conv_after", x)
     return _CausalConv.apply(x, w, history, segments, in_pass)
 
 

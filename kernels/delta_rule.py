@@ -30,14 +30,14 @@ Shapes: qkv [T, 2 Hk K + H V]; a, b [T, H]; A_log, dt_bias [H]; o [T, H, V]. Val
 h // (H / Hk).
 Roundings: o once; the state never. The gradients of qkv, a and b once each.
 Order: dA_log and ddt_bias are summed block after block (columns.py), the gradients of a key head over its
-value heads in a tree.
+value heads in a tree, on a GPU in ascending order.
 """
 
 from collections.abc import Iterator, Sequence
 
 import torch
 
-from .backend import on_triton
+from .backend import check_on_cpu, on_triton
 from .columns import add_columns
 from .delta_rule_ref import DeltaRows, walk, walk_after_bwd, walk_bwd
 from .grad import accumulate_dtype, check_dtype
@@ -299,10 +299,15 @@ def delta_rule(
     """
     check_dtype("delta_rule", qkv=qkv, a=a, b=b, A_log=A_log, dt_bias=dt_bias)
     T, H = segments.count, shape.heads
-    if qkv.shape != (T, shape.channels) or a.shape != (T, H) or b.shape != (T, H) or A_log.shape != (H,):
+    if (
+        qkv.shape != (T, shape.channels)
+        or a.shape != (T, H)
+        or b.shape != (T, H)
+        or not A_log.shape == dt_bias.shape == (H,)
+    ):
         raise ValueError(
             f"delta_rule: qkv {tuple(qkv.shape)} must be [{T}, {shape.channels}], a {tuple(a.shape)} and b "
-            f"{tuple(b.shape)} [{T}, {H}], A_log {tuple(A_log.shape)} and dt_bias [{H}]"
+            f"{tuple(b.shape)} [{T}, {H}], A_log {tuple(A_log.shape)} and dt_bias {tuple(dt_bias.shape)} [{H}]"
         )
     if state is None and torch.is_grad_enabled():
         return _DeltaRule.apply(qkv, a, b, A_log, dt_bias, segments, shape, in_pass)
@@ -323,8 +328,10 @@ def delta_rule_after(
     """delta_rule of sequences that go on from `before`: o, and what they leave: kv, g, beta and start.
 
     All have gradients: of what is left it goes to the rows before, and through `before` to what was read
-    earlier. A row has the bits of its whole sequence.
+    earlier. A row has the bits of its whole sequence. Raises ValueError on other numbers of rows or sequences,
+    and on a GPU.
     """
+    check_on_cpu("delta_rule_after", qkv)
     T = len(segments.within)
     if len(qkv) != T or len(before.start) != len(segments.lengths):
         raise ValueError(

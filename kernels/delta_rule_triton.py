@@ -1,7 +1,7 @@
 """The delta rule on Triton: its kernels in the order in which whole sequences, parts and gradients need them.
 
-The backward computes the forward again, with the state of each chunk. Its memory, per token and value head in
-fp32: 3 (K + V) numbers, 4 CHUNK for pairs, and 2 K V / CHUNK for states and their gradients.
+The backward computes the forward again, with the state of each chunk. recurrent_state.py::StateShape counts its
+memory.
 """
 
 import torch
@@ -44,5 +44,5 @@ def delta_whole_bwd(
 ) -> tuple[torch.Tensor, ...]:
     """As delta_bwd, of whole sequences."""
     x = PreparedRows(*inputs, segments.on(do.device), shape)
-    pairs, u, S, _ = _walked(x, len(x.tables.chunks), True)
+    pairs, u, S = _walked(x, len(x.tables.chunks), True)[:3]  # o is free
     return delta_bwd(do, *inputs[1:], x, pairs, u, S)

@@ -85,7 +85,7 @@ def token_logprobs(z: Tensor, ids: Tensor, leaves: Leaves = WHOLE) -> tuple[Tens
 def log_distribution(z: Tensor) -> Tensor:
     """logp of every token. z [T, V] from `scaled_logits` -> [T, V] fp32; -inf outside the kept set.
 
-    The value of a token has the bits that `token_logprobs` gives for it.
+    The value of a token has the bits that `token_logprobs` gives for it with one leaf.
     """
     if on_triton(z):
         from .logprob_triton import logprob_fwd
@@ -155,6 +155,8 @@ def _forward(
         return linear_logprob_ref(h, w, ids, params, cap, leaves)
     if not h.shape[0]:
         return tuple(torch.empty(0, dtype=torch.float32, device=h.device) for _ in range(4))
+    if leaves.ranks.size > 1 and not params.only_divides(w.shape[0] * leaves.ranks.size):
+        raise ValueError("linear_logprob: ranks that share a vocabulary filter tokens on a CPU only")
     from .logprob_triton import logprob_fwd
 
     rows, parts = logits_rows(w.shape[0], w.device, w.dtype, params), []

@@ -42,7 +42,7 @@ class StateShape(NamedTuple):
     def backward_bytes(self, rows: int, sequences: int) -> int:
         """The memory of a backward on a GPU (delta_bwd_triton.py). Each sequence has whole chunks."""
         pairs, states = 4 * CHUNK + TILE, 2 * self.K * self.V // CHUNK
-        numbers = 2 * (self.K + self.V) + pairs + states + 16  # the last are of gates, some in fp64
+        numbers = 2 * (self.K + self.V) + pairs + states + 22  # the last are of gates, some in fp64
         row_bytes = 4 * (self.heads * numbers + 2 * self.key_heads * self.K + self.channels)
         return (rows + CHUNK * sequences) * row_bytes
 
@@ -52,7 +52,8 @@ class RecurrentState:
 
     conv [slots, TAPS - 1, C]: inputs of the convolution; kv [slots, CHUNK, Hk K + H V]: what it gave for keys
     and values. Both are in the compute dtype. The others are in fp32: start [slots, H, K, V], g and beta
-    [slots, CHUNK, H], u [slots, CHUNK, H, V]. Rows of a chunk that are still to come are 0.
+    [slots, CHUNK, H], u [slots, CHUNK, H, V]. Rows of a chunk that are still to come are 0 on a
+    CPU, and are read by nobody on a GPU.
     """
 
     def __init__(self, shape: StateShape, slots: int, dtype: torch.dtype, device: torch.device | None = None):

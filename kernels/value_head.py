@@ -70,7 +70,7 @@ class _ValueHead(torch.autograd.Function):
             return dh, None, None
         buffer, shared = in_pass.buffer(w), in_pass.shared
         if shared.size > 1:
-            dw = dw.chunk(shared.size, 1)[shared.ranks.rank]
+            dw = dw.chunk(shared.size, 1)[shared.ranks.rank].contiguous()
         add_rows(buffer, dw, replace(in_pass, shared=ALL_ROWS))
         return dh, in_pass.returned_grad(w, buffer), None
 
