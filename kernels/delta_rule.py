@@ -299,15 +299,12 @@ def delta_rule(
     """
     check_dtype("delta_rule", qkv=qkv, a=a, b=b, A_log=A_log, dt_bias=dt_bias)
     T, H = segments.count, shape.heads
-    if (
-        qkv.shape != (T, shape.channels)
-        or a.shape != (T, H)
-        or b.shape != (T, H)
-        or not A_log.shape == dt_bias.shape == (H,)
-    ):
+    have_heads = a.shape == b.shape == (T, H) and A_log.shape == dt_bias.shape == (H,)
+    if qkv.shape != (T, shape.channels) or not have_heads:
         raise ValueError(
             f"delta_rule: qkv {tuple(qkv.shape)} must be [{T}, {shape.channels}], a {tuple(a.shape)} and b "
-            f"{tuple(b.shape)} [{T}, {H}], A_log {tuple(A_log.shape)} and dt_bias {tuple(dt_bias.shape)} [{H}]"
+            f"{tuple(b.shape)} [{T}, {H}], A_log {tuple(A_log.shape)} and dt_bias {tuple(dt_bias.shape)} "
+            f"[{H}]"
         )
     if state is None and torch.is_grad_enabled():
         return _DeltaRule.apply(qkv, a, b, A_log, dt_bias, segments, shape, in_pass)
@@ -328,8 +325,8 @@ def delta_rule_after(
     """delta_rule of sequences that go on from `before`: o, and what they leave: kv, g, beta and start.
 
     All have gradients: of what is left it goes to the rows before, and through `before` to what was read
-    earlier. A row has the bits of its whole sequence. Raises ValueError on other numbers of rows or sequences,
-    and on a GPU.
+    earlier. A row has the bits of its whole sequence. Raises ValueError on other numbers of rows or
+    sequences, and on a GPU.
     """
     check_on_cpu("delta_rule_after", qkv)
     T = len(segments.within)

@@ -1,7 +1,7 @@
 """The delta rule on Triton: its kernels in the order in which whole sequences, parts and gradients need them.
 
-The backward computes the forward again, with the state of each chunk. recurrent_state.py::StateShape counts its
-memory.
+The backward computes the forward again, with the state of each chunk. recurrent_state.py::StateShape counts
+its memory.
 """
 
 import torch

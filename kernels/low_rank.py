@@ -161,8 +161,8 @@ def stacked(parts: Sequence[torch.Tensor]) -> torch.Tensor:
     first, *others = parts
     offsets = [part.storage_offset() for part in parts]
     step = offsets[1] - offsets[0] if others else first.numel()
-    memories = {part.untyped_storage().data_ptr() for part in parts}
-    assert step >= first.numel() and len(memories) == 1, "parts of other memories"
+    assert len({part.untyped_storage().data_ptr() for part in parts}) == 1, "parts of other memories"
+    assert step >= first.numel(), "parts that overlap"
     assert all(b - a == step for a, b in pairwise(offsets)), "parts at other distances"
     return first.as_strided((len(parts), *first.shape), (step, *first.stride()))
 
