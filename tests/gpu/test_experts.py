@@ -90,7 +90,7 @@ def test_control_a_look_at_the_experts_is_found(run, monkeypatch):
         int(ids.max())
         return plain(ids, *args)
 
-    place, line = "model/blocks/experts.py: MixtureOfExperts.forward", "expert_rows(ids"
+    place, line = "model/blocks/experts.py: MixtureOfExperts._mixture", "expert_rows(ids"
     fault = Fault(lambda patch: plant(patch, experts, "expert_rows", looks), place, line, "wait")
     fault.plant(monkeypatch)
     assert any(map(fault.named, run(torch.bfloat16).cuda.events))
