@@ -178,7 +178,7 @@ def _too_few(lines: Sequence[Line], asked: bool) -> str:
     if tokens >= _FEWEST and prompts >= FEWEST_PROMPTS:
         return ""
     return (
-        f"{tokens} tokens of {prompts} prompts that begin otherwise were few enough for a backward each"
+        f"there are {tokens} tokens of {prompts} different prompts within the limits"
         f"{'' if asked else ' without --knobs'}, and {_FEWEST} of {FEWEST_PROMPTS} are the fewest"
     )
 
