@@ -41,8 +41,7 @@ _LISTED = 0.2
 _LAYERS = 0.85
 # Parts of a change that are told alone: they explain so much of the whole, and are so many at most.
 _MOST_OF, _FEW = 0.9, 8
-# Of fewer prompts no standard error is known well enough.
-FEWEST_PROMPTS = 8
+FEWEST_PROMPTS = 6
 ALL = -2  # layers
 
 
@@ -116,7 +115,7 @@ class Difference:
             best.share >= max(_SHARE, _CHANCE * by_chance)
             and float(np.abs(best.left).mean()) <= _LEAVES * self.noise
             and 1.0 - best.share <= _CLEARLY * (1.0 - other.share)
-            and self._errors(best, other) >= _ERRORS
+            and self._errors(best, other) >= self._errors_needed()
         )
         part = self._part(best, features)
         words = f"{_words(best.change)}{part}{self._layers(best, fits)}".rstrip(",")
@@ -128,6 +127,14 @@ class Difference:
         less = np.array([float((other.left[x] ** 2 - best.left[x] ** 2).sum()) for x in self._masks()])
         error = float(less.std(ddof=1)) / np.sqrt(len(less))
         return float(less.mean()) / error if error else 0.0
+
+    def _errors_needed(self) -> float:
+        """_ERRORS of a normal number as those of Student's t, whose error is of few prompts itself.
+
+        The first terms of Cornish and Fisher's series (Abramowitz and Stegun, 26.7.5).
+        """
+        z, n = _ERRORS, len(np.unique(self.prompts)) - 1
+        return z + (z**3 + z) / (4 * n) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * n**2)
 
     def _masks(self) -> Iterator[np.ndarray]:
         return (self.prompts == i for i in np.unique(self.prompts))

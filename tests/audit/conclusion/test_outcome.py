@@ -247,8 +247,8 @@ def test_a_place_or_nothing_gives_way_to_a_named_fault_and_a_cause_does_not(monk
     fakes = dict(
         cause=Finding(kind, "", ""), faults=[Finding("a fault", "", "")], outcome_of=Outcome(Kind.DIFFERS)
     )
-    for name, found in (fakes | dict(notes=[])).items():
-        monkeypatch.setattr(conclude, name, lambda *_, found=found: found)
+    for name, answer in (fakes | dict(notes=[])).items():
+        monkeypatch.setattr(conclude, name, lambda *_, answer=answer: answer)
     measured = SimpleNamespace(**dict.fromkeys(Measurements.__dataclass_fields__), columns_alone=False)
     assert conclude.concluded(measured, NO_TOLERANCES).cause.kind == told
 

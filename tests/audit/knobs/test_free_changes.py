@@ -265,7 +265,7 @@ def test_all_layers_are_told_where_none_alone_explains_as_much(world):
 
 
 def test_of_few_prompts_nothing_is_looked_for(world):
-    keep = world.numbers < 7
+    keep = world.numbers < 5
     features = {x: f[keep] for x, f in world.features.items()}
     assert Difference(np.ones(keep.sum()), world.numbers[keep], 1.0).entry(features) is None
 
