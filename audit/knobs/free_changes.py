@@ -41,7 +41,7 @@ _LISTED = 0.2
 _LAYERS = 0.85
 # Parts of a change that are told alone: they explain so much of the whole, and are so many at most.
 _MOST_OF, _FEW = 0.9, 8
-FEWEST_PROMPTS = 6
+FEWEST_PROMPTS = 5
 ALL = -2  # layers
 
 
@@ -134,7 +134,8 @@ class Difference:
         The first terms of Cornish and Fisher's series (Abramowitz and Stegun, 26.7.5).
         """
         z, n = _ERRORS, len(np.unique(self.prompts)) - 1
-        return z + (z**3 + z) / (4 * n) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * n**2)
+        third = (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / (384 * n**3)
+        return z + (z**3 + z) / (4 * n) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * n**2) + third
 
     def _masks(self) -> Iterator[np.ndarray]:
         return (self.prompts == i for i in np.unique(self.prompts))

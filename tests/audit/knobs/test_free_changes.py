@@ -235,9 +235,9 @@ def test_prompts_that_begin_with_one_another_have_one_number():
 
 
 def test_why_no_place_was_looked_for_is_said(world, monkeypatch):
-    few = column_entry(world, world.lines[:5])
+    few = column_entry(world, world.lines[:4])
     assert few.entry is None
-    assert "120 tokens of 5 different prompts within the limits without --knobs" in few.untried
+    assert "96 tokens of 4 different prompts within the limits without --knobs" in few.untried
     assert "0 tokens of 0 " in column_entry(world, world.lines, 10**12).untried
     same = [replace(x, prompt_ids=(3, 4)) for x in world.lines]
     assert "288 tokens of 1 different prompts" in column_entry(world, same).untried
@@ -264,8 +264,16 @@ def test_all_layers_are_told_where_none_alone_explains_as_much(world):
     assert ALL not in {x.layer for x in features}
 
 
+def test_few_prompts_need_the_errors_of_students_t():
+    def needed(prompts: int) -> float:
+        return Difference(np.ones(prompts), np.arange(prompts), 1.0)._errors_needed()
+
+    # Its quantiles at 0.99379, where a normal number has 2.5: by integrals of its density.
+    assert [needed(x) for x in (5, 6, 12, 10**6)] == pytest.approx([4.323, 3.816, 2.984, 2.5], rel=0.02)
+
+
 def test_of_few_prompts_nothing_is_looked_for(world):
-    keep = world.numbers < 5
+    keep = world.numbers < 4
     features = {x: f[keep] for x, f in world.features.items()}
     assert Difference(np.ones(keep.sum()), world.numbers[keep], 1.0).entry(features) is None
 
