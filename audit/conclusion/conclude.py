@@ -11,6 +11,8 @@ from .outcome import Kind, Outcome, Tolerances
 
 # Causes under which both engines do what the checkpoint says.
 _ROUNDINGS = ("rounding", "dtype")
+# Causes that name nothing that is wrong, or only where: a fault beside them is told first.
+_WEAK = ("unknown", "rounding", "place")
 
 
 def _known_without_a_model(measured: Measurements) -> tuple[str, ...]:
@@ -23,7 +25,7 @@ def concluded(measured: Measurements, tolerances: Tolerances) -> Report:
     named_faults = faults(measured)
     outcome = outcome_of(measured, tolerances, [fault.kind for fault in named_faults])
     likely = cause(measured)
-    if named_faults and (outcome.kind is Kind.FAULT or likely.kind in ("unknown", "rounding")):
+    if named_faults and (outcome.kind is Kind.FAULT or likely.kind in _WEAK):
         likely = named_faults[0]
     if outcome.kind is Kind.DIFFERS and not named_faults and likely.kind in _ROUNDINGS:
         outcome = replace(outcome, kind=Kind.ROUNDING)

@@ -79,7 +79,7 @@ class Tried:
     also: list[str] = field(default_factory=list)  # others that fit as well, in words
     rows: list[Row] = field(default_factory=list)  # the nearest first
     entry: Entry | None = None  # where nothing fits, and this was looked for
-    untried: str = ""  # that no number at an operation was fitted, and why, where that was wanted
+    untried: str = ""  # that no number was fitted at an operation, or no place looked for, and why
 
     @property
     def is_exact(self) -> bool:

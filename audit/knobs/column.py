@@ -16,10 +16,10 @@ from ..hypotheses.evidence import Evidence
 from ..hypotheses.judgement import FEWEST_TOKENS, SECOND, TIMES
 from ..hypotheses.noise import Noise
 from ..hypotheses.scorable_lines import Line
-from ..hypotheses.tried import Entry, Row, Tried
+from ..hypotheses.tried import Row, Tried
 from .dictionary import meaning
 from .forward import Tokens, chosen, sampled, usable
-from .free_changes import Difference, stacked
+from .free_changes import FEWEST_PROMPTS, Difference, stacked
 from .gradients import gradients_of
 from .knob import REFUSALS, Turn
 from .knob_fit import Fitted
@@ -31,8 +31,9 @@ from .search import Answer, Knobs, leaves_rounding
 _SCREEN, _FIT = 3e10, 1.2e11
 _SCREEN_TOKENS, _FIT_TOKENS, _ASKED = 800, 2000, 16
 # Weights times tokens times tokens of their line up to which gradients of single tokens are taken, about as
-# long as the swaps, and _ASKED times as many where knobs are asked for; and the fewest tokens.
-_GRADIENTS, _FEWEST = 2e12, 128
+# long as the swaps, and _ASKED times as many where knobs are asked for; the fewest tokens; and the slopes in
+# fp32 that are held at most.
+_GRADIENTS, _FEWEST, _SLOPES = 2e12, 128, 1 << 27
 # Batches of a fit's size on which its value is checked, of lines by chance.
 _CHECKS = 4
 # Weights of a model up to which its knobs are tried without being asked for.
@@ -87,8 +88,12 @@ def with_knobs(
     try:
         return _searched(tried, evidence, knob_model, stage)
     except _FAILURES as error:
-        reason = (str(error).strip().splitlines() or [""])[0]
-        return _untried(tried, f"the search ended with {type(error).__name__}{reason and f' ({reason})'}")
+        return _untried(tried, _ended(error))
+
+
+def _ended(error: BaseException) -> str:
+    reason = (str(error).strip().splitlines() or [""])[0]
+    return f"the search ended with {type(error).__name__}{reason and f' ({reason})'}"
 
 
 def _searched(tried: Tried, evidence: Evidence, knob_model: KnobModel, stage: Callable[[str], None]) -> Tried:
@@ -108,34 +113,78 @@ def _searched(tried: Tried, evidence: Evidence, knob_model: KnobModel, stage: Ca
     if tried.best is not None or tried.is_within_rounding:
         return tried
     stage("looking for the operation that the difference enters at")
-    return replace(tried, entry=_entry(lines, most, weights, evidence.side, knob_model))
-
-
-def _entry(lines: Sequence[Line], most: int, weights: int, side: str, knob_model: KnobModel) -> Entry | None:
-    """Where the difference enters, by lines that chance chooses; None of too few, or of a too large model.
-
-    most: tokens of a forward. weights: of the model.
-    """
-    kept, work = [], 0.0
-    for line in sampled(lines, most, 1)[0]:
-        tokens = len(line.completion_ids)
-        work += float(weights) * tokens * (len(line.prompt_ids) + tokens)
-        if work > _GRADIENTS * (_ASKED if knob_model.always else 1):
-            break
-        kept.append(line)
-    model = knob_model.model()
-    places = places_of(model)
-    if sum(len(x.completion_ids) for x in kept) < _FEWEST or not places.modules:
-        return None
-    gradients, tokens = gradients_of(model, places, kept), Tokens(model, kept)
     try:
-        by_token = stacked([gradients.features(x) for x in kept])
-    except REFUSALS:
-        return None  # a module of this family computes what autograd does not take
-    features = {change: x / tokens.w[:, None] for change, x in by_token.items()}
-    numbers = np.repeat(np.arange(len(kept)), [len(x.completion_ids) for x in kept])
+        return _with_entry(tried, lines, most, weights, evidence.side, knob_model)
+    except (*REFUSALS, MemoryError) as error:
+        return _unplaced(tried, _ended(error))
+
+
+def _with_entry(
+    tried: Tried, lines: Sequence[Line], most: int, weights: int, side: str, knob_model: KnobModel
+) -> Tried:
+    """What was tried, and where the difference enters, by lines that chance chooses, or why none is told.
+
+    most: tokens of a forward. weights: of the model. Raises what the model raises in a backward.
+    """
+    work = _GRADIENTS * (_ASKED if knob_model.always else 1) / weights
+    kept = _affordable(lines, most, work)
+    if few := _too_few(kept, knob_model.always):
+        return _unplaced(tried, few)
+    model = knob_model.model()
+    gradients, by_line, room = gradients_of(model, places_of(model), kept), [], _SLOPES
+    while room > 0 and len(by_line) < len(kept):
+        by_line.append(gradients.features(kept[len(by_line)]))
+        room -= sum(x.size for x in by_line[-1].values())
+    kept = kept[: len(by_line)]
+    if few := _too_few(kept, asked=True):
+        return _unplaced(tried, few)
+    features, tokens = stacked(by_line), Tokens(model, kept)
+    w = tokens.w.astype(np.float32)[:, None]
+    for x in features.values():
+        x /= w
+    if not features:
+        return _unplaced(tried, "no operation of the model gives a row for each token")
+    numbers = np.repeat(prompt_numbers(kept), [len(x.completion_ids) for x in kept])
     r = np.where(tokens.known, tokens.difference(tokens.base) / tokens.w, np.nan)
-    return Difference(r, numbers, tokens.noise(knob_model.dtype_of(side)).size).entry(features)
+    noise = tokens.noise(knob_model.dtype_of(side)).size
+    return replace(tried, entry=Difference(r, numbers, noise).entry(features))
+
+
+def _affordable(lines: Sequence[Line], most: int, work: float) -> list[Line]:
+    """Different lines by chance, within so many tokens times the tokens of their line."""
+    kept = []
+    for line in _different(sampled(_different(lines), most, 1)[0]):  # some are alike once they are cut
+        tokens = len(line.completion_ids)
+        if tokens * (len(line.prompt_ids) + tokens) <= work:
+            work -= tokens * (len(line.prompt_ids) + tokens)
+            kept.append(line)
+    return kept
+
+
+def _different(lines: Sequence[Line]) -> list[Line]:
+    """One line of each prompt and completion."""
+    return list({x.pair: x for x in reversed(lines)}.values())[::-1]
+
+
+def prompt_numbers(lines: Sequence[Line]) -> np.ndarray:
+    """A number for each line, [L]; the same where a prompt begins with another one, as a later turn does."""
+    prompts = sorted({x.prompt_ids for x in lines}, key=len)
+    return np.array([next(i for i, p in enumerate(prompts) if x.prompt_ids[: len(p)] == p) for x in lines])
+
+
+def _too_few(lines: Sequence[Line], asked: bool) -> str:
+    """Why these lines tell no place, in words; empty where they may."""
+    tokens, prompts = sum(len(x.completion_ids) for x in lines), len(set(prompt_numbers(lines)))
+    if tokens >= _FEWEST and prompts >= FEWEST_PROMPTS:
+        return ""
+    return (
+        f"there are {tokens} tokens of {prompts} different prompts within the limits"
+        f"{'' if asked else ' without --knobs'}, and {_FEWEST} of {FEWEST_PROMPTS} are the fewest"
+    )
+
+
+def _unplaced(tried: Tried, reason: str) -> Tried:
+    return replace(tried, untried=f"No place where the difference enters was looked for: {reason}.")
 
 
 def _leaves_more(tried: Tried) -> bool:

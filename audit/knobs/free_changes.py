@@ -1,13 +1,16 @@
 """Where a difference enters a model, by free changes of each operation (gradients.py).
 
-Each change is fitted to most lines and explains the squares of the others:
+Each change is fitted to the lines of most prompts and explains the squares of the others:
 
-    r ~ J a,   a = (J^T J + l)^-1 J^T r,   share = 1 - sum (r - J a)^2 / sum r^2 of the lines left out
+    r ~ J a,   a = (J^T J + l)^-1 J^T r,   share = 1 - sum (r - J a)^2 / sum r^2 of the prompts left out
 
 r, J: the difference and the slopes, over w of noise.py. The ridge l is the best of a few. A change is linear,
 so of a large difference it explains a part only. An operation is told as the place where its change explains
-most of the difference and leaves little of it, where each other operation's leaves clearly more, line by
-line, and where no change explains as much of shuffled numbers. Else the nearest are listed.
+most of the difference and leaves little of it, where each other operation's leaves clearly more, prompt by
+prompt, and where no change explains as much of shuffled numbers. Else the nearest are listed.
+
+Prompts are what is left out, counted and shuffled: completions of one prompt begin alike, so a token's equal
+would stand among those that a change is fitted to.
 
 Shapes: N tokens, F numbers of a change, R columns of numbers, the first one r, the others shuffled.
 """
@@ -20,15 +23,15 @@ import numpy as np
 from ..hypotheses.tried import Entry
 from .gradients import BLOCK, EIGHT, OF_READS, Change, Features
 
-# Shares of the tokens' squares, over the mean square of a change, that a ridge holds back; lines are left out
-# in so many parts; shuffles of the numbers.
+# Shares of the tokens' squares, over the mean square of a change, that a ridge holds back; prompts are left
+# out in so many parts; shuffles of the numbers.
 _RIDGES = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)
 _PARTS, _SHUFFLES = 6, 4
 # Times the root mean square from which a token counts no more.
 _OUTLIER = 6.0
 # Set on 27 plants of strange.py and stranger.py (benchmarks/audit_cases): docs/audit/found.md has figures.
 # In their order: the share that a place explains at least; times the noise that it leaves at most; times what
-# another operation leaves that it leaves at most; the errors over lines of that; and times the share that
+# another operation leaves that it leaves at most; the errors over prompts of that; and times the share that
 # changes explain of shuffled numbers.
 _SHARE, _LEAVES, _CLEARLY, _ERRORS, _CHANCE = 0.5, 3.0, 0.6, 2.5, 3.0
 # What a place explains at least to be listed. Of twelve roundings to bf16 alone the best one explained 0.04
@@ -38,16 +41,15 @@ _LISTED = 0.2
 _LAYERS = 0.85
 # Parts of a change that are told alone: they explain so much of the whole, and are so many at most.
 _MOST_OF, _FEW = 0.9, 8
-_FEWEST_LINES = 6
+FEWEST_PROMPTS = 5
 ALL = -2  # layers
 
 
 @dataclass(frozen=True)
 class _Fit:
-    """A change that was fitted. left: [N], of r in lines left out. shuffled: the best share of shuffled r."""
+    """A change that was fitted. left: [N], of r left out. shuffled: the best share of shuffled r."""
 
     change: Change
-    features: np.ndarray
     share: float
     left: np.ndarray
     shuffled: float
@@ -55,39 +57,48 @@ class _Fit:
 
 @dataclass(frozen=True)
 class Difference:
-    """A difference r [N], of lines [N] by their number, and what rounding leaves of it on average."""
+    """A difference r [N], the number of each token's prompt [N], and what rounding leaves on average."""
 
     r: np.ndarray
-    lines: np.ndarray
+    prompts: np.ndarray
     noise: float
 
     def entry(self, features: Mapping[Change, np.ndarray]) -> Entry | None:
-        """Where it enters; None of too few lines, and where no place explains more than of rounding."""
+        """Where it enters; None of too few prompts, and where no place explains more than of rounding."""
         r = np.nan_to_num(self.r)
         most = _OUTLIER * float(np.sqrt((r * r).mean()))
-        if not most or len(np.unique(self.lines)) < _FEWEST_LINES:
+        if not most or len(np.unique(self.prompts)) < FEWEST_PROMPTS:
             return None
         clipped = replace(self, r=np.clip(r, -most, most))
-        draws = np.random.default_rng(0)
-        numbers = np.stack([clipped.r, *(draws.permutation(clipped.r) for _ in range(_SHUFFLES))], 1)
-        fits = [clipped._fit(change, x, numbers) for change, x in _with_all_layers(features)]
+        numbers = np.stack([clipped.r, *clipped._shuffled()], 1)
+        changes = ((change, x) for change, x in _with_all_layers(features) if np.isfinite(x).all())
+        fits = [clipped._fit(change, x, numbers) for change, x in changes]
         fits.sort(key=lambda x: -x.share)
-        return clipped._judged(fits) if fits and fits[0].share >= _LISTED else None
+        return clipped._judged(fits, features) if fits and fits[0].share >= _LISTED else None
+
+    def _shuffled(self) -> Iterator[np.ndarray]:
+        """The numbers of each prompt in another one's place, cut or repeated to its length, [N] each time."""
+        draws, masks = np.random.default_rng(0), list(self._masks())
+        for _ in range(_SHUFFLES):
+            order, r = draws.permutation(len(masks)), np.empty_like(self.r)
+            for here, there in zip(order, np.roll(order, 1), strict=True):
+                r[masks[here]] = np.resize(self.r[masks[there]], masks[here].sum())
+            yield r
 
     def _fit(self, change: Change, features: np.ndarray, numbers: np.ndarray) -> _Fit:
         J = _scaled(features, change.form)
         left = self._left(J, numbers)  # [ridges, N, R]
-        shares = 1.0 - (left**2).sum(1) / (numbers**2).sum(0)
+        shares = 1.0 - (left**2).sum(1) / np.maximum((numbers**2).sum(0), 1e-30)
         best = int(shares[:, 0].argmax())
-        return _Fit(change, J, float(shares[best, 0]), left[best, :, 0], float(shares[:, 1:].max()))
+        return _Fit(change, float(shares[best, 0]), left[best, :, 0], float(shares[:, 1:].max()))
 
     def _left(self, J: np.ndarray, numbers: np.ndarray) -> np.ndarray:
-        """What each ridge leaves of the numbers in lines that it was not fitted to, [ridges, N, R]."""
+        """What each ridge leaves of the numbers in prompts that it was not fitted to, [ridges, N, R]."""
         left = np.empty((len(_RIDGES), *numbers.shape))
         whole, both = J.T @ J, J.T @ numbers
-        lines = np.unique(self.lines)
-        for part in range(min(_PARTS, len(lines))):
-            out = np.isin(self.lines, lines[part::_PARTS])
+        prompts = np.unique(self.prompts)
+        for part in range(min(_PARTS, len(prompts))):
+            out = np.isin(self.prompts, prompts[part::_PARTS])
             x, y = J[out], numbers[out]
             values, vectors = np.linalg.eigh(whole - x.T @ x)
             turned, x = vectors.T @ (both - x.T @ y), x @ vectors
@@ -95,7 +106,7 @@ class Difference:
                 left[i, out] = y - x @ (turned / (np.maximum(values, 0.0) + ridge)[:, None])
         return left
 
-    def _judged(self, fits: Sequence[_Fit]) -> Entry:
+    def _judged(self, fits: Sequence[_Fit], features: Mapping[Change, np.ndarray]) -> Entry:
         """The best fit beside the best one of another operation."""
         best = fits[0]
         other = next((x for x in fits if x.change.operation != best.change.operation), best)
@@ -104,20 +115,30 @@ class Difference:
             best.share >= max(_SHARE, _CHANCE * by_chance)
             and float(np.abs(best.left).mean()) <= _LEAVES * self.noise
             and 1.0 - best.share <= _CLEARLY * (1.0 - other.share)
-            and self._errors(best, other) >= _ERRORS
+            and self._errors(best, other) >= self._errors_needed()
         )
-        words = f"{_words(best.change)}{self._part(best)}{self._layers(best, fits)}".rstrip(",")
+        part = self._part(best, features)
+        words = f"{_words(best.change)}{part}{self._layers(best, fits)}".rstrip(",")
         next_words = f"{_words(other.change)}{_layer_words([other.change.layer])}".rstrip(",")
         return Entry(words, best.share, next_words, other.share, by_chance, bool(told))
 
     def _errors(self, best: _Fit, other: _Fit) -> float:
-        """By how many standard errors over lines a fit leaves less than another one."""
+        """By how many standard errors over prompts a fit leaves less than another one."""
         less = np.array([float((other.left[x] ** 2 - best.left[x] ** 2).sum()) for x in self._masks()])
         error = float(less.std(ddof=1)) / np.sqrt(len(less))
         return float(less.mean()) / error if error else 0.0
 
+    def _errors_needed(self) -> float:
+        """_ERRORS of a normal number as those of Student's t, whose error is of few prompts itself.
+
+        The first terms of Cornish and Fisher's series (Abramowitz and Stegun, 26.7.5).
+        """
+        z, n = _ERRORS, len(np.unique(self.prompts)) - 1
+        third = (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / (384 * n**3)
+        return z + (z**3 + z) / (4 * n) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * n**2) + third
+
     def _masks(self) -> Iterator[np.ndarray]:
-        return (self.lines == i for i in np.unique(self.lines))
+        return (self.prompts == i for i in np.unique(self.prompts))
 
     def _layers(self, best: _Fit, fits: Sequence[_Fit]) -> str:
         """The layers of a fit, and others that the same change may be in."""
@@ -129,10 +150,14 @@ class Difference:
         ]
         return _layer_words(list(dict.fromkeys([best.change.layer, *same])))
 
-    def _part(self, fit: _Fit) -> str:
+    def _part(self, fit: _Fit, features: Mapping[Change, np.ndarray]) -> str:
         """The few parts of a change that explain nearly all that it does, in words; empty where most do."""
-        groups = _groups(fit.change.form, fit.features.shape[1])
-        J, count = fit.features, int(groups.max()) + 1
+        change = fit.change
+        if change.form == "weight" or change.form.startswith("token"):
+            return ""  # a sketch has no parts
+        J = _scaled(_summed(features, change) if change.layer == ALL else features[change], change.form)
+        groups = _groups(change.form, J.shape[1])
+        count = int(groups.max()) + 1
         ridge = np.eye(J.shape[1])
         a = np.linalg.solve(J.T @ J + ridge, J.T @ self.r)
         sizes = [float(np.linalg.norm(J[:, groups == i] @ a[groups == i])) for i in range(count)]
@@ -141,20 +166,29 @@ class Difference:
             kept = np.isin(groups, order[:n])
             left = self._left(J[:, kept], self.r[:, None])
             if 1.0 - (left**2).sum(1).min() / (self.r**2).sum() >= _MOST_OF * fit.share:
-                return _part_words(fit.change.form, sorted(map(int, order[:n])))
+                return _part_words(change, sorted(map(int, order[:n])))
         return ""
 
 
 def _with_all_layers(features: Mapping[Change, np.ndarray]) -> Iterator[tuple[Change, np.ndarray]]:
     """The changes, and each in all layers: of small changes the features add up."""
     yield from features.items()
-    kinds: dict[tuple[str, str], list[np.ndarray]] = {}
-    for change, x in features.items():
+    kinds: dict[Change, list[Change]] = {}
+    for change in features:
         if change.layer >= 0:
-            kinds.setdefault((change.operation, change.form), []).append(x)
-    for (operation, form), xs in kinds.items():
-        if len(xs) > 1 and len({x.shape for x in xs}) == 1:
-            yield Change(operation, ALL, form), np.sum(xs, axis=0)
+            kinds.setdefault(replace(change, layer=ALL), []).append(change)
+    for kind, changes in kinds.items():
+        if len(changes) > 1 and len({features[x].shape for x in changes}) == 1:
+            yield kind, _summed(features, kind)
+
+
+def _summed(features: Mapping[Change, np.ndarray], kind: Change) -> np.ndarray:
+    """The features of a change of all layers."""
+    layers = (x for change, x in features.items() if replace(change, layer=ALL) == kind and change.layer >= 0)
+    total = next(layers).copy()
+    for x in layers:
+        total += x
+    return total
 
 
 def _scaled(x: np.ndarray, form: str) -> np.ndarray:
@@ -189,15 +223,20 @@ def _words(change: Change) -> str:
     return forms.get(change.form, f"{change.operation}, of {change.form}")
 
 
-def _part_words(form: str, parts: Sequence[int]) -> str:
+def _part_words(change: Change, parts: Sequence[int]) -> str:
     """Parts of a change, as a part of a sentence."""
-    if form == "weight" or form.startswith("token"):
-        return ""  # a sketch has no parts
+    form, each = change.form, change.each
+    last = [min(each * i + each, change.width) - 1 for i in parts]
+    channels = [
+        f"channels {each * i} to {x}" if x > each * i else f"channel {x}"
+        for i, x in zip(parts, last, strict=True)
+    ]
     places = [f"{EIGHT * i} to {EIGHT * i + EIGHT - 1}" for i in parts]
     read = ["the first" if i == 0 else f"{EIGHT * (i - 1)} to {EIGHT * i - 1}" for i in parts]
     far = ["the token itself" if i == 0 else f"{2 ** (i - 1)} to {2**i - 1} tokens back" for i in parts]
     slots = [f"{i}, {i + BLOCK}, {i + 2 * BLOCK}, ..." for i in parts]
     listed = {
+        "channels": channels,
         "prompts": [f"the {'completion' if i else 'prompt'}" for i in parts],
         "frequencies": [f"frequency {i}" for i in parts],
         "places": [f"places {x}" for x in places],
@@ -217,6 +256,7 @@ def _layer_words(layers: Sequence[int]) -> str:
 
 
 def stacked(by_line: Sequence[Features]) -> dict[Change, np.ndarray]:
-    """The features of several lines, of the changes that all of them have, [N, F]."""
+    """The features of several lines, of the changes that all of them have, [N, F]. The lines give them up."""
     shared = set.intersection(*map(set, by_line)) if by_line else set()
-    return {x: np.concatenate([line[x] for line in by_line]) for x in by_line[0] if x in shared}
+    changes = [x for x in by_line[0] if x in shared] if by_line else []
+    return {x: np.concatenate([line.pop(x) for line in by_line]) for x in changes}

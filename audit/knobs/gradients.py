@@ -2,7 +2,7 @@
 
 A free change of an output y has some numbers. The slope of a token's score in each of them is a feature:
 
-    channels   y_c (1 + a_c)             sum over t of y g
+    channels   y_c (1 + a_c), of wide outputs by neighbours together           sum over t of y g
     weight     (W + A) x                 sum over t of g x^T, sketched: S1 g (S2 x)^T
     prompts    y (1 + a), of the prompt's tokens and of the completion's       sum over these t of y g
     places     y (1 + a_i), of the i-th eight tokens                           the same
@@ -14,14 +14,16 @@ A free change of an output y has some numbers. The slope of a token's score in e
                of the rotation: its angles + a_j t, of each frequency; + a_i times the frequency, of the i-th
                eight tokens
 
-with g = d score / d y. A change of all layers has the sum of their features.
+with g = d score / d y. A change of all layers has the sum of their features. Only outputs that have a row for
+each token are changed, of modules that run once.
 
 Shapes: C completion tokens of a line, T its tokens, D width of an output, H heads, F features.
 """
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -51,6 +53,12 @@ class Change:
     operation: str
     layer: int
     form: str
+    width: int = field(default=0, compare=False)  # channels of the output
+
+    @property
+    def each(self) -> int:
+        """The neighbouring channels that share a number."""
+        return max(1, -(-self.width // _CHANNELS))
 
 
 # Forms whose features are three blocks: log-scores, scores, values.
@@ -70,7 +78,7 @@ class Gradients:
     def features(self, line: Line) -> Features:
         """Those of a line's completion tokens."""
         ids = torch.tensor([[*line.prompt_ids, *line.completion_ids[:-1]]], device=self.model.device)
-        with torch.enable_grad(), _Seen(self.places) as seen:
+        with torch.enable_grad(), _Seen(self.places, ids.shape[1]) as seen:
             z = self.model(ids, use_cache=False).logits[0, len(line.prompt_ids) - 1 :].float()
             z = scaled_logits(z, line.params) if line.params else z
             drawn = torch.tensor(line.completion_ids, device=z.device).unsqueeze(1)
@@ -84,23 +92,24 @@ class Gradients:
     def _changes(
         self, seen: "_Seen", gradients: Sequence[Tensor | None], line: Line, ids: Tensor
     ) -> Iterator[tuple[Change, Tensor]]:
-        """The features [C, F] of a chunk of tokens. gradients: [C, 1, T, ...] of each output."""
+        """The features [C, F] of a chunk of tokens. gradients: [C, ...] of each output, of its shape."""
         by_output = dict(zip(seen.outputs(), gradients, strict=True))
         prompt = len(line.prompt_ids)
         for (kind, layer), (x, y) in seen.modules.items():
             g = by_output[y]
             if g is None:
                 continue
-            g, rows = g[:, 0].flatten(2), y.detach()[0].flatten(1)
+            T = len(ids)
+            g, rows = g.reshape(len(g), T, -1), y.detach().reshape(T, -1)
             moved = g * rows
-            yield Change(kind, layer, "channels"), _grouped(moved.sum(1), _CHANNELS)
+            channels = Change(kind, layer, "channels", rows.shape[1])
+            yield channels, _grouped(moved.sum(1), channels.each)
             along = moved.sum(-1)  # [C, T]
-            if along.shape[1] == len(ids):
-                halves = torch.stack([along[:, :prompt].sum(1), along[:, prompt:].sum(1)], 1)
-                yield Change(kind, layer, "prompts"), halves
-                yield Change(kind, layer, "places"), _summed(along, self._eights(len(ids)), self._count)
-            if x is not None and kind in self._matrices and x.dim() == 3:
-                yield Change(kind, layer, "weight"), _sketched(g, x[0])
+            halves = torch.stack([along[:, :prompt].sum(1), along[:, prompt:].sum(1)], 1)
+            yield Change(kind, layer, "prompts"), halves
+            yield Change(kind, layer, "places"), _summed(along, self._eights(T), self._count)
+            if x is not None and kind in self._matrices and _has_rows(x, T) and x.dim() < 4:
+                yield Change(kind, layer, "weight"), _sketched(g, x.reshape(T, -1))
             if layer == -1 and kind in self._embeddings:
                 for i in self.ids:
                     here = (ids == i).to(g.dtype)
@@ -118,14 +127,16 @@ class Gradients:
     def _angles(
         self, kind: str, cos: Tensor, sin: Tensor, g_cos: Tensor, g_sin: Tensor
     ) -> Iterator[tuple[Change, Tensor]]:
-        """Other angles, of cos and sin [1, T, D] whose second half is the first one again."""
-        turned = g_sin * cos.detach()[0] - g_cos * sin.detach()[0]
-        T, half = turned.shape[1], turned.shape[2] // 2
-        turned = turned[..., :half] + turned[..., half : 2 * half]  # [C, T, D / 2]
+        """Other angles, of cos and sin [1, T, D] that hold each frequency twice; of others none."""
+        cos, sin = cos.detach()[0], sin.detach()[0]
+        pair = _pairs(cos)
+        if pair is None or len(cos) < 2:
+            return
+        turned = g_sin * cos - g_cos * sin
+        T, (one, other) = turned.shape[1], pair
+        turned = turned[..., one] + turned[..., other]  # [C, T, D / 2]
         # An angle grows by its frequency with each token: at place 1 it is the frequency.
-        speed = (
-            torch.atan2(sin.detach()[0, 1], cos.detach()[0, 1])[:half] if T > 1 else turned.new_zeros(half)
-        )
+        speed = torch.atan2(sin[1], cos[1])[one]
         yield Change(kind, -1, "frequencies"), torch.einsum("ctd,t->cd", turned, torch.arange(T).to(turned))
         yield Change(kind, -1, "positions"), _summed(turned @ speed, self._eights(T), self._count)
 
@@ -163,11 +174,11 @@ class Gradients:
     def _eights(self, T: int) -> Tensor:
         return (torch.arange(T) // EIGHT).to(self.model.device)
 
-    @property
+    @cached_property
     def _matrices(self) -> set[str]:
         return {x.kind for x in self.places.modules if x.is_matrix and x.kind != self.places.lm_head}
 
-    @property
+    @cached_property
     def _embeddings(self) -> set[str]:
         return {
             x.kind
@@ -193,15 +204,29 @@ def _backward(scores: Tensor, outputs: list[Tensor]) -> Iterator[list[Tensor | N
         )
 
 
+def _has_rows(y: Tensor, T: int) -> bool:
+    """Whether an output has a row for each of T tokens: [1, T, ...], or [T, D] as experts have."""
+    return y.shape[:2] == (1, T) if y.dim() > 2 else y.dim() == 2 and len(y) == T
+
+
+def _pairs(cos: Tensor) -> tuple[slice, slice] | None:
+    """The two columns of each frequency in cos [T, D]: halves or neighbours; None where it is neither."""
+    half = cos.shape[-1] // 2
+    forms = (slice(0, half), slice(half, None)), (slice(0, None, 2), slice(1, None, 2))
+    if cos.shape[-1] % 2:
+        return None
+    return next((x for x in forms if torch.equal(cos[..., x[0]], cos[..., x[1]])), None)
+
+
 def _summed(x: Tensor, index: Tensor, count: int) -> Tensor:
     """[C, N] summed to [C, count] by the index [N] of each column."""
     return x.new_zeros(len(x), count).index_add_(1, index, x)
 
 
-def _grouped(x: Tensor, most: int) -> Tensor:
-    """[C, D] summed over neighbours to [C, most] at most."""
-    each = -(-x.shape[1] // most)
-    return x if each == 1 else _summed(x, torch.arange(x.shape[1], device=x.device) // each, most)
+def _grouped(x: Tensor, each: int) -> Tensor:
+    """[C, D] summed over so many neighbours."""
+    index = torch.arange(x.shape[1], device=x.device) // each
+    return x if each == 1 else _summed(x, index, -(-x.shape[1] // each))
 
 
 def _signs(rows: int, columns: int, like: Tensor) -> Tensor:
@@ -222,9 +247,10 @@ def _sketched(g: Tensor, x: Tensor) -> Tensor:
 class _Seen(TorchFunctionMode):
     """What the modules and the products of attention gave in one forward of one sequence, with its graph."""
 
-    def __init__(self, places: Places):
+    def __init__(self, places: Places, T: int):
         super().__init__()
-        self._places, self._handles = places, []
+        self._places, self._tokens, self._handles = places, T, []
+        self._ran: set[tuple[str, int]] = set()
         self._now: list[int] = []  # the layer whose attention runs, and its products so far
         self.modules: dict[tuple[str, int], tuple[Tensor | None, Tensor]] = {}
         self.products: dict[int, tuple[Tensor, ...]] = {}
@@ -258,7 +284,11 @@ class _Seen(TorchFunctionMode):
     def _keep(self, key: tuple[str, int]) -> Callable[..., None]:
         def hook(_module: torch.nn.Module, args: tuple, out: Any) -> None:
             y = first_tensor(out)
-            if y is None or key in self.modules:
+            if key in self._ran:
+                self.modules.pop(key, None)  # one run is a part of what it does
+                return
+            self._ran.add(key)
+            if y is None or not _has_rows(y, self._tokens):
                 return
             self.modules[key] = first_tensor(args), y if y.requires_grad else y.requires_grad_()
 

@@ -11,9 +11,12 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from zerokl.audit.conclusion import conclude
 from zerokl.audit.conclusion.conclude import outcome_of
-from zerokl.audit.conclusion.outcome import Kind, Outcome, Tolerances, outcome_of_run
+from zerokl.audit.conclusion.outcome import NO_TOLERANCES, Kind, Outcome, Tolerances, outcome_of_run
 from zerokl.audit.engines.engine import ZeroklEngine
+from zerokl.audit.finding import Finding
+from zerokl.audit.report import Measurements
 from zerokl.cli import main
 from zerokl.engine.rollout.native import NativeSampler
 from zerokl.engine.rollout.types import GenerationParams, RngKey, complete
@@ -235,6 +238,19 @@ def test_a_run_has_the_outcome_of_its_worst_checkpoint():
     outcomes = [Outcome(Kind.EQUAL), Outcome(Kind.FAULT, ("a",)), Outcome(Kind.WITHIN), Outcome(Kind.EQUAL)]
     assert outcome_of_run(outcomes) == Outcome(Kind.FAULT, ("a",))
     assert outcome_of_run(outcomes[2:]) == Outcome(Kind.WITHIN)
+
+
+@pytest.mark.parametrize(
+    ("kind", "told"), [("unknown", "a fault"), ("place", "a fault"), ("temperature", "temperature")]
+)
+def test_a_place_or_nothing_gives_way_to_a_named_fault_and_a_cause_does_not(monkeypatch, kind, told):
+    fakes = dict(
+        cause=Finding(kind, "", ""), faults=[Finding("a fault", "", "")], outcome_of=Outcome(Kind.DIFFERS)
+    )
+    for name, answer in (fakes | dict(notes=[])).items():
+        monkeypatch.setattr(conclude, name, lambda *_, answer=answer: answer)
+    measured = SimpleNamespace(**dict.fromkeys(Measurements.__dataclass_fields__), columns_alone=False)
+    assert conclude.concluded(measured, NO_TOLERANCES).cause.kind == told
 
 
 def test_no_tolerance_excuses_a_fault_and_a_difference_stays_one():

@@ -105,6 +105,21 @@ def test_rows_are_the_nearest_first_and_numbers_at_operations_are_counted(folder
     assert tried.tried == 44 + 56
 
 
+@pytest.mark.parametrize("error", [RuntimeError("no batching rule\nhere"), MemoryError(), IndexError("x")])
+def test_an_error_where_a_place_is_looked_for_keeps_the_numbers_that_were_fitted(folder, monkeypatch, error):
+    def fails(*_):
+        raise error
+
+    monkeypatch.setattr(column, "_fitted", lambda *_: ([row("knob: a", 0.9)], 56))
+    monkeypatch.setattr(column, "_with_entry", fails)
+    tried = with_knobs(TRIED, Evidence(LINES), knob_model(folder))
+    assert [x.name for x in tried.rows] == ["knob: a"]
+    assert tried.tried == TRIED.tried + 56
+    assert tried.untried.startswith("No place where the difference enters was looked for: the search ended")
+    assert type(error).__name__ in tried.untried
+    assert "\n" not in tried.untried
+
+
 @pytest.mark.parametrize(
     ("named_leaves", "knob_leaves", "knob_fits", "best"),
     [
