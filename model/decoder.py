@@ -264,8 +264,8 @@ class Decoder(Forward):
         ] * self.config.tied
 
     def packable(self) -> list[torch.Tensor]:
-        """Those of `matrices` of which a packed copy may be read (Weight.packable)."""
-        unpackable = {self.w[name] for name in self.layout.unpackable}
+        """Those of `matrices` of which a packed copy is read: those that may be (Weight.packable), unadapted."""
+        unpackable = {self.w[name] for name in (*self.layout.unpackable, *self._adapters)}
         return [w for w in self.matrices() if w not in unpackable]
 
     def leaves_of_products(self) -> dict[torch.Tensor, int]:
