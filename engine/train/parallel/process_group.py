@@ -71,7 +71,9 @@ class Ranks:
     @property
     def replicas(self) -> "Ranks":
         """Those that compute with the same weights as this one: all, without shared layers or experts."""
-        return self.grid.get(REPLICAS, self.data_parallel)
+        if REPLICAS in self.grid:
+            return self.grid[REPLICAS]
+        return self if self.tensor_parallel.size == self.expert_parallel.size == 1 else self.data_parallel
 
     @property
     def rank(self) -> int:
@@ -282,17 +284,16 @@ def _mesh(size: int, on_gpu: bool, sharing: Mapping[str, int] = MappingProxyType
         device, grid = "cuda" if on_gpu else "cpu", {}
         meshes = [init_device_mesh(device, (size,), mesh_dim_names=(DATA_PARALLEL,))]
         cp, tp, ep = (sharing.get(name, 1) for name in (CONTEXT_PARALLEL, TENSOR_PARALLEL, EXPERT_PARALLEL))
+        shapes = {}
         if ep > 1:
-            shapes = [((size // ep, ep), (DATA_PARALLEL, EXPERT_PARALLEL))]
-        else:
-            shapes = [
-                ((size // (cp * tp), cp, tp), (DATA_PARALLEL, CONTEXT_PARALLEL, TENSOR_PARALLEL)),
-                ((size // tp, tp), (REPLICAS, TENSOR_PARALLEL)),
-            ]
-        if cp * tp * ep > 1:
-            for shape, names in shapes:
-                meshes.append(init_device_mesh(device, shape, mesh_dim_names=names))
-                grid |= {name: Ranks(meshes[-1][name]) for name in names}
+            shapes[DATA_PARALLEL, EXPERT_PARALLEL] = size // ep, ep
+        elif cp * tp > 1:
+            shapes[DATA_PARALLEL, CONTEXT_PARALLEL, TENSOR_PARALLEL] = size // (cp * tp), cp, tp
+        if cp > 1 and tp > 1:
+            shapes[REPLICAS, TENSOR_PARALLEL] = size // tp, tp
+        for names, shape in shapes.items():
+            meshes.append(init_device_mesh(device, shape, mesh_dim_names=names))
+            grid |= {name: Ranks(meshes[-1][name]) for name in names}
         try:
             yield Ranks(meshes[0][DATA_PARALLEL], grid)
         finally:
