@@ -193,6 +193,26 @@ def _forward(
     return _continued(qkv, g, beta, segments, shape, state)
 
 
+def _gates_bwd(ctx, grads, gates, in_pass):
+    """What backward returns for a, b, A_log and dt_bias. grads: dg and dbeta, [T, H]; gates: of _gates."""
+    (dg, dbeta), (g, beta, x), (A_log, _) = grads, gates, ctx.weights
+    _, a, b, *_ = ctx.saved_tensors
+    dx = dg * -torch.exp(A_log.to(accumulate_dtype(a.dtype))) * _sigmoid(x)
+    db = dbeta * beta * (1.0 - beta)
+    return dx.to(a.dtype), db.to(b.dtype), *_weight_grads(ctx, (dg * g, dx), in_pass)
+
+
+def _weight_grads(ctx, contributions, in_pass):
+    """What backward returns for A_log and dt_bias. contributions: each token's, [T, H] of each."""
+    returned = []
+    for w, y, wanted in zip(ctx.weights, contributions, ctx.needs_input_grad[3:5], strict=True):
+        buffer = in_pass.buffer(w) if wanted else None
+        if wanted:
+            add_columns(buffer, y, in_pass.blocks)
+        returned.append(in_pass.returned_grad(w, buffer) if wanted else None)
+    return returned
+
+
 class _DeltaRule(torch.autograd.Function):
     @staticmethod
     def forward(ctx, qkv, a, b, A_log, dt_bias, segments, shape, in_pass):
@@ -208,7 +228,7 @@ class _DeltaRule(torch.autograd.Function):
             from .delta_rule_triton import delta_whole_bwd
 
             *grads, dA_log, dx = delta_whole_bwd(do, (qkv, a, b, *ctx.weights), segments, s)
-            return *grads, *_DeltaRule.weight_grads(ctx, (dA_log, dx), in_pass), None, None, None
+            return *grads, *_weight_grads(ctx, (dA_log, dx), in_pass), None, None, None
         acc = accumulate_dtype(qkv.dtype)
         g, beta, x = _gates(a, b, *ctx.weights)
         grid = segments.on_grid(qkv)
@@ -218,21 +238,7 @@ class _DeltaRule(torch.autograd.Function):
             segments.from_grid(_tokens_first(y, s.heads).contiguous()) for y in vars(grads).values()
         )
         dqkv = _channels_bwd(qkv, dq, dk, dv, s).to(qkv.dtype)
-        dx = dg * -torch.exp(ctx.weights[0].to(acc)) * _sigmoid(x)
-        returned = _DeltaRule.weight_grads(ctx, (dg * g, dx), in_pass)
-        db = dbeta * beta * (1.0 - beta)
-        return dqkv, dx.to(a.dtype), db.to(b.dtype), *returned, None, None, None
-
-    @staticmethod
-    def weight_grads(ctx, contributions, in_pass):
-        """What backward returns for A_log and dt_bias. contributions: each token's, [T, H] of each."""
-        returned = []
-        for w, y, wanted in zip(ctx.weights, contributions, ctx.needs_input_grad[3:5], strict=True):
-            buffer = in_pass.buffer(w) if wanted else None
-            if wanted:
-                add_columns(buffer, y, in_pass.blocks)
-            returned.append(in_pass.returned_grad(w, buffer) if wanted else None)
-        return returned
+        return dqkv, *_gates_bwd(ctx, (dg, dbeta), (g, beta, x), in_pass), None, None, None
 
 
 class _DeltaRuleAfter(torch.autograd.Function):
@@ -274,11 +280,8 @@ class _DeltaRuleAfter(torch.autograd.Function):
         is_before = torch.arange(CHUNK) < segments.opened.unsqueeze(1)
         dbefore = [y[:, :CHUNK] * is_before.view(*is_before.shape, *[1] * (y.dim() - 2)) for y in dgrids]
         dg, dbeta = segments.from_grid(dg), segments.from_grid(dbeta)
-        dx = dg * -torch.exp(ctx.weights[0].to(acc)) * _sigmoid(x)
-        returned = _DeltaRule.weight_grads(ctx, (dg * g, dx), in_pass)
-        db = dbeta * beta * (1.0 - beta)
         dbefore = dbefore[0].to(qkv.dtype), *dbefore[1:], dstart.view(before[3].shape)
-        return dqkv, dx.to(a.dtype), db.to(b.dtype), *returned, *dbefore, None, None, None
+        return dqkv, *_gates_bwd(ctx, (dg, dbeta), (g, beta, x), in_pass), *dbefore, None, None, None
 
 
 def delta_rule(
