@@ -14,6 +14,7 @@ from zerokl.model.shared_context import check_shared_rows
 from zerokl.model.weights import Layout
 from zerokl.pages.markdown import table
 
+from ._refusals import refusal
 from ._wire import JOINS, MODELS, NVLINK, sent_by_a_join, sent_by_a_layer
 
 _FSDP = {"parallel.engine": "fsdp"}
@@ -66,27 +67,27 @@ _SIZES = {"hidden_size": 64, "num_attention_heads": 8, "num_key_value_heads": 4,
 
 def refusal_of_settings(settings: Mapping[str, Any], form: str) -> str | None:
     """Why a run with these settings is refused in a form; None where it is not."""
-    try:
+
+    def check() -> None:
         config = load_config(None, "demo", FORMS[form] | settings)
         check_settings(config, settings.get("device", "cpu"), ranks=8)
-    except ValueError as error:
-        return str(error)
-    return None
+
+    return refusal(check)
 
 
 def refusal_of_kind(kind: str, form: str) -> str | None:
     """The same of a kind of model."""
     name = KINDS[kind]
     c = preset_config(name, 64, _SIZES | dict(MODEL_TYPES[name].small))
-    try:
+
+    def check() -> None:
         c.check_leaves(FORMS[form].get("precision.leaves", 1))
         if "parallel.context" in FORMS[form]:
             check_shared_rows(c, Layout(c).trained, 2)
         if "parallel.expert" in FORMS[form]:
             check_shared_experts(c, 2)
-    except ValueError as error:
-        return str(error)
-    return None
+
+    return refusal(check)
 
 
 def refused() -> str:

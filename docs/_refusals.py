@@ -40,17 +40,24 @@ WAYS: dict[str, Callable[[ModelConfig], None]] = {
 }
 
 
+def refusal(check: Callable[[], object]) -> str | None:
+    """What a check raises as ValueError; None where it passes."""
+    try:
+        check()
+    except ValueError as error:
+        return str(error)
+    return None
+
+
 def refusals() -> str:
     """A row for each family, and the reasons below."""
     reasons: dict[str, int] = {}
 
     def cell(model: ModelConfig, check: Callable[[ModelConfig], None]) -> str:
-        try:
-            check(model)
-        except ValueError as error:
-            reason = str(error).replace(model.architecture, _NAME)
-            return f"no ({reasons.setdefault(reason, len(reasons) + 1)})"
-        return "yes"
+        reason = refusal(lambda: check(model))
+        if reason is None:
+            return "yes"
+        return f"no ({reasons.setdefault(reason.replace(model.architecture, _NAME), len(reasons) + 1)})"
 
     rows = []
     for name in sorted(MODEL_TYPES):
