@@ -5,15 +5,20 @@ from pathlib import Path
 import pytest
 from zerokl.engine.config.run_config import Config
 from zerokl.engine.runs.memory import layout_of_a_rank
-from zerokl.engine.runs.run import resume, train
+from zerokl.engine.runs.run import train
 from zerokl.engine.train.parallel.expert import ExpertParts
 from zerokl.engine.train.parallel.process_group import Ranks
 from zerokl.model.config import ModelConfig
 from zerokl.model.families import MODEL_TYPES
 from zerokl.model.weights import Layout
 
-from tests.engine.runs.exact_runs import forget_end, train_with_gradients
-from tests.engine.train.parallel.test_ranks import _launch, _run, _same, _same_metrics
+from tests.engine.runs.exact_runs import train_with_gradients
+from tests.engine.train.parallel.test_ranks import (
+    _goes_on_with_other_ranks,
+    _run,
+    _same,
+    _same_metrics,
+)
 from tests.engine.train.parallel.test_tensor_parts import ranks_of
 from tests.random_model import EXPERTS, MIXTURES, TWO_LAYERS, random_model
 
@@ -98,20 +103,7 @@ def test_what_works_has_one_ledger(config, tmp_path, case):
 @pytest.mark.full
 def test_a_run_goes_on_with_another_number_of_ranks(config, models, tmp_path):
     plain = config(model=models["sigmoid"], steps=3, dtype="bfloat16", checkpoint__every=1)
-    train(plain, tmp_path / "alone")
-    _run(4, plain, tmp_path / "run", "--parallel.expert", "2")
-    weights = [
-        x / "checkpoints/step-000003/model.safetensors" for x in (tmp_path / "run", tmp_path / "alone")
-    ]
-    assert weights[0].read_bytes() == weights[1].read_bytes()
-    forget_end(tmp_path / "run")
-    process = _launch(4, ["--resume", "run", "--parallel.expert", "4"], tmp_path)
-    output, _ = process.communicate()
-    assert process.returncode == 0, output
-    _same(tmp_path / "run", tmp_path / "alone")
-    forget_end(tmp_path / "run")
-    resume(tmp_path / "run", {"parallel.expert": "1"})
-    _same(tmp_path / "run", tmp_path / "alone")
+    _goes_on_with_other_ranks(plain, tmp_path, "parallel.expert", [(4, 2), (4, 4)])
 
 
 REFUSED = {

@@ -89,6 +89,26 @@ def _same_metrics(path: Path, alone: Path) -> None:
         assert {name: a[name] for name in a.keys() - measured} == {n: b[n] for n in b.keys() - measured}
 
 
+def _goes_on_with_other_ranks(plain: Config, root: Path, key: str, grids: list[tuple[int, int]]) -> None:
+    """A run over one grid has the checkpoint of one process, and goes on over another and in one process.
+
+    key: that says how many ranks share something. grids: the ranks, and of which the key says how many share.
+    """
+    (ranks, sharing), (more, more_sharing) = grids
+    train(plain, root / "alone")
+    _run(ranks, plain, root / "run", f"--{key}", str(sharing))
+    weights = [root / name / "checkpoints/step-000003/model.safetensors" for name in ("run", "alone")]
+    assert weights[0].read_bytes() == weights[1].read_bytes()
+    forget_end(root / "run")
+    process = _launch(more, ["--resume", "run", f"--{key}", str(more_sharing)], root)
+    output, _ = process.communicate()
+    assert process.returncode == 0, output
+    _same(root / "run", root / "alone")
+    forget_end(root / "run")
+    resume(root / "run", {key: "1"})
+    _same(root / "run", root / "alone")
+
+
 @pytest.mark.parametrize(
     ("ranks", "workers", "micro_batch"),
     [

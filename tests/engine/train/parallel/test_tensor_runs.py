@@ -9,7 +9,12 @@ from zerokl.model.families import MODEL_TYPES
 
 from tests.engine.runs.exact_runs import forget_end, train_with_gradients
 from tests.engine.runs.test_leaf_runs import EIGHT_HEADS
-from tests.engine.train.parallel.test_ranks import _launch, _run, _same, _same_metrics
+from tests.engine.train.parallel.test_ranks import (
+    _goes_on_with_other_ranks,
+    _run,
+    _same,
+    _same_metrics,
+)
 from tests.random_model import random_model
 
 DTYPES = [
@@ -114,28 +119,8 @@ def test_a_run_of_adapters_goes_on_with_another_number_of_ranks(config, eight, t
 
 @pytest.mark.full
 def test_a_run_goes_on_with_another_number_of_ranks(config, eight, tmp_path):
-    settings = {
-        "model": eight,
-        "steps": 3,
-        "dtype": "bfloat16",
-        "precision__leaves": 4,
-        "checkpoint__every": 1,
-    }
-    plain = config(**settings)
-    train(plain, tmp_path / "alone")
-    _run(2, plain, tmp_path / "run", "--parallel.tensor", "2")
-    weights = [
-        x / "checkpoints/step-000003/model.safetensors" for x in (tmp_path / "run", tmp_path / "alone")
-    ]
-    assert weights[0].read_bytes() == weights[1].read_bytes()
-    forget_end(tmp_path / "run")
-    process = _launch(4, ["--resume", "run", "--parallel.tensor", "4"], tmp_path)
-    output, _ = process.communicate()
-    assert process.returncode == 0, output
-    _same(tmp_path / "run", tmp_path / "alone")
-    forget_end(tmp_path / "run")
-    resume(tmp_path / "run", {"parallel.tensor": "1"})
-    _same(tmp_path / "run", tmp_path / "alone")
+    plain = config(model=eight, steps=3, dtype="bfloat16", precision__leaves=4, checkpoint__every=1)
+    _goes_on_with_other_ranks(plain, tmp_path, "parallel.tensor", [(2, 2), (4, 4)])
 
 
 REFUSED = {
