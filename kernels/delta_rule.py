@@ -193,10 +193,9 @@ def _forward(
     return _continued(qkv, g, beta, segments, shape, state)
 
 
-def _gates_bwd(ctx, grads, gates, in_pass):
+def _gates_bwd(ctx, a, b, grads, gates, in_pass):
     """What backward returns for a, b, A_log and dt_bias. grads: dg and dbeta, [T, H]; gates: of _gates."""
     (dg, dbeta), (g, beta, x), (A_log, _) = grads, gates, ctx.weights
-    _, a, b, *_ = ctx.saved_tensors
     dx = dg * -torch.exp(A_log.to(accumulate_dtype(a.dtype))) * _sigmoid(x)
     db = dbeta * beta * (1.0 - beta)
     return dx.to(a.dtype), db.to(b.dtype), *_weight_grads(ctx, (dg * g, dx), in_pass)
@@ -238,7 +237,7 @@ class _DeltaRule(torch.autograd.Function):
             segments.from_grid(_tokens_first(y, s.heads).contiguous()) for y in vars(grads).values()
         )
         dqkv = _channels_bwd(qkv, dq, dk, dv, s).to(qkv.dtype)
-        return dqkv, *_gates_bwd(ctx, (dg, dbeta), (g, beta, x), in_pass), None, None, None
+        return dqkv, *_gates_bwd(ctx, a, b, (dg, dbeta), (g, beta, x), in_pass), None, None, None
 
 
 class _DeltaRuleAfter(torch.autograd.Function):
@@ -281,7 +280,7 @@ class _DeltaRuleAfter(torch.autograd.Function):
         dbefore = [y[:, :CHUNK] * is_before.view(*is_before.shape, *[1] * (y.dim() - 2)) for y in dgrids]
         dg, dbeta = segments.from_grid(dg), segments.from_grid(dbeta)
         dbefore = dbefore[0].to(qkv.dtype), *dbefore[1:], dstart.view(before[3].shape)
-        return dqkv, *_gates_bwd(ctx, (dg, dbeta), (g, beta, x), in_pass), *dbefore, None, None, None
+        return dqkv, *_gates_bwd(ctx, a, b, (dg, dbeta), (g, beta, x), in_pass), *dbefore, None, None, None
 
 
 def delta_rule(

@@ -264,7 +264,7 @@ class Decoder(Forward):
         ] * self.config.tied
 
     def packable(self) -> list[torch.Tensor]:
-        """Those of `matrices` of which a packed copy is read: those that may be (Weight.packable), unadapted."""
+        """Those of `matrices` of which a packed copy is read: not of adapted ones (Weight.packable)."""
         unpackable = {self.w[name] for name in (*self.layout.unpackable, *self._adapters)}
         return [w for w in self.matrices() if w not in unpackable]
 
